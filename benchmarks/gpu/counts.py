@@ -9,22 +9,14 @@ Milliseconds are an estimate for an H100, from the counted bytes and operations 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from drafters.heads.checkpoint import Checkpoint, TargetWeights
-from drafters.heads.head import Head
-from drafters.heads.head_drafter import HeadDrafter
 from engine.core.batch import Segment
-from engine.core.drafter_protocol import Verdict
 from engine.core.kv_shape import KVShape
-from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
 from engine.model import cuda_products
@@ -32,18 +24,13 @@ from engine.model.cuda import graphs, layer_kernels, noise_kernels, triton_atten
 from engine.model.cuda.cuda_forward import CudaForward
 from engine.model.kv_pool import KVPool
 from engine.model.runner import Runner
-from engine.sampling.sampler import Sampler, verify
-from engine.verifier.known_tokens import known_tokens, row_states
 
 from .findings import Record, tried
-from .models import HEADS, LLAMA_8B, kind_of, layout_of
+from .models import HEADS, LLAMA_8B
+from .rounds import REQUESTS, Rounds, head_of
 from .traced_device import DEVICE, Counts, Launched, TracedTensor, Tracing, invented, on_device
 
-REQUESTS = (1, 8, 32)
-_PAST = 512  # positions of each text
 _ROUNDS = 3  # of which the last is counted: the graphs of the others are captured
-_ACCEPTED = 2  # nodes of each tree below its root
-_ABSENT = LLAMA_8B.vocab_size - 1  # a token that no tree has
 _KERNELS = {
     layer_kernels: ("norm", "enter", "gate"),
     triton_attention: ("_attend_chunk", "_attend_joined"),
@@ -99,25 +86,8 @@ def _moved(tensor: Tensor) -> Tensor:
     return nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
 
 
-def _head(method: str) -> Head:
-    embedding = TracedTensor(
-        torch.empty(LLAMA_8B.vocab_size, LLAMA_8B.hidden_size, dtype=torch.bfloat16, device="meta")
-    )
-    weights = TargetWeights(embedding, embedding, LLAMA_8B.num_hidden_layers)
-    head: Head = kind_of(method)(_Weightless(method), weights, DEVICE)
-    return head
-
-
-class _Weightless(Checkpoint):
-    """A checkpoint of a head for that target, without weights."""
-
-    def __init__(self, method: str):
-        self.path = self.method = method
-        self.field, self.speculator = "drafter.path", None
-        self.config, shapes, more = layout_of(method, LLAMA_8B)
-        weights = {name: TracedTensor(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
-                   for name, shape in shapes.items()}  # fmt: skip
-        self.tensors = weights | more
+def _weight(_: str, shape: tuple[int, ...]) -> Tensor:
+    return TracedTensor(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
 
 
 def _forwards(tracing: Tracing, runner: Runner) -> Record:
@@ -134,84 +104,8 @@ def _forwards(tracing: Tracing, runner: Runner) -> Record:
             "weights_gb": round(counts.weights / 1e9, 2)}  # fmt: skip
 
 
-@dataclass
-class _Parts:
-    """What a round's parts do."""
-
-    draft: Counts
-    forward: Counts
-    draws: Counts
-    told: Counts
-
-
-class _Rounds:
-    """Requests of so many positions, each with a tree a round."""
-
-    def __init__(self, tracing: Tracing, runner: Runner, head: Head, requests: int, temperature: float):
-        self.tracing, self.runner = tracing, runner
-        self.drafter = HeadDrafter(head, head.published_growth)
-        self.numbers = range(requests)
-        prompt = [3 + i % 50 for i in range(_PAST)]
-        sampling = SamplingParams(temperature=temperature, max_tokens=256)
-        self.samplers = [Sampler(sampling, prompt, [], runner.vocab_size) for _ in self.numbers]
-        self.caches = [runner.new_cache(_PAST) for _ in self.numbers]
-        for number, cache in zip(self.numbers, self.caches, strict=True):
-            cache.length = _PAST
-            self.drafter.start(number, prompt, sampling)
-            root = TokenTree.root_only(prompt[-1])
-            self.drafter.observe(number, Verdict(root, [0], [9], self._features(_PAST)))
-
-    def _features(self, rows: int) -> np.ndarray:
-        return np.zeros((rows, len(self.drafter.feature_layers), LLAMA_8B.hidden_size), np.uint16)
-
-    def step(self) -> tuple[_Parts, int]:
-        """One round: what its parts do, and the rows verified."""
-        counting, layers = self.tracing.counting, self.drafter.feature_layers
-        with counting() as draft:
-            trees = self.drafter.propose_many([(number, ()) for number in self.numbers])
-        with counting() as forward:
-            segments = [Segment.of_tree(tree, cache) for tree, cache in zip(trees, self.caches, strict=True)]
-            logits, hidden_states = self.runner.run(segments, layers)
-        with counting() as draws:
-            verdicts = self._draw(trees, logits, hidden_states)
-        with counting() as told:
-            for number, cache, verdict in zip(self.numbers, self.caches, verdicts, strict=True):
-                self.drafter.observe(number, verdict)
-                cache.commit(verdict.path)
-                cache.trim()
-        return _Parts(draft, forward, draws, told), len(logits)
-
-    def _draw(self, trees: Sequence[TokenTree], logits: Tensor, hidden_states: Tensor | None) -> list[Verdict]:
-        """As `engine.verifier.step_result` does. Of each tree the same number of nodes is accepted."""
-        begins = accumulate(map(len, trees), initial=0)
-        known = [
-            None if tokens is None else _accepting(tree, tokens)
-            for tree, tokens in zip(trees, known_tokens(trees, self.samplers, logits), strict=True)
-        ]
-        states = row_states(hidden_states, trees, known)
-        verdicts = []
-        for tree, begin, sampler, tokens in zip(trees, begins, self.samplers, known, strict=False):
-            path, drawn = verify(tree, logits[begin : begin + len(tree)], sampler, tokens)
-            sent = None if states is None else states.of([begin + node for node in path])
-            verdicts.append(Verdict(tree, path, drawn, sent))
-        return verdicts
-
-    def close(self) -> None:
-        for number, cache in zip(self.numbers, self.caches, strict=True):
-            self.drafter.finish(number)
-            cache.release()
-
-
-def _accepting(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
-    """What may be drawn at the tree's nodes, for the most confident ones to be accepted, as many as is usual."""
-    drawn = [_ABSENT] * len(tokens)
-    for node in tree.path(int(np.flatnonzero(tree.depths == min(_ACCEPTED, tree.depths.max()))[0]))[1:]:
-        drawn[int(tree.parents[node])] = int(tree.tokens[node])
-    return drawn
-
-
 def _round(tracing: Tracing, runner: Runner, method: str, requests: int, temperature: float) -> Record:
-    rounds = _Rounds(tracing, runner, _head(method), requests, temperature)
+    rounds = Rounds(tracing.counting, runner, LLAMA_8B, head_of(method, LLAMA_8B, _weight), requests, temperature)
     for _ in range(_ROUNDS):
         steps = rounds.drafter.steps
         parts, rows = rounds.step()

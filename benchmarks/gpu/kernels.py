@@ -74,7 +74,7 @@ class _Texts:
         batch = Batch.of(segments)
         attention = TritonAttention(self.pool, self.q_per_kv)
         chunks = -(-(int(batch.positions.max()) + 1) // CHUNK)
-        return attention(_rows_of(batch, attention, self.device), chunks, 0, rule, queries)
+        return attention(_rows_of(batch, attention, chunks, self.device), chunks, 0, rule, queries)
 
     def expected(self, keys: Tensor, values: Tensor, query: Tensor, rule: Rule) -> Tensor:
         """[heads, head_dim] float64: of a query that sees these."""
@@ -89,9 +89,9 @@ class _Texts:
         return torch.einsum("hk,khd->hd", scores.softmax(-1)[:, : len(k)], v)
 
 
-def _rows_of(batch: Batch, attention: TritonAttention, device: torch.device) -> DeviceRows:
+def _rows_of(batch: Batch, attention: TritonAttention, chunks: int, device: torch.device) -> DeviceRows:
     arrays = (batch.prefix_lens, batch.ancestor_ptr, batch.ancestor_slots, batch.tables, batch.table_of)
-    given = (*arrays, grouped(batch.table_of, attention.together))
+    given = (*arrays, grouped(batch.table_of, attention.together(len(batch), chunks)))
     # never empty: a pointer to nothing is no address to compute with
     return DeviceRows(*(torch.from_numpy(a if len(a) else np.zeros(1, np.int32)).to(device) for a in given))
 
@@ -162,8 +162,8 @@ def _time(length: int) -> Record:
     cache.length = length - 64
     batch = Batch.of([Segment.of_text([random_.randrange(9)] * 64, cache, "all")])
     attention, queries = TritonAttention(texts.pool, 4), texts.random(64, 32, 128)
-    rows = _rows_of(batch, attention, device)
     chunks, rule = -(-length // CHUNK), Rule(128**-0.5)
+    rows = _rows_of(batch, attention, chunks, device)
     return {
         "us": median_us(lambda: attention(rows, chunks, 0, rule, queries)),
         "read_once_mb": round(keys.nbytes * 2 / 1e6, 1),

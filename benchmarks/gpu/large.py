@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
 from typing import Any
@@ -19,12 +20,15 @@ from engine.model.cuda.graphs import Recorded, wait
 from engine.model.target import Target
 
 from .findings import Record, tried
-from .models import LLAMA_8B, TOY
+from .models import LLAMA_8B, TOY, random_weight
+from .rounds import REQUESTS, Rounds, head_of
 
 _SIZES = (1, 8, 16, 32, 64, 65, 128)  # nodes
 _BEHIND = (512, 4096, 16384)
 _REPEATS = 10
+_WARM_UPS = 3  # rounds
 _KERNELS = 8  # named in a breakdown
+_ROUNDS = (("eagle3", 0.0), ("eagle3", 1.0), ("block", 0.0))
 
 
 def run(device: str) -> Iterator[Record]:
@@ -40,6 +44,16 @@ def run(device: str) -> Iterator[Record]:
         if device == "cuda":
             yield tried(f"kernels behind {past}", _breakdown, target, cache)
         target.release(cache)
+    for method, temperature in _ROUNDS:
+        for requests in REQUESTS if device == "cuda" else REQUESTS[:2]:
+            yield tried(
+                f"rounds of {method}, T={temperature:g}",
+                torch.inference_mode()(_rounds),
+                target,
+                method,
+                temperature,
+                requests,
+            )
     if device == "cuda":
         yield {"check": "memory", "peak_gb": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
 
@@ -109,6 +123,43 @@ def _breakdown(target: Target, cache: Any) -> Record:
         "launches": round(sum(e.count for e in kernels) / _REPEATS),
         "kernels": {name[:60]: round(times[name], 3) for name in longest},
     }
+
+
+def _rounds(target: Target, method: str, temperature: float, requests: int) -> Record:
+    """Median milliseconds of the parts of a round of so many requests."""
+    assert target.pool is not None
+    for part in (target.pool.keys, target.pool.values):  # what is not written yet may be no number
+        part.zero_()
+    device, config = target.device, target.model.config
+    head = head_of(method, config, partial(random_weight, device=device.type))
+    rounds = Rounds(partial(_timed, device), target, config, head, requests, temperature)
+    for _ in range(_WARM_UPS):  # graphs are captured
+        rounds.step()
+    steps, done = rounds.drafter.steps, [rounds.step() for _ in range(_REPEATS)]
+    steps = rounds.drafter.steps - steps
+    rounds.close()
+    ms = {
+        name: round(median(1000 * getattr(parts, name)[0] for parts, _ in done), 2)
+        for name in ("draft", "forward", "draws", "told")
+    }
+    rows = median(rows for _, rows in done)
+    return {
+        "requests": requests,
+        "rows": rows,
+        "draft_steps": steps / _REPEATS,
+        "ms": ms,
+        "captures": Recorded.captures,
+    }
+
+
+@contextmanager
+def _timed(device: torch.device) -> Iterator[list[float]]:
+    """The seconds of what is inside, the wait for the device included."""
+    seconds: list[float] = []
+    started = time.perf_counter()
+    yield seconds
+    wait(device)
+    seconds.append(time.perf_counter() - started)
 
 
 def _median_ms(work: Callable[[], Any], target: Target) -> float:

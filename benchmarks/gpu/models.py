@@ -52,7 +52,7 @@ def save_head(method: str, target: LlamaConfig, folder: Path, device: str) -> st
     """A draft head with random weights for a target of that configuration, in the public layout of its method."""
     folder.mkdir(parents=True, exist_ok=True)
     config, shapes, more = layout_of(method, target)
-    tensors = {name: _weight(name, shape, device) for name, shape in shapes.items()} | more
+    tensors = {name: random_weight(name, shape, device).cpu() for name, shape in shapes.items()} | more
     (folder / "config.json").write_text(json.dumps(config), encoding="utf8")
     if method in ("medusa", "hydra"):
         torch.save(tensors, folder / f"{method}_lm_head.pt")
@@ -61,10 +61,10 @@ def save_head(method: str, target: LlamaConfig, folder: Path, device: str) -> st
     return str(folder)
 
 
-def _weight(name: str, shape: tuple[int, ...], device: str) -> Tensor:
+def random_weight(name: str, shape: tuple[int, ...], device: str) -> Tensor:
     if "norm" in name:
-        return torch.ones(shape, dtype=torch.bfloat16)
-    return (torch.randn(shape, dtype=torch.bfloat16, device=device) * shape[-1] ** -0.5).cpu()
+        return torch.ones(shape, dtype=torch.bfloat16, device=device)
+    return torch.randn(shape, dtype=torch.bfloat16, device=device) * shape[-1] ** -0.5
 
 
 Layout = tuple[dict[str, Any], dict[str, tuple[int, ...]], dict[str, Tensor]]

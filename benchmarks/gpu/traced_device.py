@@ -106,7 +106,7 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
             raise RuntimeError(f"{why} waits for the host, which a graph cannot capture")
         self.counts.waits += 1
 
-    def captured(self, work: graphs.Work, inputs: Sequence[Tensor], device: torch.device) -> Any:
+    def captured(self, work: graphs.Work, inputs: Sequence[Tensor], device: torch.device, memory: object) -> Any:
         """Stands for `engine.model.cuda.graphs._captured`."""
         with self.counting() as counts:
             self.capturing = True

@@ -25,7 +25,7 @@ from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
 from engine.model import cuda_products
 from engine.model.cuda import triton_attention
-from engine.model.cuda.graphs import Recorded, bucket, uploaded
+from engine.model.cuda.graphs import Recorded, bucket, shared_memory, uploaded
 from engine.model.cuda.lean_layers import LeanLayers
 from engine.model.cuda.padded_rows import PaddedRows, longs
 from engine.model.cuda.triton_attention import TritonAttention
@@ -33,7 +33,6 @@ from engine.model.kv_pool import KVCache, KVPool
 from engine.model.stock import NoCache, Unsupported
 from engine.model.structure import OtherStructure
 
-_CAPTURED = 256  # rows: larger forwards, of prompts, take longer than their launches, and graphs of them much memory
 _PROBES = 16  # rows compared between sizes
 _AHEAD = (0, 1, 2, 4)  # chunks of a text before the rows, for the graphs that are captured at the start
 _SCRATCH_BYTES = 512 << 20  # of a layer's attention: after long texts fewer rows go together
@@ -52,6 +51,7 @@ class CudaForward:
         self.lean: LeanLayers | None = None
         self.sizes: tuple[int, ...] = (cuda_products.SLICE,)
         self.recorded: dict[tuple[int, int, int, tuple[int, ...]], Recorded] = {}
+        self._memory = shared_memory(pool.keys.device)
         self._slice: PaddedRows | None = None  # the one being run
         self._chunks = 0
 
@@ -97,7 +97,7 @@ class CudaForward:
         for size in self.sizes:
             tree = TokenTree.chain(0, [0] * (size - 1), [1.0] * (size - 1))
             for past in (chunks * triton_attention.CHUNK for chunks in _AHEAD):
-                if size <= _CAPTURED and past + size <= room:
+                if past + size <= room:
                     text.reserve(past + size)
                     text.length = past
                     self(Batch.of([Segment.of_tree(tree, text)]), feature_layers)
@@ -186,13 +186,10 @@ class CudaForward:
 
     def _forward(self, rows: PaddedRows, chunks: int, feature_layers: tuple[int, ...]) -> tuple[Tensor, ...]:
         """All logits, [rows, vocab], and [rows, layers, hidden] features if layers are given."""
-        device, work = self.pool.keys.device, partial(self._run, chunks, feature_layers)
-        size = len(rows.tokens)
-        if size > _CAPTURED:
-            return work(*uploaded(rows, device))
-        key = size, chunks, len(rows.ancestor_slots), feature_layers
+        key = len(rows.tokens), chunks, len(rows.ancestor_slots), feature_layers
         if key not in self.recorded:
-            self.recorded[key] = Recorded(work, device)
+            work = partial(self._run, chunks, feature_layers)
+            self.recorded[key] = Recorded(work, self.pool.keys.device, self._memory)
         return self.recorded[key](*rows)
 
     def _run(self, chunks: int, feature_layers: tuple[int, ...], *rows: Tensor) -> tuple[Tensor, ...]:

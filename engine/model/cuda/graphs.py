@@ -23,11 +23,17 @@ from torch import Tensor
 from engine.core.errors import first_line
 
 Work = Callable[..., tuple[Tensor, ...]]
+Memory = tuple[int, int]
 Buffers = TypeVar("Buffers")
 _ROUND, _SPARE = 256, 32  # buffer lengths are multiples of the first; so many spare buffers are kept
 _WARM_UPS = 3  # calls before capture
 _GRAPHS = ("cuda",)  # devices whose work can be captured
 _CAPTURING = threading.Lock()  # torch captures one graph at a time in a process
+
+
+def shared_memory(device: torch.device) -> Memory | None:
+    """Memory that graphs may share."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def bucket(rows: int) -> int:
@@ -36,7 +42,8 @@ def bucket(rows: int) -> int:
 
 
 class Recorded:
-    """`work` over tensors that have the same shapes in every call.
+    """`work` over tensors that have the same shapes in every call. memory: what graphs may share that never run at once
+    and whose outputs are read before another of them runs (`shared_memory`).
 
     captures: whether captures are tried in this process. After one that CUDA invalidated none is, since torch's
     allocator still counts it as under way. A capture that only ran out of memory ends properly: that work alone is
@@ -46,8 +53,8 @@ class Recorded:
     captures = True
     told = False
 
-    def __init__(self, work: Work, device: torch.device):
-        self._work, self._device = work, device
+    def __init__(self, work: Work, device: torch.device, memory: Memory | None = None):
+        self._work, self._device, self._memory = work, device, memory
         self._inputs: tuple[Tensor, ...] | None = None
         self._upload: Tensor | None = None  # what the inputs that come from the host are views of
         self._outputs: tuple[Tensor, ...] = ()
@@ -85,7 +92,7 @@ class Recorded:
                 return
             _warm_up(self._work, inputs, self._device)
             try:
-                self._graph, self._outputs = _captured(self._work, inputs, self._device)
+                self._graph, self._outputs = _captured(self._work, inputs, self._device, self._memory)
             except torch.OutOfMemoryError as error:
                 if not Recorded.told:
                     Recorded.told = True
@@ -188,13 +195,15 @@ def _warm_up(work: Work, inputs: Sequence[Tensor], device: torch.device) -> None
 
 
 def _captured(
-    work: Work, inputs: Sequence[Tensor], device: torch.device
+    work: Work, inputs: Sequence[Tensor], device: torch.device, memory: Memory | None
 ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
     """The graph of the work, and the tensors that it writes its results to."""
     here, graph = torch.cuda.current_stream(device), torch.cuda.CUDAGraph()
     try:
         # this thread only: over inproc the other worker keeps running
-        with torch.cuda.graph(graph, stream=_aside(device, here.priority), capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=memory, stream=_aside(device, here.priority), capture_error_mode="thread_local"
+        ):
             outputs = work(*inputs)
     finally:
         torch.cuda.set_stream(here)  # after a failure torch stays on the stream that it captured

@@ -122,21 +122,33 @@ def drawn(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
 
 def _joined(logits: Tensor, draws: Sequence[Draw], found: NDArray[np.float64]) -> list[int]:
     """The winners of the parts' winners. found: see `draw_parts`."""
-    best = found[0].max(-1, initial=-np.inf)
+    best, winner = found[0].max(-1, initial=-np.inf), found[0].argmax(-1)
     with np.errstate(invalid="ignore"):  # infinities
         rivals = found[0] >= (best - (_NEAR + np.abs(best) * UNIT * 8))[:, None]
-    tokens = []
-    for draw, rival, token, score, near in zip(draws, rivals, *found[1:], strict=True):
-        if (near < 0).any():
-            tokens.append(NAN)
-        elif not rival.any() or near[rival].max() > 1 or near[rival].min() == 0:  # several, or infinities
-            scores = divided(logits[draw.row].float(), draw.temperature)
-            tokens.append(gumbel_argmax(scores, draw.seed, draw.position))
-        else:
-            left = token[rival].astype(np.int64)
-            values = score[rival] + gumbel(draw.seed, draw.position, torch.from_numpy(left)).numpy()
-            tokens.append(int(left[values.argmax()]))
+    rows, near = np.arange(len(draws)), found[3]
+    clear = (rivals.sum(-1) == 1) & (near[rows, winner] == 1) & (near >= 0).all(-1)
+    tokens: list[int] = np.where(clear, found[1][rows, winner], NAN).astype(np.int64).tolist()
+    for row in np.flatnonzero(~clear).tolist():
+        tokens[row] = _closely_drawn(logits, draws[row], rivals[row], *found[1:, row])
     return tokens
+
+
+def _closely_drawn(
+    logits: Tensor,
+    draw: Draw,
+    rivals: NDArray[np.bool_],
+    tokens: NDArray[np.float64],
+    scores: NDArray[np.float64],
+    near: NDArray[np.float64],
+) -> int:
+    """The winner of a row whose parts' winners are near each other, or are no numbers. rivals, ...: [parts]."""
+    if (near < 0).any():
+        return NAN
+    if not rivals.any() or near[rivals].max() > 1 or near[rivals].min() == 0:  # several in a part, or infinities
+        return gumbel_argmax(divided(logits[draw.row].float(), draw.temperature), draw.seed, draw.position)
+    left = tokens[rivals].astype(np.int64)
+    values = scores[rivals] + gumbel(draw.seed, draw.position, torch.from_numpy(left)).numpy()
+    return int(left[values.argmax()])
 
 
 def noisy_scores(scores: Tensor, ids: Tensor, rows: Sequence[tuple[int, int, float]]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -52,9 +53,11 @@ class PaddedRows(NamedTuple):
     firsts: Tensor
 
     @classmethod
-    def of(cls, batch: Batch, first: int, end: int, size: int, together: int) -> tuple[PaddedRows, int]:
+    def of(
+        cls, batch: Batch, first: int, end: int, size: int, together: Callable[[int, int], int]
+    ) -> tuple[PaddedRows, int]:
         """Rows `first` to `end` of the batch, padded to `size`, and the number of attention chunks that they need.
-        together: most rows of a group.
+        together: see `TritonAttention.together`.
 
         A padding row repeats the last row. It stores the last row's key and value again, so it changes nothing, and it
         sees only its text's first position, so it costs little.
@@ -72,7 +75,8 @@ class PaddedRows(NamedTuple):
         places = np.minimum(batch.table_of[rows][:, None] + np.arange(width), len(batch.tables) - 1)
         indexes = batch.tokens[rows], batch.positions[rows], sources, *np.divmod(batch.slots[rows], BLOCK)
         tables = batch.tables[places], np.arange(0, size * width, width)
-        seen = prefix_lens, begins - begins[0], _filled(ancestors), *tables, grouped(batch.table_of[rows], together)
+        groups = grouped(batch.table_of[rows], together(size, chunks))
+        seen = prefix_lens, begins - begins[0], _filled(ancestors), *tables, groups
         return cls(*map(longs, indexes), *(torch.from_numpy(array.astype(np.int32)) for array in seen)), chunks
 
     @property

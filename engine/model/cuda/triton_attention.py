@@ -37,6 +37,8 @@ CHUNK = 512
 _LEAST = 16  # fewest rows of a product on tensor cores
 _MOST = {2: 64, 4: 32}  # rows of a program's product, by bytes of a number: a row and a query head each
 _ROWS = 16  # most rows of a group: a tile of ancestors is read once for each
+_FEW = 4  # rows of a group where there are few
+_BUSY = 128  # programs: about as many as a large GPU has multiprocessors
 _TILE_BYTES = 16384  # of keys; with as much of values, twice, it fits into any current GPU's shared memory
 # with 4 warps some shapes spill registers, in float32 by kilobytes
 _CHUNKED = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}
@@ -275,8 +277,16 @@ class TritonAttention:
         self._dims_filled = triton.next_power_of_2(shape.dims)
         row_bytes = self._dims_filled * shape.dtype.itemsize
         self._tile = max(_LEAST, min(64, _TILE_BYTES // row_bytes))  # divides CHUNK: both are powers of two
-        self.together = max(1, min(_ROWS, _MOST[shape.dtype.itemsize] // q_per_kv))  # rows of a group
-        self._filled = max(_LEAST, triton.next_power_of_2(self.together * q_per_kv))
+        self._large = max(1, min(_ROWS, _MOST[shape.dtype.itemsize] // q_per_kv))
+        # for all groups: products of another size could add in another order
+        self._filled = max(_LEAST, triton.next_power_of_2(self._large * q_per_kv))
+
+    def together(self, rows: int, chunks: int) -> int:
+        """Most rows of a group, of so many rows: few where large groups would leave much of a GPU idle, since a program
+        reads the tiles with its rows' ancestors one after the other.
+        """
+        programs = -(-rows // self._large) * self.pool.shape.kv_heads * chunks
+        return self._large if programs > _BUSY else min(self._large, _FEW)
 
     def __call__(self, rows: DeviceRows, chunks: int, layer: int, rule: Rule, query: Tensor) -> Tensor:
         """Attend with each row's queries to the layer's keys and values. query, result: [rows, heads, head_dim].

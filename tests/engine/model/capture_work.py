@@ -101,7 +101,7 @@ def target_forward(config: Any, features: tuple[int, ...]) -> None:
         cache = KVCache(forward.pool)
         cache.reserve(40)
         batch = Batch.of([Segment.of_text([*range(30)], cache, "all")])
-        rows, chunks = PaddedRows.of(batch, 0, 30, 64, together=16)
+        rows, chunks = PaddedRows.of(batch, 0, 30, 64, together=lambda *_: 16)
         assert_on_device(forward._run(chunks, features, *map(on_device, rows)))
 
 
@@ -128,7 +128,7 @@ def lean_layers_forward(config: Any) -> None:
         forward.lean, cache = lean, KVCache(forward.pool)
         cache.reserve(40)
         batch = Batch.of([Segment.of_text([*range(30)], cache, "all")])
-        rows, chunks = PaddedRows.of(batch, 0, 30, 64, together=16)
+        rows, chunks = PaddedRows.of(batch, 0, 30, 64, together=lambda *_: 16)
         assert_on_device(forward._run(chunks, (0, 2), *map(on_device, rows)))
 
 

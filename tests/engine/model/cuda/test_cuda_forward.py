@@ -22,9 +22,9 @@ from engine.core.kv_shape import KVShape
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model import cuda_products, forward_choice
-from engine.model.cuda import cuda_forward, triton_attention
+from engine.model.cuda import cuda_forward, graphs, triton_attention
 from engine.model.cuda.cuda_forward import CudaForward
-from engine.model.cuda.graphs import Recorded
+from engine.model.cuda.graphs import Recorded, Work
 from engine.model.kv_pool import KVCache, KVPool
 from engine.model.stock import NAME, Unsupported
 from engine.model.target import Target
@@ -289,15 +289,24 @@ def test_rows_are_padded_to_the_least_size_that_holds_them_and_more_run_in_slice
     assert ran == [2, 4, 8, 8, 8, 2, 8, 8, 4]
 
 
-@pytest.mark.usefixtures("_products_by_rows")
-def test_a_long_prompts_forwards_are_not_recorded_and_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, tokens = forward_of("llama"), text(16, 4)
-    alone = read(forward, tokens, 1)[1]
-    monkeypatch.setattr(cuda_forward, "_CAPTURED", 4)
-    forward.sizes = (4, 8)
+def test_all_forwards_of_a_model_are_recorded_over_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of prompts too; what a forward leaves there is copied before the next one runs."""
+    memories = []
+
+    def captured(work: Work, inputs: Sequence[Tensor], device: torch.device, memory: object) -> tuple[object, ...]:
+        memories.append(memory)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(cuda_forward, "shared_memory", lambda device: (7, 7))
+    monkeypatch.setattr(graphs, "_GRAPHS", ("cpu",))
+    monkeypatch.setattr(graphs, "_warm_up", lambda *_: None)
+    monkeypatch.setattr(graphs, "_captured", captured)
+    forward = forward_of("llama")
+    forward.sizes = (2, 8)
+    memories.clear()
     forward.recorded.clear()
-    assert torch.equal(read(forward, tokens, 8)[1], alone)
-    assert not forward.recorded
+    read(forward, text(9, 4), 9)
+    assert memories == [(7, 7)] * 2 and {size for size, *_ in forward.recorded} == {2, 8}
 
 
 def test_behind_a_long_text_so_many_rows_run_together_as_attention_has_memory_for(

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 
@@ -17,11 +17,11 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=gpu)]
 
 
-def stub(monkeypatch: pytest.MonkeyPatch, capture: object) -> None:
+def stub(monkeypatch: pytest.MonkeyPatch, capture: Callable[..., object]) -> None:
     """Capture by `capture` on the CPU."""
     monkeypatch.setattr(graphs, "_GRAPHS", ("cpu",))
     monkeypatch.setattr(graphs, "_warm_up", lambda *_: None)
-    monkeypatch.setattr(graphs, "_captured", capture)
+    monkeypatch.setattr(graphs, "_captured", lambda *given: capture(*given[:3]))
     monkeypatch.setattr(Recorded, "captures", True)
     monkeypatch.setattr(Recorded, "told", False)
 
@@ -165,7 +165,7 @@ def test_work_is_warmed_up_and_captured_on_one_stream_of_the_priority_that_it_is
         used.append(stream)
         yield
 
-    def graph(graph: object, stream: Stream, capture_error_mode: str) -> AbstractContextManager[None]:
+    def graph(graph: object, pool: object, stream: Stream, capture_error_mode: str) -> AbstractContextManager[None]:
         return on(stream)
 
     for name, value in {

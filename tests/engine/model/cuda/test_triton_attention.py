@@ -71,9 +71,9 @@ class Texts:
         moved.keys, moved.values = pool.keys.to(DEVICE), pool.values.to(DEVICE)
         attention = TritonAttention(moved, GROUPS)
         arrays = (batch.prefix_lens, batch.ancestor_ptr, batch.ancestor_slots, batch.tables, batch.table_of)
-        firsts = grouped(batch.table_of, attention.together)
-        rows = DeviceRows(*(torch.from_numpy(array).to(DEVICE) for array in (*arrays, firsts)))
         chunks = -(-seen // triton_attention.CHUNK)
+        firsts = grouped(batch.table_of, attention.together(len(batch), chunks))
+        rows = DeviceRows(*(torch.from_numpy(array).to(DEVICE) for array in (*arrays, firsts)))
         return attention(rows, chunks, 0, rule, query.to(DEVICE)).cpu()
 
     def expected(self, path: list[int], rule: Rule) -> Tensor:
@@ -158,14 +158,16 @@ def test_chunks_that_only_longer_texts_need_change_nothing(monkeypatch: pytest.M
     assert texts.attend([long, short], Rule(0.2, window=5)).isfinite().all()
 
 
-@pytest.mark.parametrize("together", [1, 4])
-def test_how_rows_are_grouped_changes_no_bit(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("few", [1, 4])
+def test_how_rows_are_grouped_changes_no_bit(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_attention, "CHUNK", 64)
+    monkeypatch.setattr(triton_attention, "_BUSY", 0)
     texts = Texts(32, torch.bfloat16)
     tree = random_tree(12, text(12, 1), random.Random(2))
     batch = [texts.read(text(75, 3), tree), texts.read(text(70, 4), rows=7), texts.read(text(20, 5))]
     usual = texts.attend(batch, Rule(0.2))
-    monkeypatch.setattr(triton_attention, "_ROWS", together)
+    monkeypatch.setattr(triton_attention, "_BUSY", 1000)
+    monkeypatch.setattr(triton_attention, "_FEW", few)
     assert torch.equal(texts.attend(batch, Rule(0.2)), usual)
 
 
@@ -175,6 +177,12 @@ def test_a_later_rows_value_that_is_not_finite_reaches_no_row_before_it() -> Non
     usual = texts.attend([segment], Rule(0.2))
     texts.pool.values[0, int(segment.cache.table[29 // BLOCK]), :, 29 % BLOCK] = torch.inf
     assert torch.equal(texts.attend([segment], Rule(0.2))[:-1], usual[:-1])
+
+
+def test_groups_are_small_until_there_are_programs_for_a_whole_gpu() -> None:
+    attention = TritonAttention(KVPool(KVShape(1, 8, 128, torch.bfloat16), 1), 4)
+    assert [attention.together(64, chunks) for chunks in (1, 4, 8)] == [4, 4, 16]
+    assert [attention.together(rows, 1) for rows in (16, 256, 512)] == [4, 4, 16]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,137 @@
+"""Rounds of several requests with a random model, as the engine runs them: each request drafts a tree, one forward
+verifies all trees, tokens are drawn, and the drafter is told. Of each tree the same number of nodes is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Generic, TypeVar
+
+import numpy as np
+from torch import Tensor
+from transformers import LlamaConfig
+
+from drafters.heads.checkpoint import Checkpoint, TargetWeights
+from drafters.heads.head import Head
+from drafters.heads.head_drafter import HeadDrafter
+from engine.core.batch import Segment
+from engine.core.drafter_protocol import Verdict
+from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+from engine.model.runner import Runner
+from engine.sampling.sampler import Sampler, verify
+from engine.verifier.known_tokens import known_tokens, row_states
+
+from .models import kind_of, layout_of
+
+REQUESTS = (1, 8, 32)
+_PAST = 512  # positions of each text, where the model reads twice as many
+_ACCEPTED = 2  # nodes of each tree below its root
+M = TypeVar("M")
+
+
+Weights = Callable[[str, tuple[int, ...]], Tensor]
+"""A tensor of that name and shape, bfloat16."""
+
+
+def head_of(method: str, config: LlamaConfig, make: Weights) -> Head:
+    """A draft head of a model of that configuration, on the device of its weights."""
+    embedding = make("embed_tokens.weight", (config.vocab_size, config.hidden_size))
+    weights = TargetWeights(embedding, embedding, config.num_hidden_layers)
+    head: Head = kind_of(method)(_Made(method, config, make), weights, embedding.device)
+    return head
+
+
+class _Made(Checkpoint):
+    """A checkpoint of a head that no file holds."""
+
+    def __init__(self, method: str, config: LlamaConfig, make: Weights):
+        self.path = self.method = method
+        self.field, self.speculator = "drafter.path", None
+        self.config, shapes, more = layout_of(method, config)
+        self.tensors = {name: make(name, shape) for name, shape in shapes.items()} | more
+
+
+@dataclass
+class Parts(Generic[M]):
+    """What was measured of a round's parts."""
+
+    draft: M
+    forward: M
+    draws: M
+    told: M
+
+
+class Rounds(Generic[M]):
+    """Requests with a tree a round. measuring: of one part of a round."""
+
+    def __init__(
+        self, measuring: Callable[[], AbstractContextManager[M]], runner: Runner, config: LlamaConfig, head: Head,
+        requests: int, temperature: float,
+    ):  # fmt: skip
+        self.measuring, self.runner, self.hidden_size = measuring, runner, config.hidden_size
+        self.drafter = HeadDrafter(head, head.published_growth)
+        self.numbers = range(requests)
+        past = min(_PAST, config.max_position_embeddings // 2)
+        prompt = [3 + i % 50 for i in range(past)]
+        sampling = SamplingParams(temperature=temperature, max_tokens=256)
+        self.samplers = [Sampler(sampling, prompt, [], runner.vocab_size) for _ in self.numbers]
+        self.caches = [runner.new_cache(past) for _ in self.numbers]
+        for number, cache in zip(self.numbers, self.caches, strict=True):
+            cache.length = past
+            self.drafter.start(number, prompt, sampling)
+            root = TokenTree.root_only(prompt[-1])
+            self.drafter.observe(number, Verdict(root, [0], [9], self._features(past)))
+
+    def _features(self, rows: int) -> np.ndarray:
+        return np.zeros((rows, len(self.drafter.feature_layers), self.hidden_size), np.uint16)
+
+    def step(self) -> tuple[Parts[M], int]:
+        """One round: what was measured of its parts, and the rows verified."""
+        measuring, layers = self.measuring, self.drafter.feature_layers
+        with measuring() as draft:
+            trees = self.drafter.propose_many([(number, ()) for number in self.numbers])
+        with measuring() as forward:
+            segments = [Segment.of_tree(tree, cache) for tree, cache in zip(trees, self.caches, strict=True)]
+            logits, hidden_states = self.runner.run(segments, layers)
+        with measuring() as draws:
+            verdicts = self._draw(trees, logits, hidden_states)
+        with measuring() as told:
+            for number, cache, verdict in zip(self.numbers, self.caches, verdicts, strict=True):
+                self.drafter.observe(number, verdict)
+                cache.commit(verdict.path)
+                cache.trim()
+        return Parts(draft, forward, draws, told), len(logits)
+
+    def _draw(self, trees: Sequence[TokenTree], logits: Tensor, hidden_states: Tensor | None) -> list[Verdict]:
+        """As `engine.verifier.step_result` does. Of each tree the same number of nodes is accepted."""
+        begins = accumulate(map(len, trees), initial=0)
+        known = [
+            None if tokens is None else _accepting(tree, len(tokens), self.runner.vocab_size - 1)
+            for tree, tokens in zip(trees, known_tokens(trees, self.samplers, logits), strict=True)
+        ]
+        states = row_states(hidden_states, trees, known)
+        verdicts = []
+        for tree, begin, sampler, tokens in zip(trees, begins, self.samplers, known, strict=False):
+            path, drawn = verify(tree, logits[begin : begin + len(tree)], sampler, tokens)
+            sent = None if states is None else states.of([begin + node for node in path])
+            verdicts.append(Verdict(tree, path, drawn, sent))
+        return verdicts
+
+    def close(self) -> None:
+        for number, cache in zip(self.numbers, self.caches, strict=True):
+            self.drafter.finish(number)
+            cache.release()
+
+
+def _accepting(tree: TokenTree, count: int, absent: int) -> list[int]:
+    """What may be drawn at the tree's nodes, for the most confident ones to be accepted, as many as is usual. absent: a
+    token that no tree has.
+    """
+    drawn = [absent] * count
+    for node in tree.path(int(np.flatnonzero(tree.depths == min(_ACCEPTED, tree.depths.max()))[0]))[1:]:
+        drawn[int(tree.parents[node])] = int(tree.tokens[node])
+    return drawn
