@@ -291,7 +291,7 @@ class Engine:
 
     @property
     def tokenizer(self) -> Any:
-        """The target's `transformers` tokenizer."""
+        """The target's: an `engine.text.tokenizer.Tokenizer`, or that of `transformers` where that does more."""
         return self._tokenizer
 
     @property

@@ -42,9 +42,13 @@ def _exit_with_parent() -> None:
 def main() -> None:
     config = Config.model_validate_json(sys.stdin.readline())
     threading.Thread(target=_exit_with_parent, daemon=True).start()
+    import torch
+
     from engine.kernels.attention.attention import attention_kernels
 
-    attention_kernels()
+    # of the type that most models are of: one that is not needed would take ten seconds from those that are
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    attention_kernels(dtype, config.verifier.kv_type == "q8_0")
     compile_kernels(config)
 
 

@@ -63,10 +63,11 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any], l
         import torch
 
         from engine.model.cuda.graphs import own_stream
+        from engine.model.loading import find_device
         from engine.model.target import Target
         from engine.verifier.prompt_cache import prompt_cache
 
-        threads = share_cores(config)
+        threads = share_cores(config, gpu=find_device(config.device).type != "cpu")
         torch.set_num_threads(threads.verifier(config.mode == "async"))
         target = Target.of_config(config)
         with (
@@ -120,8 +121,9 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any], lo
             from engine.model.cuda.graphs import own_stream
             from engine.model.loading import find_device
 
-            torch.set_num_threads(share_cores(config).drafter)
-            stream = own_stream(find_device(config.device), urgent=True)
+            device = find_device(config.device)
+            torch.set_num_threads(share_cores(config, gpu=device.type != "cpu").drafter)
+            stream = own_stream(device, urgent=True)
         with stream, _drafter(config, control, verdicts) as worker:
             loaded()
             worker.run()

@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 from rich.console import Console
+from transformers import AutoTokenizer
 
 from engine.api import Engine
 from engine.config import Config, load
@@ -31,7 +32,6 @@ from engine.frontend.tasks import keep_under_way
 from engine.model.loading import dtype_of, load_model, name_of, open_stored
 from engine.weights.gguf_file import read_gguf
 from engine.weights.gguf_source import open_gguf
-from engine.weights.tokenizer import load_tokenizer
 
 from ..inputs.questions import check_prompts, mixed_questions
 from ..measure.budget import Budget, is_narrow
@@ -229,5 +229,5 @@ def _directory(model: str, folder: Path) -> str:
     if open_stored(Path(model)) is None:
         return model
     load_model(model, "bfloat16", torch.device("cpu")).save_pretrained(folder / "model")
-    load_tokenizer(model).save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder / "model")
     return str(folder / "model")

@@ -2,8 +2,8 @@
 
 cuBLAS picks a kernel by the number of rows. What is asked: does a row's place, the other rows, a captured graph or
 another process change its bits; and which numbers of rows give the same bits as others? Once as torch is by default,
-and with the flags that forbid to split a sum over blocks (split-K), through cuBLAS and through cuBLASLt; and a product
-in Triton.
+and with the flags that forbid to split a sum over blocks (split-K), which torch takes with cuBLASLt alone; and a
+product in Triton.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ _WAYS: dict[str, dict[str, str]] = {
     "default": {},
     "no split-K": _FIXED,
     "no split-K, again": _FIXED,
-    "no split-K, cuBLASLt": _FIXED,
     "triton": {},
 }
 _ON_A_CPU = ("default", "triton")
@@ -73,9 +72,8 @@ def main(device: str, way: str) -> None:
         multiply = product
     elif way != "default":
         matmul: Any = torch.backends.cuda.matmul
-        matmul.allow_bf16_reduced_precision_reduction = (False, False)
-    if "cuBLASLt" in way:
         torch.backends.cuda.preferred_blas_library("cublaslt")
+        matmul.allow_bf16_reduced_precision_reduction = (False, False)
     timed = device == "cuda" and "again" not in way
     with torch.inference_mode():
         for name, shape in (_SHAPES if device == "cuda" else _SMALL).items():

@@ -136,7 +136,8 @@ def _profiled(work: Callable[[], Any], device: torch.device) -> tuple[Seconds, f
 def _parts_of_kernels() -> dict[int, str]:
     """Parts of kernels by address; all others belong to "other"."""
     products = {kernel.address: "products" for kernel in [product_kernel(), experts_kernel()]}
-    return products | {kernel.address: "attention" for kernel in attention_kernels()}
+    kernels = [kernel for dtype in (torch.bfloat16, torch.float32) for kernel in attention_kernels(dtype, False)]
+    return products | {kernel.address: "attention" for kernel in kernels}
 
 
 def _recorded(call: Callable[..., None]) -> Callable[..., None]:

@@ -24,6 +24,7 @@ from engine.config import Config
 from engine.core.child_environment import child_environment
 from engine.core.methods import find
 from engine.verifier.placement import share_cores, shares_loop
+from engine.weights.gguf_source import source_of
 from engine.wire.transport import Router
 from engine.worker import WorkerSpec, load_keys, run_worker
 
@@ -173,7 +174,11 @@ class Workers:
             check(self.config)
 
     def check_target(self) -> None:
-        """Raise the error that the verifier would raise. Takes seconds of imports; reads no weights."""
+        """Raise the error that the verifier would raise. Reads no weights, but imports for seconds, so that a
+        verifier in a process of its own alone looks at what is in Talon's cache, which transformers has read once.
+        """
+        if source_of(Path(self.config.model)) is not None and not self.in_threads:
+            return
         from engine.model.loading import find_device, load_config
 
         importlib.import_module("transformers.models.auto.tokenization_auto")  # before threads import concurrently

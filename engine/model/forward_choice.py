@@ -14,9 +14,6 @@ import torch
 
 from engine.config import Activations, KVType
 from engine.core.errors import ConfigError, ModelError, first_line
-from engine.core.kv_shape import KVShape
-from engine.kernels.attention.attention import has_pairs
-from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.gemm.product import pack_linears
 from engine.kernels.pointwise import PointwiseOperations
 from engine.model.cuda_products import allow_split_sums, exact_sizes, forbid_split_sums
@@ -26,7 +23,7 @@ from engine.model.forward import Forward
 from engine.model.kv_pool import KVPool
 from engine.model.loading import Facts, name_of
 from engine.model.masked import MaskedForward, refusal
-from engine.model.memory import free_memory, kv_share
+from engine.model.memory import kept_as, kv_room, pool_of
 from engine.model.probe import ModelProbe
 from engine.model.proof import Proof, ProvedModel
 from engine.model.rotary import hold_frequencies
@@ -55,7 +52,7 @@ class ForwardChoice:
         kv_type: KVType = "auto",
     ):
         self.model, self.name, self.context, self.kv_memory, self.device = model, name, context, kv_memory, device
-        self.kv_type: KVType = kv_type if instruction_sets() and device.type == "cpu" else "auto"
+        self.kv_type = kept_as(kv_type, device)
 
     @property
     def accelerated(self) -> bool:
@@ -243,12 +240,9 @@ class ForwardChoice:
         """
         config = self.model.config.get_text_config()
         heads, kv_heads, head_dim = head_sizes(config)
-        q8_0 = kv_type == "q8_0"
-        vnni = not self.accelerated and has_pairs(self.model.dtype)
-        shape = KVShape(config.num_hidden_layers, kv_heads, head_dim, self.model.dtype, vnni, q8_0)
-        if self.kv_memory is None:
-            self.kv_memory = kv_share(_free_memory(self.device) - weights)
-        return KVPool(shape, shape.blocks_in(self.kv_memory), self.device), heads // kv_heads
+        self.kv_memory = kv_room(self.kv_memory, self.device, weights)
+        sizes = (config.num_hidden_layers, kv_heads, head_dim)
+        return pool_of(sizes, self.model.dtype, kv_type, self.kv_memory, self.device), heads // kv_heads
 
 
 def _other_matrix(model: Any) -> str | None:
@@ -260,11 +254,3 @@ def _other_matrix(model: Any) -> str | None:
     }
     others = (name for name, weight in model.named_parameters() if weight.dim() > 1 and id(weight) not in known)
     return next(others, None)
-
-
-def _free_memory(device: torch.device) -> int:
-    """Free bytes of the device."""
-    if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
-        return free
-    return free_memory()

@@ -1,4 +1,6 @@
-"""How much memory a process can take on this machine, or in its container, and whether a GGUF file fits into it."""
+"""How much memory a process can take on this machine, or in its container, whether a GGUF file fits into it, and the
+pool of keys and values that gets its share of the rest.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,16 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from engine.config import AUTO, Weights
+import torch
+
+from engine.config import AUTO, KVType, Weights
 from engine.core.errors import ModelError
+from engine.core.kv_shape import KVShape
+from engine.kernels.attention.attention import has_pairs
+from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.quant.layouts import STEP
 from engine.kernels.quant.stored import row_bytes
+from engine.model.kv_pool import KVPool
 from engine.weights.gguf_file import GgufFile
 from engine.weights.quantised_weights import QuantisedCheckpoint
 
@@ -40,9 +48,28 @@ def free_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
     return free
 
 
-def kv_share(free_bytes: int) -> int:
-    """Bytes for keys and values, where the configuration does not say."""
-    return int(_KV_SHARE * free_bytes)
+def kv_room(kv_memory: int | None, device: torch.device, weights: int = 0) -> int:
+    """Bytes for keys and values. kv_memory: as the configuration says, None: a share of what is free once `weights`
+    bytes have been read.
+    """
+    if kv_memory is not None:
+        return kv_memory
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    return int(_KV_SHARE * (free - weights))
+
+
+def kept_as(kv_type: KVType, device: torch.device) -> KVType:
+    """The type of keys and values that is asked for, if they can be kept so on that device."""
+    return kv_type if device.type == "cpu" and instruction_sets() else "auto"
+
+
+def pool_of(
+    sizes: tuple[int, int, int], dtype: torch.dtype, kv_type: KVType, room: int, device: torch.device
+) -> KVPool:
+    """A pool of `room` bytes. sizes: layers, key heads, and the dimensions of one. kv_type: see `kept_as`."""
+    pairs = device.type != "cuda" and has_pairs(dtype)
+    shape = KVShape(*sizes, dtype, pairs, kv_type == "q8_0")
+    return KVPool(shape, shape.blocks_in(room), device)
 
 
 def check_memory(stored: GgufFile | QuantisedCheckpoint, field: str, free_bytes: int) -> None:
@@ -63,6 +90,19 @@ def check_memory(stored: GgufFile | QuantisedCheckpoint, field: str, free_bytes:
         f"{field}: {what} of {stored.size / 1e9:.1f} GB needs {needed / 1e9:.1f} GB of memory, and "
         f"{free_bytes / 1e9:.1f} GB are free; take {choice}, or free memory"
     )
+
+
+def check_stock_memory(stored: GgufFile, field: str, why: str, free_bytes: int) -> None:
+    """The same for a file that transformers' own forward runs, since the lean decoder does not (`why`): every weight is
+    a bfloat16 number there.
+    """
+    needed = 2 * stored.elements + _BESIDE
+    if needed > free_bytes:
+        raise ModelError(
+            f"{field}: the lean decoder does not run it ({why}), and transformers' own forward needs "
+            f"{needed / 1e9:.1f} GB of memory, where {free_bytes / 1e9:.1f} GB are free; take a model of fewer "
+            "parameters or of a common structure, or free memory"
+        )
 
 
 def _text(file: Path) -> str:

@@ -15,13 +15,9 @@ import torch
 from engine.config import AUTO, Activations, Config, KVType
 from engine.core.batch import BLOCK
 from engine.core.errors import ConfigError, ModelError, first_line
-from engine.core.kv_shape import KVShape
-from engine.kernels.attention.attention import has_pairs
-from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.gemm.product import PackedLinear, multiplies
 from engine.model.decoder import LeanDecoder
 from engine.model.forward import Captures
-from engine.model.kv_pool import KVPool
 from engine.model.loading import (
     Facts,
     copy_mapped,
@@ -36,7 +32,7 @@ from engine.model.loading import (
     skeleton,
     weights_of,
 )
-from engine.model.memory import check_memory, free_memory, kv_share
+from engine.model.memory import check_memory, check_stock_memory, free_memory, kept_as, kv_room, pool_of
 from engine.model.proof import Proof, ProvedModel
 from engine.model.runner import Chosen, Runner
 from engine.model.structure import OtherStructure
@@ -156,6 +152,7 @@ class Target(Runner):
             return cls(path, facts, choice.of_file(weights, activations, facts, proof), device, weights.kind, model)
         except (Unreadable, OtherStructure, AttributeError) as error:  # a part of the structure is missing
             if isinstance(stored, GgufFile):
+                check_stock_memory(stored, f"model={path}", first_line(error), free_memory())
                 return None
             raise ModelError(
                 f"weights={stored.kind.lower()}: this model cannot be run with quantised weights "
@@ -173,14 +170,14 @@ class Target(Runner):
         kv_type: KVType,
     ) -> Target:
         """The target that an earlier start has tried, without transformers."""
-        weights, structure, dtype = reopened(stored, proved.places, proved.vectors), proved.structure, torch.bfloat16
-        q8_0 = kv_type == "q8_0" and bool(instruction_sets())
-        shape = KVShape(len(structure.layers), structure.kv_heads, structure.head_dim, dtype, has_pairs(dtype), q8_0)
-        room = kv_share(free_memory() - weights.size) if kv_memory is None else kv_memory
-        pool = KVPool(shape, shape.blocks_in(room))
+        weights = reopened(stored, proved.places, proved.vectors)
+        structure, device = proved.structure, torch.device("cpu")
+        sizes = (len(structure.layers), structure.kv_heads, structure.head_dim)
+        room = kv_room(kv_memory, device, weights.size)
+        pool = pool_of(sizes, torch.bfloat16, kept_as(kv_type, device), room, device)
         lean = LeanDecoder(structure, pool, proved.rules, weights, activations)
-        chosen = Chosen(Runner(lean, pool, proved.facts.vocab_size, dtype), "")
-        return cls(path, proved.facts, chosen, torch.device("cpu"), weights.kind)
+        chosen = Chosen(Runner(lean, pool, proved.facts.vocab_size, torch.bfloat16), "")
+        return cls(path, proved.facts, chosen, device, weights.kind)
 
     @property
     def context(self) -> int:

@@ -232,11 +232,11 @@ def _known_formats() -> frozenset[str]:
 
 
 def _tokens(tokenizer: Any, vocab_size: int, eos_tokens: list[int]) -> Any:
-    """The library's view of a `transformers` tokenizer, which may spell more tokens than the model has."""
-    from llguidance.hf import from_tokenizer
-
+    """The library's view of a tokenizer, which may spell more tokens than the model has."""
+    made, size = _library().LLTokenizer, max(vocab_size, len(tokenizer))
     try:
-        return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=eos_tokens or None)
+        content = tokenizer.backend_tokenizer.to_str()
+        return made(content, n_vocab=size, eos_token=eos_tokens or tokenizer.eos_token_id)
     except Exception as error:
         raise RequestError(f"grammar: this model's tokenizer does not work with grammars: {error}") from None
 

@@ -223,7 +223,7 @@ class AnswerFormat:
 
     @classmethod
     def of(cls, tokenizer: Any, name: str | None = None) -> AnswerFormat:
-        """The format of a `transformers` tokenizer's chat template. name: of a tool format, instead of that found.
+        """The format of a tokenizer's chat template. name: of a tool format, instead of that found.
         Raises ConfigError if there is no such name.
         """
         template = _text_of(tokenizer.chat_template)

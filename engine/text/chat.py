@@ -7,7 +7,6 @@ the text in disguise, whatever still spells a control token in it is the templat
 
 from __future__ import annotations
 
-import inspect
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,11 @@ from engine.text.token_pieces import special_tokens
 _BLOCK = 256
 _BLOCKS = range(0xF0000 // _BLOCK, 0x10FF00 // _BLOCK)  # of private-use characters
 _ESCAPED = '"\\'  # JSON's escapes would depend on the disguise
+_RESERVED = {  # arguments of `apply_chat_template` in `transformers`, of which templates see some
+    *("self", "conversation", "messages", "tools", "documents", "chat_template", "kwargs", "tokenizer_kwargs"),
+    *("add_generation_prompt", "continue_final_message", "sanitize_control_tokens", "tokenize", "truncation"),
+    *("padding", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+}
 _TESTED = ("role", "type")  # keys whose values templates compare with words
 _Change = Callable[[str], str]
 
@@ -39,10 +43,10 @@ class Rendering:
     variables: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] = ()
 
-    def arguments(self, tokenizer: Any) -> dict[str, Any]:
+    @property
+    def arguments(self) -> dict[str, Any]:
         """Those of `apply_chat_template`. No variable may take the place of one of the method's own."""
-        reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
-        if taken := self.variables.keys() & reserved:
+        if taken := self.variables.keys() & _RESERVED:
             raise RequestError(f"chat_template_kwargs.{min(taken)}: is no variable of a chat template; leave it out")
         own = {"add_generation_prompt": self.opens_answer, "continue_final_message": self.continues}
         return {**self.variables, **own, "tools": list(self.tools) or None}
@@ -50,7 +54,7 @@ class Rendering:
 
 def render(tokenizer: Any, messages: Sequence[Any], rendering: Rendering) -> str:
     """The text that the chat template makes of the messages. Raises RequestError."""
-    arguments = rendering.arguments(tokenizer)
+    arguments = rendering.arguments
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
     except Exception as error:  # the template is the model's own code

@@ -15,7 +15,7 @@ _BEHIND = range(6, 10)  # tokens before an answer to decode its first ones with:
 class TextStream:
     """Detokenises one answer. `push` tokens, `take` what can be shown; `text` is all there is so far.
 
-    tokenizer: a `transformers` tokenizer. A window of the last tokens is decoded with and without the newest, because
+    tokenizer: of `load_tokenizer`. A window of the last tokens is decoded with and without the newest, because
     a token's text depends on its neighbours (word-initial spaces). Tokens that are parts of characters are decoded
     here, byte by byte: only an incomplete character is waited for, not every U+FFFD that a text ends in. special:
     special tokens are part of the text; visible: these are. before: the tokens before the answer, without which the

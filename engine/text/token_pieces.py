@@ -25,7 +25,7 @@ _known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """The special tokens of a `transformers` tokenizer, with their texts."""
+    """The special tokens of a tokenizer, with their texts."""
     return _known_of(tokenizer).special
 
 

@@ -26,6 +26,7 @@ from engine.text.chat import turn_end
 from engine.weights.gguf_families import completed
 from engine.weights.gguf_file import GgufFile, read_gguf
 from engine.weights.gguf_reader import MODEL, read_by_transformers
+from engine.weights.tokenizer import KeptTokenizer, state_of
 
 _DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 """Vocabularies (`tokenizer.ggml.pre`) for which llama.cpp splits off each digit first; transformers does not."""
@@ -48,6 +49,8 @@ def describe(file: GgufFile, folder: Path, title: str, origin: str) -> None:
     generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _drop_foreign_tokens(file, folder / "tokenizer.json")
+    if (state := state_of(AutoTokenizer.from_pretrained(folder, local_files_only=True))) is not None:
+        KeptTokenizer(folder).write(state)
     (folder / "README.md").write_text(_card(file, title, origin), encoding="utf8")
 
 

@@ -9,6 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from engine.core.errors import ModelError, shown
+from engine.core.processor import cores
 from engine.weights.gguf_header import GgufHeader, GgufTensor, read_header
 
 _PART = re.compile(r"(?P<name>.*)-\d{5}-of-(?P<count>\d{5})(?P<ending>\.gguf)", re.DOTALL | re.IGNORECASE)
@@ -33,6 +35,7 @@ _COUNTS = (
     "attention.head_count_kv",
     "attention.key_length",
 )
+_AT_ONCE = 4 << 20  # bytes that a thread reads
 _LARGEST = 1 << 24  # of any of them
 _SAME = ("general.architecture", "general.name", "split.tensors.count")  # in all parts that name them
 
@@ -74,16 +77,25 @@ class GgufFile:
         return None if tensor is None or tensor.kind != GGMLQuantizationType.F32 else self.read(tensor).view("<f4")
 
     def read(self, tensor: GgufTensor) -> NDArray[np.uint8]:
-        """[bytes] a copy of the tensor's bytes. A mapping would end the process if the file were cut meanwhile; this
-        raises ModelError.
+        """[bytes] a copy of the tensor's bytes, made on all cores. A mapping would end the process if the file were cut
+        meanwhile; this raises ModelError.
         """
         part = self.parts[tensor.part]
         raw = np.empty(tensor.size, np.uint8)
-        view, done, at = memoryview(raw.data), 0, part.start + tensor.offset
-        while done < len(view):
-            if not (count := os.preadv(part.content.fileno(), [view[done:]], at + done)):
-                raise ModelError(f"model={part.path}: the GGUF file was cut short while it was read; get it again")
-            done += count
+        view, at = memoryview(raw.data), part.start + tensor.offset
+
+        def read_some(done: int) -> None:
+            stop = min(done + _AT_ONCE, len(view))
+            while done < stop:
+                if not (count := os.preadv(part.content.fileno(), [view[done:stop]], at + done)):
+                    raise ModelError(f"model={part.path}: the GGUF file was cut short while it was read; get it again")
+                done += count
+
+        with ThreadPoolExecutor(cores()) as threads:  # which starts none for nothing
+            rest = threads.map(read_some, range(_AT_ONCE, len(view), _AT_ONCE))
+            read_some(0)
+            for _ in rest:
+                pass
         return raw
 
     @property

@@ -120,6 +120,12 @@ def test_in_turns_each_has_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert share_cores(load({"model": "m"}, {"method": "eagle3", "verifier.threads": 3})) == (3, 3, 3)
 
 
+def test_beside_a_gpu_each_has_one_unless_more_are_asked_for() -> None:
+    ahead = Config(model="m", mode="async", method="eagle3")
+    assert share_cores(ahead, gpu=True) == (1, 1, 1)
+    assert share_cores(load(ahead, {"verifier.threads": 3, "drafter.threads": 2}), gpu=True) == (3, 3, 2)
+
+
 def test_more_threads_than_cores_are_refused_with_what_they_would_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.verifier.placement.cores", lambda: 2)
     greedy = load({"model": "m"}, {"method": "eagle3", "mode": "async", "verifier.threads": 2})

@@ -30,6 +30,7 @@ from engine.kernels.attention.pair_attention import pair_kernel
 from engine.kernels.attention.paired_attention import scratch_of_own
 from engine.kernels.attention.tile_attention import TILES, tile_kernel
 from engine.kernels.gemm.matmul import Unit, units
+from engine.kernels.simd import LANES
 from engine.kernels.threads import Kernel, address_of, int_fields
 
 
@@ -49,9 +50,11 @@ def _kernel(shape: KVShape) -> Kernel:
     return _paired_kernel() if shape.vnni else lane_kernel()
 
 
-def attention_kernels() -> list[Kernel]:
-    """The attention kernels that this processor can run."""
-    return [lane_kernel(), _paired_kernel()] if has_pairs(torch.bfloat16) else [lane_kernel()]
+def attention_kernels(dtype: torch.dtype, q8_0: bool) -> list[Kernel]:
+    """The kernels that a model of that type runs on this processor. q8_0: and then with keys and values of 8 bits."""
+    vnni = has_pairs(dtype)
+    shapes = [KVShape(1, 1, LANES, dtype, vnni), *([KVShape(1, 1, LANES, dtype, vnni, True)] if q8_0 else [])]
+    return [_kernel(shape) for shape in shapes]
 
 
 @dataclass(frozen=True)

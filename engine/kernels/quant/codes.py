@@ -14,6 +14,12 @@ def read_codes(block: Any, planes: Any, codes: Any) -> None:
     codes[:] = 0
     for p in range(len(planes)):
         at, bits, together, up = planes[p]
+        if together == 1:  # bits, the lowest of a byte first
+            for byte in range(len(codes) // 8):
+                eight, goal = np.uint32(block[at + byte]), codes[8 * byte : 8 * byte + 8]
+                for i in range(8):
+                    goal[i] |= np.uint8(eight >> np.uint32(i) & np.uint32(1)) << np.uint8(up)
+            continue
         mask = np.uint8((1 << bits) - 1)
         for first in range(0, len(codes), together):
             part = first // together

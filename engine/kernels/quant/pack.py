@@ -232,32 +232,43 @@ def _place_parts(bits: int, quads: Any, words: Any) -> None:
 def _place_words(raw: Any, planes: Any, bits: int, codes_at: int, tiles: Any) -> None:
     """raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes]."""
     panels, _, blocks, _ = raw.shape
-    codes, step_words = np.empty((tiles.shape[2] - codes_at) * 8 // (bits * LANES), np.uint8), 2 * LANES * bits
+    codes, step_words = np.empty((tiles.shape[2] - codes_at) * 8 // (bits * LANES), np.uint8), LANES * bits
+    pairs, apart = codes.view(np.uint16), np.empty(len(codes) // 2, np.uint32)
     for panel in range(panels):
         for block in range(blocks):
-            tile = tiles[panel, block][codes_at:].view(np.uint16)
+            tile = tiles[panel, block][codes_at:].view(np.uint32)
             for output in range(LANES):
                 read_codes(raw[panel, output, block], planes, codes)
+                for i in range(len(pairs)):
+                    apart[i] = np.uint32(pairs[i] & np.uint16(0xFF)) | np.uint32(pairs[i] >> np.uint16(8)) << np.uint32(
+                        16
+                    )
                 for step in range(len(codes) // STEP):
-                    for odd in range(2):
-                        words = tile[step * step_words + 2 * output + odd : (step + 1) * step_words]
-                        _place_vectors(bits, codes[step * STEP + odd : (step + 1) * STEP], words)
+                    some = apart[step * STEP // 2 : (step + 1) * STEP // 2]
+                    _place_vectors(bits, some, tile[step * step_words + output : (step + 1) * step_words])
 
 
 @njit
-def _place_vectors(bits: int, codes: Any, words: Any) -> None:
-    """Every second code of an output's step, in every 32nd word."""
-    together = 16 // bits
-    for vector in range(bits):
-        word = np.uint32(0)
-        for i in range(together):
-            pair = vector * together + i
-            word |= np.uint32(codes[2 * pair]) << np.uint32(bits * i)
-        if bits == 5:
-            word |= np.uint32(codes[30] >> vector & 1) << np.uint32(15)
-        elif bits == 6 and vector < 4:
-            word |= np.uint32(codes[24 + 2 * vector] & 15) << np.uint32(12)
-        elif bits == 6:
-            first = 24 + 4 * (vector - 4)
-            word |= np.uint32(codes[first] >> 4 | codes[first + 2] >> 4 << 2) << np.uint32(12)
-        words[32 * vector] = word
+def _place_vectors(bits: int, pairs: Any, words: Any) -> None:
+    """The codes of an output's step, in every 16th word. pairs: of even inputs in the lower half, of odd ones in the
+    upper.
+    """
+    if bits == 4:
+        for v in range(4):
+            a, b, c, d = pairs[4 * v], pairs[4 * v + 1], pairs[4 * v + 2], pairs[4 * v + 3]
+            words[16 * v] = a | b << np.uint32(4) | c << np.uint32(8) | d << np.uint32(12)
+    elif bits == 5:
+        for v in range(5):
+            last = (pairs[15] >> np.uint32(v) & np.uint32(0x00010001)) << np.uint32(15)
+            words[16 * v] = pairs[3 * v] | pairs[3 * v + 1] << np.uint32(5) | pairs[3 * v + 2] << np.uint32(10) | last
+    elif bits == 6:
+        low, high = np.uint32(0x000F000F), np.uint32(0x00030003)
+        for v in range(4):
+            words[16 * v] = pairs[2 * v] | pairs[2 * v + 1] << np.uint32(6) | (pairs[12 + v] & low) << np.uint32(12)
+        for v in range(4, 6):
+            a, b = pairs[2 * v + 4] >> np.uint32(4) & high, pairs[2 * v + 5] >> np.uint32(4) & high
+            top = (a | b << np.uint32(2)) << np.uint32(12)
+            words[16 * v] = pairs[2 * v] | pairs[2 * v + 1] << np.uint32(6) | top
+    else:
+        for v in range(8):
+            words[16 * v] = pairs[2 * v] | pairs[2 * v + 1] << np.uint32(8)

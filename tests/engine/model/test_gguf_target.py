@@ -14,9 +14,10 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from engine.core.errors import ModelError
 from engine.kernels.gemm.matmul import Unit, units
 from engine.kernels.gemm.product import multiplies
-from engine.model import forward_choice
+from engine.model import forward_choice, memory
 from engine.model import proof as proofs
 from engine.model import target as targets
 from engine.model.decoder import LeanDecoder
@@ -225,6 +226,23 @@ def test_families_beyond_the_lean_decoder_run_the_stock_forward(
     target = Target.load(folder)
     assert not isinstance(target.forward, LeanDecoder)
     assert (logits(target) - expected).pow(2).mean().sqrt() < 0.1 * expected.std()
+
+
+def test_a_family_beyond_the_lean_decoder_is_refused_where_the_stock_forward_does_not_fit(
+    directory: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not tried: Linux would end the process, which says nothing."""
+    folder = directory(kind=Kind.Q4_0)
+
+    def refuse(*_: Any) -> None:
+        raise forward_choice.OtherStructure("another norm")
+
+    monkeypatch.setattr(LeanDecoder, "__init__", refuse)
+    stored = open_gguf(Path(folder))
+    assert stored is not None
+    monkeypatch.setattr(targets, "free_memory", lambda: memory._BESIDE + int(1.5 * stored.elements))
+    with pytest.raises(ModelError, match="another norm"):
+        Target.load(folder)
 
 
 def test_a_file_computes_in_another_type_with_its_own_weights(directory: Callable[..., str]) -> None:

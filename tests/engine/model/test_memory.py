@@ -6,7 +6,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from engine.core.errors import ModelError
-from engine.model.memory import check_memory, free_memory
+from engine.model.memory import check_memory, check_stock_memory, free_memory
 from engine.weights.gguf_file import GgufFile
 from engine.weights.gguf_header import GgufHeader, GgufTensor
 
@@ -70,3 +70,13 @@ def test_one_that_does_not_names_the_next_smaller_choice(free: float, choice: st
     told = str(caught.value)
     assert told.startswith("model=x: the file of 8.7 GB needs 9.7 GB of memory, and ") and "\n" not in told
     assert f"take {choice}, or free memory" in told
+
+
+def test_what_transformers_forward_needs_is_said_with_the_reason_why_it_is_needed() -> None:
+    file = file_of(8_192_000_000, Kind.Q4_K)
+    check_stock_memory(file, "model=x", "a matrix is missing", 17_000_000_000)
+    with pytest.raises(ModelError) as caught:
+        check_stock_memory(file, "model=x", "a matrix is missing", 16_900_000_000)
+    told = str(caught.value)
+    assert "\n" not in told and "(a matrix is missing)" in told
+    assert "needs 17.0 GB of memory, where 16.9 GB are free" in told
