@@ -100,9 +100,10 @@ class Rounds(Generic[M]):
         with measuring() as draws:
             verdicts = self._draw(trees, logits, hidden_states)
         with measuring() as told:
-            for number, cache, verdict in zip(self.numbers, self.caches, verdicts, strict=True):
+            for number, verdict in zip(self.numbers, verdicts, strict=True):
                 self.drafter.observe(number, verdict)
-                cache.commit(verdict.path)
+            self.runner.commit([(cache, one.path) for cache, one in zip(self.caches, verdicts, strict=True)])
+            for cache in self.caches:
                 cache.trim()
         return Parts(draft, forward, draws, told), len(logits)
 

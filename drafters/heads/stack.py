@@ -181,9 +181,8 @@ class Stack:
         if rows > self._program.capacity or self._blocks != self.pool.blocks:
             self._program = self._program_for(max(self._program.capacity, 1 << (rows - 1).bit_length()))
         spec, program, places = self.spec, self._program, self._attention.begin(batch)
-        features = self.pool.features.numpy()  # numpy takes less time than torch to copy a few rows
         tokens = torch.from_numpy(batch.tokens.astype(np.int64))
-        begun = spec.enters(torch.from_numpy(features[np.asarray(above)]), tokens)
+        begun = spec.enters(torch.from_numpy(self._features.take(above, 0)), tokens)
         if spec.entry is None:
             program.residual[:rows] = begun
         else:
@@ -196,7 +195,7 @@ class Stack:
         out = program.run_to_head(count)
         if spec.keeps:  # of rows that were not chosen the last residual is not computed
             kept = slice(0, rows) if picked is None else picked
-            features[batch.slots[kept]] = program.residual.numpy()[kept]
+            self._features[batch.slots[kept]] = self._residual[kept]
         return out
 
     def _program_for(self, capacity: int) -> LayerProgram:
@@ -220,4 +219,6 @@ class Stack:
             program.attention_and_mlp(index, weights, Rule(layer.decoder.head_dim**-0.5))
         program.norm(norm_of(spec.norm))
         program.head(spec.head, spec.head.outputs)
+        # numpy takes less time than torch to copy a few rows
+        self._features, self._residual = self.pool.features.numpy(), program.residual.numpy()
         return program

@@ -40,9 +40,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
+    @cached_property
     def slots(self) -> list[int]:
-        """[rows] the rows' places in the pool."""
+        """[rows] the rows' places in the pool, once blocks are reserved for them."""
         low, end = self.first // BLOCK, self.first + len(self)
         blocks = self.cache.table[low : -(-end // BLOCK)].tolist()
         return [blocks[slot // BLOCK - low] * BLOCK + slot % BLOCK for slot in range(self.first, end)]

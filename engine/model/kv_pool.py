@@ -37,6 +37,8 @@ _CPU = torch.device("cpu")
 _STATES_SHARE = 4  # hidden states may take one part in so many of what keys and values take, beside them
 Ending = tuple[int, tuple[int, ...]]
 """The text that a full block ends: the number of the text before it (0: none), and its own 16 tokens."""
+Moves = tuple[Int, Int]
+"""Slots whose keys and values move, and the slots that they move to."""
 
 
 class KVPool:
@@ -195,8 +197,8 @@ class KVPool:
 @torch.inference_mode()  # the mode in which a target makes its pool
 def move_by_index(keys: Tensor, values: Tensor, sources: Int, places: Int) -> None:
     """What `KVPool.move` does, for a pool on any device."""
-    (slots,) = uploaded([torch.from_numpy(np.stack([sources, places]).astype(np.int64))], keys.device)
-    (old, new), (old_lane, new_lane) = slots // BLOCK, slots % BLOCK
+    indexes = np.stack([*np.divmod(sources, BLOCK), *np.divmod(places, BLOCK)]).astype(np.int64)
+    ((old, old_lane, new, new_lane),) = uploaded([torch.from_numpy(indexes)], keys.device)
     keys[:, new, :, :, new_lane] = keys[:, old, :, :, old_lane]
     values[:, new, :, new_lane] = values[:, old, :, old_lane]
 
@@ -240,13 +242,17 @@ class KVCache:
 
     def commit(self, path: Sequence[int]) -> None:
         """Keep the entries of the last tree's nodes `path` (ascending) as the next committed positions."""
-        self.pending = 0
-        moved = next((i for i, node in enumerate(path) if node != i), len(path))
-        if moved < len(path):
-            sources = np.asarray(path[moved:], np.int32) + np.int32(self.length)
-            places = np.arange(self.length + moved, self.length + len(path), dtype=np.int32)
-            self.pool.move(self._slots(sources), self._slots(places))
+        commit_all([(self, path)])
+
+    def keep(self, path: Sequence[int]) -> Moves | None:
+        """What `commit` does, but for the entries that are not in place yet: the moves to come, if there are any."""
+        length, self.pending = self.length, 0
         self.length += len(path)
+        in_place = next((i for i, node in enumerate(path) if node != i), len(path))
+        if in_place == len(path):
+            return None
+        sources = np.asarray(path[in_place:], np.int32) + np.int32(length)
+        return self._slots(sources), self._slots(np.arange(length + in_place, self.length, dtype=np.int32))
 
     def next_ending(self, text: Sequence[int]) -> Ending | None:
         """What the block after the committed positions will end; None unless it begins there and `text` fills it."""
@@ -304,3 +310,12 @@ class KVCache:
     def _slots(self, positions: Int) -> Int:
         slots: Int = self.table[positions // BLOCK] * np.int32(BLOCK) + positions % np.int32(BLOCK)
         return slots
+
+
+def commit_all(accepted: Sequence[tuple[KVCache, Sequence[int]]]) -> None:
+    """`KVCache.commit` of caches of one pool, each with its path: all entries are moved at once, as launches on a GPU
+    take the same time whatever they move.
+    """
+    if moves := [moved for cache, path in accepted if (moved := cache.keep(path)) is not None]:
+        sources, places = moves[0] if len(moves) == 1 else map(np.concatenate, zip(*moves, strict=True))
+        accepted[0][0].pool.move(sources, places)

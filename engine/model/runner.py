@@ -15,7 +15,7 @@ from engine.core.batch import Batch, Segment
 from engine.core.tree import TokenTree
 from engine.model.decoder import LeanDecoder
 from engine.model.forward import Forward
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_pool import KVCache, KVPool, commit_all
 
 if TYPE_CHECKING:
     from engine.model.masked import MaskedForward
@@ -78,6 +78,14 @@ class Runner:
         for segment in segments:
             segment.cache.reserve(segment.past + segment.pending + len(segment))
         return cast("Forward", self.forward)(Batch.of(segments), feature_layers)
+
+    def commit(self, accepted: Sequence[tuple[Any, Sequence[int]]]) -> None:
+        """Keep, in each cache, the rows of its last segment that are given (ascending), as its next positions."""
+        if self.pool is not None:
+            commit_all(accepted)
+            return
+        for cache, path in accepted:
+            cache.commit(path)
 
     def prefill(
         self, cache: Any, tokens: Sequence[int], feature_layers: tuple[int, ...] = ()

@@ -132,8 +132,7 @@ class Verifier:
         results = self._verify_and_tell_drafter(plan, rows)
         self.timer.observe_round(results, steps, [*trees, *chunks], self.drafter)
         self._tell_front_end(results)
-        for request in plan.members:
-            self._commit(request)
+        self._commit(plan.members)
 
     def _step_inputs(self, decoding: list[Request]) -> list[StepInput]:
         """The trees of all requests, cut together to the nodes that pay."""
@@ -200,15 +199,18 @@ class Verifier:
         for result in results:
             result.request.end_round(now_ns)
 
-    def _commit(self, request: Request) -> None:
+    def _commit(self, requests: Sequence[Request]) -> None:
         """Keep the keys and values of what was read or accepted, or release all. Done last, while the drafter already
         works.
         """
-        if request not in self.requests.running:  # it has failed
-            return
-        if request.sampler.finish_reason is not None:
-            return self._forget(request)
-        request.commit()
+        running = [request for request in requests if request in self.requests.running]  # the others have failed
+        going_on = [request for request in running if request.sampler.finish_reason is None]
+        self.target.commit([(request.cache, request.rows_kept) for request in going_on])
+        for request in running:
+            if request.sampler.finish_reason is not None:
+                self._forget(request)
+            else:
+                request.publish()
 
     def _beat(self) -> None:
         if self.front_end.beat(self.requests):

@@ -153,11 +153,8 @@ class Request:
         self.drafts = {self.outcome: self.drafts[self.outcome]} if self.hit else {}
         self.since_ns = self.asked_ns = now_ns
 
-    def commit(self) -> None:
-        """Keep the keys and values of the rows that were read or accepted, free the blocks of the others, and let other
-        requests find what is kept.
-        """
-        self.cache.commit(self.rows_kept)
+    def publish(self) -> None:
+        """Let other requests find what was committed, and free the blocks of the rows that were not."""
         if self.target.pool is not None:
             self.cache.publish(self.text, self.features.of_block)
             self.cache.trim()

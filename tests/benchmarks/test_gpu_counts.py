@@ -61,6 +61,13 @@ def test_a_round_waits_a_few_times_and_as_often_for_many_requests_as_for_one(che
     assert one["waits"]["draws"] + one["waits"]["told"] <= 2
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_a_round_of_many_requests_takes_hardly_more_launches_than_of_one(head: str, records: list[Record]) -> None:
+    """Keys and values that are kept are moved for all requests at once."""
+    one, *more = of(records, f"{head}, T=0")
+    assert max(record["launches"] for record in more) <= one["launches"] + 4
+
+
 def test_of_hidden_states_the_accepted_rows_come_to_the_host(records: list[Record]) -> None:
     """All rows of 32 requests would be 47 MB."""
     assert max(record["bytes_down"] for record in of(records, "eagle3, T=0")) < 4e6

@@ -121,11 +121,9 @@ class Ranking:
 
     @staticmethod
     def of_all(asked: Sequence[tuple[Ranking, Tensor, list[int]]]) -> list[Candidates]:
-        """What each ranking makes of its logits and positions, of one head. On a GPU all of it comes to the host at
+        """What each ranking makes of its logits and positions, of one head on a GPU. All of it comes to the host at
         once: each result that is read waits for the device.
         """
-        if asked[0][1].device.type == "cpu":
-            return [ranking(logits, positions) for ranking, logits, positions in asked]
         rankings = [ranking for ranking, _, _ in asked]
         best = top(Ranking.scores_of(asked), max(ranking.top_k for ranking in rankings))
         prob = ((best.values - best.values[:, :1]).exp_() / best.totals[:, None]).clamp_(max=1.0)

@@ -6,13 +6,12 @@ dtype, capability, spills (bytes), shared (bytes of a program).
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import redirect_stdout
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -31,8 +30,7 @@ from engine.model.cuda.noise_kernels import Draw
 from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
 from engine.model.kv_pool import KVPool
 
-CAPABILITIES = {80: "sm_80", 90: "sm_90a"}
-_PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+CAPABILITIES = (80, 90)
 BF16, FP32 = torch.bfloat16, torch.float32
 _HIDDEN = 4096
 PLAIN, CAPPED = Rule(0.1), Rule(0.1, softcap=30.0)
@@ -78,13 +76,23 @@ class NoGpu(CudaDriver):
 
 
 class Compiled:
-    """A kernel whose launches only compile it."""
+    """A kernel whose launches only compile it. spills: bytes of registers that the assembler keeps in memory, by hash
+    of what was compiled; the assembler writes them to Triton's log when it compiles, which raises if it cannot.
+    """
 
     def __init__(self, kernel: Any):
         self.kernel, self.found = kernel, []
+        self.spills: dict[str, int] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *given, **named: self.found.append(self.kernel.warmup(*given, grid=grid, **named))
+        return lambda *given, **named: self.found.append(self._compiled(*given, grid=grid, **named))
+
+    def _compiled(self, *given: Any, **named: Any) -> Any:
+        with redirect_stdout(io.StringIO()) as log:
+            kernel = self.kernel.warmup(*given, **named)
+        if found := re.findall(r"(\d+) bytes spill stores", log.getvalue()):
+            self.spills[kernel.hash] = sum(map(int, found))
+        return kernel
 
 
 def launch(shape: Shape) -> None:
@@ -112,16 +120,6 @@ def launch_lean(shape: Shape, pool: KVPool) -> None:
     noise_kernels.drawn(torch.zeros(2, 5000, dtype=shape.dtype), [Draw(0, 1.0, 1, 2)])  # what it finds is arbitrary
 
 
-def spills(ptx: str, capability: int) -> int:
-    """Bytes of registers that the assembler keeps in memory. Raises if it refuses the kernel."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [_PTXAS, "-v", "--fmad=false", f"--gpu-name={CAPABILITIES[capability]}", file.name, "-o", os.devnull]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return sum(int(stored) for stored in re.findall(r"(\d+) bytes spill stores", done.stderr))
-
-
 def main() -> None:
     places = [(triton_attention, name) for name in ("_attend_chunk", "_attend_joined")]
     places += [(layer_kernels, name) for name in ("enter", "norm", "gate")]
@@ -129,14 +127,15 @@ def main() -> None:
     kernels = [Compiled(getattr(*place)) for place in places]
     for (module, name), kernel in zip(places, kernels, strict=True):
         setattr(module, name, kernel)
+    triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
     for capability in CAPABILITIES:
         triton.runtime.driver.set_active(NoGpu(capability))
         for shape in SHAPES:
             launch(shape)
-            for kernel in [kernel.found.pop() for kernel in kernels if kernel.found]:
+            for kernel, spills in [(one.found.pop(), one.spills) for one in kernels if one.found]:
                 print(json.dumps({
                     "name": shape.name, "dtype": str(shape.dtype), "capability": capability,
-                    "kernel": kernel.metadata.name, "spills": spills(kernel.asm["ptx"], capability),
+                    "kernel": kernel.metadata.name, "spills": spills[kernel.hash],
                     "shared": kernel.metadata.shared,
                 }))  # fmt: skip
 

@@ -13,7 +13,7 @@ from engine.core.batch import BLOCK
 from engine.core.errors import OutOfBlocks
 from engine.core.hidden_states import States
 from engine.core.kv_shape import KVShape
-from engine.model.kv_pool import KVCache, KVPool, move_by_index
+from engine.model.kv_pool import KVCache, KVPool, commit_all, move_by_index
 from tests.engine.kernels.pool_layout import contents, fill, in_codes, padded
 
 BLOCKS = 12
@@ -114,6 +114,40 @@ def test_commit_keeps_the_paths_keys_and_values_in_order_whatever_the_table(
             expected = in_codes(padded(expected, pool.shape))[..., :head_dim]
         assert torch.equal(keys[:, block, :, lane, :head_dim], expected)
         assert torch.equal(values[:, block, :, lane, :head_dim], -expected)
+
+
+@pytest.mark.parametrize("kind", [(torch.float32, ""), (torch.bfloat16, "vnni"), (torch.bfloat16, "q8_0")])
+def test_paths_of_many_requests_are_committed_at_once_as_one_by_one(kind: tuple[torch.dtype, str]) -> None:
+    """With paths that are in place, empty, all of their tree, and of one node."""
+    dtype, layout = kind
+    shape, lengths = KVShape(2, 3, 32, dtype, layout == "vnni", layout == "q8_0"), (0, 5, 15, 16, 20)
+    paths = [[0, 2, 5], [0, 1, 2], [], [3], [0, 1, 2, 4, 5]]
+    pools = [KVPool(shape, BLOCKS) for _ in range(2)]
+    entries = torch.randn(2, BLOCKS, 3, BLOCK, shape.dims).to(dtype)
+    caches = []
+    for pool in pools:
+        fill(pool, entries, -entries)
+        caches.append([KVCache(pool) for _ in paths])
+        for cache, length in zip(caches[-1], lengths, strict=True):
+            cache.reserve(length + 6)
+            cache.length, cache.pending = length, 6
+    for cache, path in zip(caches[0], paths, strict=True):
+        cache.commit(path)
+    moved: list[int] = []
+    move = pools[1].move
+    pools[1].move = lambda sources, places: (moved.append(len(sources)), move(sources, places))  # type: ignore
+    commit_all(list(zip(caches[1], paths, strict=True)))
+    assert moved == [2 + 1 + 2]
+    assert torch.equal(pools[0].keys, pools[1].keys) and torch.equal(pools[0].values, pools[1].values)
+    assert [(cache.length, cache.pending) for cache in caches[1]] == [(3, 0), (8, 0), (15, 0), (17, 0), (25, 0)]
+
+
+def test_what_is_in_place_is_not_moved() -> None:
+    pool = KVPool(KVShape(1, 1, 8, torch.float32), 4)
+    pool.move = None  # type: ignore
+    caches = [KVCache(pool), KVCache(pool)]
+    commit_all([(caches[0], [0, 1]), (caches[1], [])])
+    assert [cache.length for cache in caches] == [2, 0]
 
 
 def test_slots_are_moved_by_index_as_the_kernel_moves_them() -> None:

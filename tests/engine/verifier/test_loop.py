@@ -19,7 +19,7 @@ from engine.core.methods import source_of
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.drafting.worker import FROM_VERIFIER, DrafterWorker
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_pool import KVCache, KVPool, commit_all
 from engine.verifier.cost_model import CostModel
 from engine.verifier.drafter_link import FROM_DRAFTER
 from engine.verifier.forward_time import ForwardTime
@@ -62,6 +62,9 @@ class Counting:
 
     def open_cache(self, most: int, tenant: str = "") -> KVCache:
         return KVCache(self.pool)
+
+    def commit(self, accepted: Sequence[tuple[KVCache, Sequence[int]]]) -> None:
+        commit_all(accepted)
 
     def release(self, cache: KVCache) -> None:
         cache.release()

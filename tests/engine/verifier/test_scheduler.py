@@ -425,7 +425,8 @@ def test_what_others_have_read_with_its_hidden_states_is_shared_with_them() -> N
     states = np.arange(33, dtype=np.uint16)[:, None, None]
     for reader, count in requests.reserve(plan(requests), lambda r: 33).reading:
         reader.read(reader.chunk(count), [], states)
-        reader.commit()
+        reader.cache.commit(reader.rows_kept)
+        reader.publish()
     requests.running = [second]
     assert plan(requests).reading == [(second, 1)] and second.cached == 32
     assert np.array_equal(second.features.take(), states[:32])

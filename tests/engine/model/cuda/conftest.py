@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +17,10 @@ def _language_is_replaced_once() -> Iterator[None]:
     """Before each launch, and each call of a function within one, the interpreter goes through the whole language and
     replaces its functions by interpreted ones, which takes most of its time. Here it does so once for each module.
     """
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or find_spec("triton") is None:
         yield
         return
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    interpreter = import_module("triton.runtime.interpreter")
     replace: Callable[[Any], Any] = interpreter._patch_lang
     replaced: dict[str, Any] = {}
 

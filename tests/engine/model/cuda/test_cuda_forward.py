@@ -57,6 +57,12 @@ def use_small_sizes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(triton_attention, "CHUNK", 64)
 
 
+def use_short_chunks(patch: pytest.MonkeyPatch) -> None:
+    """Chunks of 16 positions, so that short texts have several."""
+    patch.setattr(triton_attention, "CHUNK", 16)
+    patch.setattr(triton_attention, "_TILE_BYTES", 0)  # the smallest tiles, which fit into such chunks
+
+
 def multiply_by_rows(patch: pytest.MonkeyPatch) -> None:
     """Products whose sums are added in one order in any number of rows: a CPU's libraries choose by the rows too."""
     patch.setattr(nn.Linear, "forward", lambda self, x: (x[..., None, :] * self.weight).sum(-1))
@@ -232,8 +238,7 @@ def test_logits_come_of_the_rows_wanted_alone_and_in_their_order() -> None:
 
 
 def test_forwards_are_recorded_once_for_each_length_of_text_in_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_attention, "CHUNK", 16)
-    monkeypatch.setattr(triton_attention, "_TILE_BYTES", 0)  # the smallest tiles, which fit into such chunks
+    use_short_chunks(monkeypatch)
     forward, tokens = forward_of("llama"), text(40, 1)
     found = read(forward, tokens, 7)[1]  # forwards whose rows need different numbers of chunks are among them
     assert torch.equal(read(forward, tokens, 8)[1], found)
@@ -501,12 +506,13 @@ def test_without_triton_a_target_on_cuda_is_run_with_masks(monkeypatch: pytest.M
     assert target.prefill(target.new_cache(20), [1, 2, 3])[0].isfinite().all()
 
 
-def test_texts_do_not_wait_for_graphs_that_are_captured_at_the_start() -> None:
+def test_texts_do_not_wait_for_graphs_that_are_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the pool is as free as before."""
+    use_short_chunks(monkeypatch)
     forward = lean_of("llama")
     free = forward.pool.free
-    forward.capture(FEATURES, 256)
+    forward.capture(FEATURES, 64)
     graphs = set(forward.recorded)
     assert {chunks for _, chunks, *_ in graphs} == {1, 2, 4} and forward.pool.free == free
-    read(forward, text(150, 1), chunk=4)
+    read(forward, text(38, 1), chunk=4)
     assert set(forward.recorded) == graphs
