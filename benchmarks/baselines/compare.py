@@ -45,7 +45,7 @@ from .rivals import Rivals
 Prompts = Sequence[Sequence[int]]
 Part = tuple[int, Prompts]
 """Requests at once, and the prompts that they ask."""
-_LEAST, _ROUNDS = 6, 3  # prompts of a turn: at least, and for each request at once
+_LEAST, _ROUNDS = 20, 3  # prompts of a turn: at least, and for each request at once
 _MOST = 20  # repeats
 _ACTIVATIONS = "bfloat16", "int8"
 

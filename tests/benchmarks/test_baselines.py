@@ -64,7 +64,7 @@ async def test_engines_take_turns_at_every_level() -> None:
     found, printed = await compared([engine("one"), engine("two"), broken, gone], [1, 8], [[1], [2], [3]])
     assert [turn.at_once for turn in found] == [1, 8] * 4, "an engine started answers all levels"
     taken = sorted((turn.repeat, turn.at_once, turn.contestant, len(turn.tokens)) for turn in found)
-    assert taken == [(r, n, name, count) for r in (0, 1) for n, count in ((1, 6), (8, 24)) for name in ("one", "two")]
+    assert taken == [(r, n, name, count) for r in (0, 1) for n, count in ((1, 20), (8, 24)) for name in ("one", "two")]
     assert all(set(turn.tokens) == {3} for turn in found)
     assert "broken" in printed and "pip install gone" in printed
 
