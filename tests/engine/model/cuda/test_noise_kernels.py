@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -68,6 +69,23 @@ def test_tokens_that_come_near_each_other_are_compared_with_the_cpus_logarithms(
     assert drawn(raised.to(DEVICE), draws) == expected(raised, draws) == [other]
     raised[0, one] += 2e-4
     assert drawn(raised.to(DEVICE), draws) == expected(raised, draws) == [one]
+
+
+def test_of_parts_whose_winners_are_near_each_other_the_cpus_logarithms_decide() -> None:
+    """The kernel's estimates say otherwise."""
+    draw, tokens = Draw(0, 1.0, 5, 6), [3, 4000]
+    noise = gumbel(draw.seed, draw.position, torch.tensor(tokens)).numpy()
+    scores = np.array([1 + 4e-10, 1.0]) - noise
+    found = np.array([[[1.0, 1 + 1e-10]], [tokens], [scores], [[1.0, 1.0]]])
+    assert noise_kernels._joined(torch.zeros(1, 5000), [draw], found) == [tokens[0]]
+
+
+@pytest.mark.parametrize("near", [0.0, 2.0])
+def test_a_row_whose_best_part_has_several_near_the_best_or_none_is_drawn_on_the_cpu(near: float) -> None:
+    """None: the best is infinite."""
+    logits, draw = logits_of(1, 5000).cpu(), Draw(0, 1.0, 5, 6)
+    found = np.array([[[9.0, 1.0]], [[17.0, 4000.0]], [[9.0, 1.0]], [[near, 1.0]]])
+    assert noise_kernels._joined(logits, [draw], found) == expected(logits, [draw]) != [17]
 
 
 def test_heads_score_with_the_noise_of_the_tokens_of_their_own_vocabulary() -> None:
