@@ -20,7 +20,7 @@ import zmq
 
 from engine.config import Config
 from engine.core.errors import TalonError
-from engine.verifier.placement import share_cores, shares_loop
+from engine.verifier.placement import on_gpu, share_cores, shares_loop
 from engine.wire.keys import Keys, load
 from engine.wire.loop_link import LoopDealer, LoopRouter
 from engine.wire.messages import Failed
@@ -63,11 +63,10 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any], l
         import torch
 
         from engine.model.cuda.graphs import own_stream
-        from engine.model.loading import find_device
         from engine.model.target import Target
         from engine.verifier.prompt_cache import prompt_cache
 
-        threads = share_cores(config, gpu=find_device(config.device).type != "cpu")
+        threads = share_cores(config, on_gpu(config))
         torch.set_num_threads(threads.verifier(config.mode == "async"))
         target = Target.of_config(config)
         with (
@@ -121,9 +120,8 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any], lo
             from engine.model.cuda.graphs import own_stream
             from engine.model.loading import find_device
 
-            device = find_device(config.device)
-            torch.set_num_threads(share_cores(config, gpu=device.type != "cpu").drafter)
-            stream = own_stream(device, urgent=True)
+            torch.set_num_threads(share_cores(config, on_gpu(config)).drafter)
+            stream = own_stream(find_device(config.device), urgent=True)
         with stream, _drafter(config, control, verdicts) as worker:
             loaded()
             worker.run()

@@ -28,11 +28,11 @@ def settled(config: Config) -> tuple[Config, str | None]:
     line = None
     elsewhere = config.transport == "tcp" or config.verifier.simulated_latency_ms > 0
     drafts = find(config.method).drafter is not None
-    if config.mode == "auto" and drafts and not elsewhere and cores() < _BOTH_CORES and not _on_gpu(config):
+    if config.mode == "auto" and drafts and not elsewhere and cores() < _BOTH_CORES and not on_gpu(config):
         line = f"mode=auto: drafter and verifier work in turns, as both at once would share {cores()} cores"
         config = config.model_copy(update={"mode": "sequential"})
     at_once = config.mode != "sequential" and config.transport != "tcp" and find(config.method).has_model
-    together = at_once and _on_gpu(config)
+    together = at_once and on_gpu(config)
     if together and config.transport == "ipc":
         line = (
             "transport=ipc: drafter and verifier are two processes, whose work a GPU does not overlap unless MPS runs; "
@@ -45,7 +45,8 @@ def settled(config: Config) -> tuple[Config, str | None]:
     return config, line
 
 
-def _on_gpu(config: Config) -> bool:
+def on_gpu(config: Config) -> bool:
+    """Whether the models compute on one."""
     from engine.model.loading import find_device
 
     device: str = find_device(config.device).type
