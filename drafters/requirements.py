@@ -80,7 +80,7 @@ def _check_path(key: str, path: str, or_else: str = "") -> None:
 def check_weights(path: str, method: str) -> None:
     """Require a directory, or a name the hub or its cache knows, with a config.json and a file of weights."""
     from drafters.heads.checkpoint import find_folder, read_config
-    from engine.weights.gguf_source import source_of
+    from engine.weights.gguf.source import source_of
     from engine.weights.hub import is_hub_id
 
     if method == "sps" and is_hub_id(path) and not Path(path).is_dir():

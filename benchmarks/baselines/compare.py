@@ -30,8 +30,8 @@ from engine.core.params import SamplingParams
 from engine.core.processor import cores
 from engine.frontend.tasks import keep_under_way
 from engine.model.loading import dtype_of, load_model, name_of, open_stored
-from engine.weights.gguf_file import read_gguf
-from engine.weights.gguf_source import open_gguf
+from engine.weights.gguf.file import read_gguf
+from engine.weights.gguf.source import open_gguf
 
 from ..inputs.questions import check_prompts, mixed_questions
 from ..measure.budget import Budget, is_narrow

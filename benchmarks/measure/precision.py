@@ -21,7 +21,7 @@ from engine.core.batch import Segment
 from engine.model.loading import find_device, load_model, weights_of
 from engine.model.target import Target
 from engine.text.encode import encode_text
-from engine.weights.gguf_source import open_gguf
+from engine.weights.gguf.source import open_gguf
 from engine.weights.quantised import unquantised
 from engine.weights.resolve import resolved
 from engine.weights.tokenizer import tokenizer_of

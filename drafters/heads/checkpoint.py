@@ -24,8 +24,8 @@ from engine.kernels.quant.layouts import STEP
 from engine.kernels.quant.nearest import nearest_codes, values_of
 from engine.kernels.quant.stored import StoredMatrix
 from engine.weights.catalogue import suggestion
-from engine.weights.gguf_file import GgufFile
-from engine.weights.gguf_source import open_gguf
+from engine.weights.gguf.file import GgufFile
+from engine.weights.gguf.source import open_gguf
 from engine.weights.quantised import unquantised
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.core.errors import ConfigError, ModelError, first_line
 from engine.model.loading import has_native_bfloat16, load_model, name_of, open_stored
-from engine.weights.gguf_source import SOURCE
+from engine.weights.gguf.source import SOURCE
 
 DEVICES = ("auto", "cpu", "cuda")
 

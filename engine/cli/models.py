@@ -39,7 +39,7 @@ def list_command() -> None:
     """The models known by name, and what is kept for GGUF files and checkpoints, each with the space it takes."""
     from engine.weights.cache import home
     from engine.weights.catalogue import CATALOGUE
-    from engine.weights.gguf_source import source_of
+    from engine.weights.gguf.source import source_of
     from engine.weights.quantised import quantised_source_of
     from engine.weights.resolve import folder_of
 

@@ -24,7 +24,7 @@ from engine.config import Config
 from engine.core.child_environment import child_environment
 from engine.core.methods import find
 from engine.verifier.placement import share_cores, shares_loop
-from engine.weights.gguf_source import source_of
+from engine.weights.gguf.source import source_of
 from engine.wire.transport import Router
 from engine.worker import WorkerSpec, load_keys, run_worker
 

@@ -20,9 +20,9 @@ from engine.config import Config
 from engine.core.errors import ConfigError, ModelError, first_line
 from engine.core.params import left_open, not_applied
 from engine.weights.catalogue import suggestion
-from engine.weights.gguf_file import GgufFile
-from engine.weights.gguf_source import open_gguf
-from engine.weights.gguf_weights import GgufWeights
+from engine.weights.gguf.file import GgufFile
+from engine.weights.gguf.source import open_gguf
+from engine.weights.gguf.weights import GgufWeights
 from engine.weights.hub import hub_answers, is_hub_id, is_local
 from engine.weights.quantised_weights import QuantisedCheckpoint, QuantisedWeights, matched, open_quantised
 from engine.weights.stored_weights import Place, StoredWeights
@@ -105,7 +105,7 @@ def weights_of(stored: GgufFile | QuantisedCheckpoint, model: Any) -> StoredWeig
     """What reads the parameters of a `skeleton`. Raises Unreadable if it cannot."""
     if isinstance(stored, QuantisedCheckpoint):
         return QuantisedWeights(stored, *matched(stored, model))
-    from engine.weights.gguf_families import located
+    from engine.weights.gguf.families import located
 
     return GgufWeights(stored, *located(stored, model))
 
@@ -149,7 +149,7 @@ def _dequantised(gguf: GgufFile, path: str, config: Any, dtype: torch.dtype) -> 
     """
     from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
 
-    from engine.weights.gguf_reader import MODEL, read_by_transformers
+    from engine.weights.gguf.reader import MODEL, read_by_transformers
 
     if config.model_type == "mixtral":
         raise ModelError("transformers reads no Mixtral from GGUF, which runs on a CPU in bfloat16 alone")

@@ -18,7 +18,7 @@ from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.quant.layouts import STEP
 from engine.kernels.quant.stored import row_bytes
 from engine.model.kv_pool import KVPool
-from engine.weights.gguf_file import GgufFile
+from engine.weights.gguf.file import GgufFile
 from engine.weights.quantised_weights import QuantisedCheckpoint
 
 _UNKNOWN = 4 << 30  # if Linux does not say

@@ -28,7 +28,7 @@ from engine.kernels.attention.attention import Rule
 from engine.kernels.simd import features
 from engine.model.loading import Facts
 from engine.model.structure import DecoderStructure
-from engine.weights.gguf_source import SOURCE
+from engine.weights.gguf.source import SOURCE
 from engine.weights.stored_weights import Place
 
 _ENGINE = Path(__file__).parents[1]

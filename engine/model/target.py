@@ -36,7 +36,7 @@ from engine.model.memory import check_memory, check_stock_memory, free_memory, k
 from engine.model.proof import Proof, ProvedModel
 from engine.model.runner import Chosen, Runner
 from engine.model.structure import OtherStructure
-from engine.weights.gguf_file import GgufFile
+from engine.weights.gguf.file import GgufFile
 from engine.weights.quantised_weights import QuantisedCheckpoint
 from engine.weights.stored_weights import Unreadable
 

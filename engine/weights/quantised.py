@@ -19,7 +19,7 @@ from engine.files.progress import shown
 from engine.files.whole_file import write_whole
 from engine.weights.cache import home, keep
 from engine.weights.checkpoint import read_checkpoint
-from engine.weights.gguf_source import SOURCE, source_of
+from engine.weights.gguf.source import SOURCE, source_of
 from engine.weights.identity import model_identity
 
 FORMAT = 1

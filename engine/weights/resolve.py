@@ -11,8 +11,8 @@ from engine.files.progress import shown
 from engine.weights.cache import home, keep
 from engine.weights.catalogue import CATALOGUE, KnownModel
 from engine.weights.download import download
-from engine.weights.gguf import DESCRIPTION_BYTES, describe, described
-from engine.weights.gguf_source import GgufSource, source_of
+from engine.weights.gguf.described import DESCRIPTION_BYTES, describe, described
+from engine.weights.gguf.source import GgufSource, source_of
 from engine.weights.hub import fetched
 from engine.weights.quantised import quantised_folder
 from engine.weights.trained import trained_for, trained_for_name

@@ -18,7 +18,7 @@ from engine.config import Config
 from engine.core.errors import ConfigError, ModelError, first_line
 from engine.files.checked_file import Damaged, read_checked, write_checked
 from engine.text.tokenizer import Tokenizer, TokenizerState
-from engine.weights.gguf_source import SOURCE
+from engine.weights.gguf.source import SOURCE
 from engine.weights.hub import is_hub_id, is_local
 
 KEPT = "tokenizer.msgpack"

@@ -15,8 +15,8 @@ import numpy as np
 
 from engine.core.errors import ModelError
 from engine.places import ROOT
-from engine.weights.gguf_file import GgufFile, read_gguf
-from engine.weights.gguf_source import open_gguf
+from engine.weights.gguf.file import GgufFile, read_gguf
+from engine.weights.gguf.source import open_gguf
 from engine.weights.quantised import unquantised
 
 _TARGETS = {

@@ -17,7 +17,7 @@ from benchmarks.baselines.gguf import retype
 from benchmarks.measure.budget import Budget
 from benchmarks.report.engine_figures import Turn, table
 from engine.core.errors import ConfigError
-from engine.weights.gguf_file import read_gguf
+from engine.weights.gguf.file import read_gguf
 
 ECHO = """
 import json, sys

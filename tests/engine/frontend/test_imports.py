@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from engine.core.child_environment import child_environment
-from engine.weights.describe import describe
-from engine.weights.gguf_file import read_gguf
-from engine.weights.gguf_source import GgufSource
+from engine.weights.gguf.describe import describe
+from engine.weights.gguf.file import read_gguf
+from engine.weights.gguf.source import GgufSource
 from tests.engine.weights.tiny_gguf import write_gguf
 
 START = """

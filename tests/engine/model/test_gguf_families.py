@@ -21,10 +21,10 @@ from engine.model import target as targets
 from engine.model.decoder import LeanDecoder
 from engine.model.loading import load_config, skeleton, weights_of
 from engine.model.target import Target
-from engine.weights.describe import describe
-from engine.weights.gguf_file import read_gguf
-from engine.weights.gguf_source import GgufSource, open_gguf
-from engine.weights.gguf_weights import GgufWeights
+from engine.weights.gguf.describe import describe
+from engine.weights.gguf.file import read_gguf
+from engine.weights.gguf.source import GgufSource, open_gguf
+from engine.weights.gguf.weights import GgufWeights
 from tests.engine.test_exact import decoded, read, with_siblings
 from tests.engine.weights.family_gguf import FAMILIES, random_model, write_family
 from tests.engine.weights.tiny_gguf import TOKENS

@@ -25,10 +25,10 @@ from engine.model.loading import load_config, load_model, skeleton, weights_of
 from engine.model.stock_logits import LayeredStock, WholeStock
 from engine.model.target import Target
 from engine.model.windows import short_windows
-from engine.weights.describe import describe
-from engine.weights.gguf_file import read_gguf
-from engine.weights.gguf_source import GgufSource, open_gguf
-from engine.weights.gguf_weights import GgufWeights
+from engine.weights.gguf.describe import describe
+from engine.weights.gguf.file import read_gguf
+from engine.weights.gguf.source import GgufSource, open_gguf
+from engine.weights.gguf.weights import GgufWeights
 from engine.weights.stored_weights import StoredWeights
 from tests.engine.weights.tiny_gguf import TOKENS, write_gguf
 

@@ -16,9 +16,9 @@ from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
 from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.model.target import Target
-from engine.weights.describe import describe
-from engine.weights.gguf_file import read_gguf
-from engine.weights.gguf_source import GgufSource
+from engine.weights.gguf.describe import describe
+from engine.weights.gguf.file import read_gguf
+from engine.weights.gguf.source import GgufSource
 from tests.engine.tiny_engine import PROMPTS, tiny_engine
 from tests.engine.weights.tiny_gguf import write_gguf
 

@@ -7,8 +7,8 @@ from gguf import GGMLQuantizationType as Kind
 
 from engine.core.errors import ModelError
 from engine.model.memory import check_memory, check_stock_memory, free_memory
-from engine.weights.gguf_file import GgufFile
-from engine.weights.gguf_header import GgufHeader, GgufTensor
+from engine.weights.gguf.file import GgufFile
+from engine.weights.gguf.header import GgufHeader, GgufTensor
 
 MEMINFO = (
     "MemTotal:       24684000 kB\nMemFree:          300000 kB\nMemAvailable:   20000000 kB\nCached:  19000000 kB\n"

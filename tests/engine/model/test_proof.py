@@ -25,7 +25,7 @@ from engine.model.structure import (
     MlpStructure,
     NormStructure,
 )
-from engine.weights.gguf_source import GgufSource
+from engine.weights.gguf.source import GgufSource
 from engine.weights.stored_weights import Place
 
 LINEAR = LinearStructure(("a.weight", "b.weight"), ("a.bias", ""), ((0, 2, 1, 3), ()))

@@ -27,13 +27,15 @@ from engine.core.params import SamplingParams
 from engine.kernels.quant.stored import StoredMatrix
 from engine.model.loading import load_config, load_model, skeleton
 from engine.model.target import Target
-from engine.weights import gguf, gguf_header, gguf_weights
-from engine.weights.describe import describe, main
-from engine.weights.gguf import described
-from engine.weights.gguf_families import llama3_factors
-from engine.weights.gguf_file import read_gguf
-from engine.weights.gguf_source import SOURCE, GgufSource, open_gguf
+from engine.weights.gguf import header, weights
+from engine.weights.gguf.describe import describe, main
+from engine.weights.gguf.described import described
+from engine.weights.gguf.families import llama3_factors
+from engine.weights.gguf.file import read_gguf
+from engine.weights.gguf.source import SOURCE, GgufSource, open_gguf
 from tests.engine.weights.tiny_gguf import TOKENS, write_gguf
+
+DESCRIBE = "engine.weights.gguf.describe"
 
 
 @pytest.fixture(autouse=True)
@@ -210,7 +212,7 @@ def test_a_file_is_described_once_until_it_changes(
     write: Callable[..., tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: list[Path] = []
-    monkeypatch.setattr(gguf, "describe", lambda file, folder, *_: runs.append(folder))
+    monkeypatch.setattr("engine.weights.gguf.described.describe", lambda file, folder, *_: runs.append(folder))
     path, _ = write()
     first = described(path, f"model={path}", nothing)
     assert described(path, f"model={path}", nothing) == first
@@ -291,7 +293,7 @@ def test_a_reader_that_is_killed_is_told_and_leaves_nothing(
 
     def kill() -> None:
         deadline = time.monotonic() + 60
-        while not (children := [child for child in mine.children() if "engine.weights.describe" in child.cmdline()]):
+        while not (children := [child for child in mine.children() if DESCRIBE in child.cmdline()]):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         children[0].send_signal(signal.SIGKILL)
@@ -324,7 +326,7 @@ def test_a_reader_that_finds_the_disk_full_ends_with_that_number(
     def full(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("engine.weights.describe.describe", full)
+    monkeypatch.setattr("engine.weights.gguf.describe.describe", full)
     monkeypatch.setattr("threading.Thread.start", nothing)  # which would read this process's standard input
     monkeypatch.setattr(sys, "argv", ["describe", str(write()[0]), str(tmp_path), "tiny", "made"])
     with pytest.raises(SystemExit) as ended:
@@ -432,8 +434,8 @@ def test_a_string_as_long_as_the_file_is_told_before_it_is_read(
     write: Callable[..., tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = write()
-    monkeypatch.setattr(gguf_header, "_LARGEST", 1000)
-    monkeypatch.setattr(gguf_header, "_CHUNK", 64)
+    monkeypatch.setattr(header, "_LARGEST", 1000)
+    monkeypatch.setattr(header, "_CHUNK", 64)
     with pytest.raises(ModelError, match=r"damaged or newer than Talon \(its head has "):
         read_gguf(path, "model=x")
 
@@ -452,7 +454,7 @@ def test_a_type_that_nobody_reads_is_one_line(directory: Callable[..., Path], mo
     def unread(*_: Any) -> None:
         raise NotImplementedError
 
-    monkeypatch.setattr(gguf_weights, "has_layout", lambda kind: False)
+    monkeypatch.setattr(weights, "has_layout", lambda kind: False)
     monkeypatch.setattr(StoredMatrix, "values", unread)
     with pytest.raises(ModelError, match=r"tensor \S+ is of type Q8_0, which is not read; take another quantisation"):
         Target.load(str(folder))

@@ -16,7 +16,7 @@ from engine.cli.models import app
 from engine.config import load
 from engine.core.errors import ConfigError, ModelError
 from engine.weights.cache import home
-from engine.weights.gguf_source import SOURCE
+from engine.weights.gguf.source import SOURCE
 from engine.weights.quantised import quantised_folder, quantised_source_of, unquantised
 from engine.weights.quantised_weights import open_quantised
 from engine.weights.resolve import resolved, target_folder

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from engine.text.tokenizer import Tokenizer
 from engine.weights import tokenizer as loading
-from engine.weights.gguf_source import SOURCE
+from engine.weights.gguf.source import SOURCE
 from engine.weights.tokenizer import KEPT, load_tokenizer
 from tests.conftest import TEMPLATE, tiny_tokenizer
 

@@ -11,8 +11,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-import engine.weights.gguf_families  # noqa: F401  (transformers is to know them)
-from engine.weights.gguf_file import GgufFile
+import engine.weights.gguf.families  # noqa: F401  (transformers is to know them)
+from engine.weights.gguf.file import GgufFile
 
 MODEL = "model.gguf"
 _LONG_ARRAY = 1000

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.core.errors import ModelError
 from engine.files.whole_file import write_whole
-from engine.weights.gguf_file import GgufFile, parts_of, read_gguf
+from engine.weights.gguf.file import GgufFile, parts_of, read_gguf
 
 SOURCE = "source.json"
 FORMAT = 5

@@ -9,12 +9,12 @@ from torch import Tensor
 from engine.core.errors import ModelError
 from engine.kernels.quant.layouts import has_layout
 from engine.kernels.quant.stored import StoredMatrix
-from engine.weights.gguf_file import GgufFile
+from engine.weights.gguf.file import GgufFile
 from engine.weights.stored_weights import Place, StoredWeights
 
 
 class GgufWeights(StoredWeights):
-    """places, vectors: of `gguf_families.located`, or what an earlier start has kept of them."""
+    """places, vectors: of `gguf.families.located`, or what an earlier start has kept of them."""
 
     def __init__(self, gguf: GgufFile, places: Mapping[str, Place], vectors: Mapping[str, Tensor]):
         super().__init__(gguf.size, gguf.kind.lower(), places, vectors)

@@ -26,8 +26,8 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from engine.core.errors import ModelError, shown
-from engine.weights.gguf_file import GgufFile
-from engine.weights.gguf_header import GgufTensor
+from engine.weights.gguf.file import GgufFile
+from engine.weights.gguf.header import GgufTensor
 from engine.weights.stored_weights import Place, Unreadable, named
 
 _COMMON = GGUF_CONFIG_MAPPING["qwen2"]

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from engine.core.errors import ModelError, shown
 from engine.core.processor import cores
-from engine.weights.gguf_header import GgufHeader, GgufTensor, read_header
+from engine.weights.gguf.header import GgufHeader, GgufTensor, read_header
 
 _PART = re.compile(r"(?P<name>.*)-\d{5}-of-(?P<count>\d{5})(?P<ending>\.gguf)", re.DOTALL | re.IGNORECASE)
 _SAME_MODEL = "get all parts of one model"

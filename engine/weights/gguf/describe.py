@@ -1,4 +1,4 @@
-"""`python -m engine.weights.describe FILE FOLDER TITLE ORIGIN`: configuration and tokenizer of a GGUF file.
+"""`python -m engine.weights.gguf.describe FILE FOLDER TITLE ORIGIN`: configuration and tokenizer of a GGUF file.
 
 It runs as its own process, because transformers trusts the file and takes seconds to import. It exits when its standard
 input closes. Lines that start with "talon: " are for the user; if it fails, the last one says why.
@@ -23,9 +23,9 @@ from transformers.utils import logging as transformers_logging
 
 from engine.core.errors import ModelError, first_line, shown
 from engine.text.chat import turn_end
-from engine.weights.gguf_families import completed
-from engine.weights.gguf_file import GgufFile, read_gguf
-from engine.weights.gguf_reader import MODEL, read_by_transformers
+from engine.weights.gguf.families import completed
+from engine.weights.gguf.file import GgufFile, read_gguf
+from engine.weights.gguf.reader import MODEL, read_by_transformers
 from engine.weights.tokenizer import KeptTokenizer, state_of
 
 _DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}

@@ -13,8 +13,8 @@ from engine.core.child_environment import child_environment
 from engine.core.errors import ModelError, printable
 from engine.files.progress import Report
 from engine.weights.cache import home, keep
-from engine.weights.gguf_file import parts_of, read_gguf
-from engine.weights.gguf_source import GgufSource
+from engine.weights.gguf.file import parts_of, read_gguf
+from engine.weights.gguf.source import GgufSource
 
 DESCRIPTION_BYTES = 30_000_000
 """Upper bound on a directory without weights."""
@@ -50,7 +50,7 @@ def describe(file: Path, folder: Path, field: str, title: str, origin: str, repo
     """
     gguf = read_gguf(file, field)
     report(f"reading the configuration and tokenizer of {title}", 0, 0)
-    command = [sys.executable, "-m", "engine.weights.describe", str(file), str(folder), title, origin]
+    command = [sys.executable, "-m", "engine.weights.gguf.describe", str(file), str(folder), title, origin]
     environment = child_environment() | {"HF_HUB_OFFLINE": "1"}
     said = b""
     with subprocess.Popen(
