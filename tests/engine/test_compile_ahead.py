@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from engine import compile_ahead
 from engine.config import Config
 from engine.core.child_environment import child_environment
+from engine.kernels.attention import attention
 from engine.kernels.attention.attention import Attention, attention_kernels
 from engine.model.kv_pool import KVPool
 from engine.model.memory import pool_of
@@ -50,6 +53,28 @@ def test_attention_is_compiled_for_what_the_model_keeps() -> None:
     assert only == [Attention(kept(torch.bfloat16), 1).kernel]
     assert attention_kernels(torch.float32, False) == [Attention(kept(torch.float32), 1).kernel]
     assert attention_kernels(torch.bfloat16, True) == [*only, Attention(kept(torch.bfloat16, True), 1).kernel]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, (torch.bfloat16, False)),
+        ({"dtype": "float32"}, (torch.float32, False)),
+        ({"verifier": {"kv_type": "q8_0"}}, (torch.bfloat16, True)),
+    ],
+)
+def test_it_compiles_attention_for_the_configured_types(
+    given: dict[str, Any], wanted: tuple[torch.dtype, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.model_validate({"method": "none", **given})
+    compiled: list[tuple[torch.dtype, bool]] = []
+    others: list[Config] = []
+    monkeypatch.setattr("sys.stdin", io.StringIO(config.model_dump_json() + "\n"))
+    monkeypatch.setattr(compile_ahead, "_exit_with_parent", lambda: None)
+    monkeypatch.setattr(attention, "attention_kernels", lambda *types: compiled.append(types))
+    monkeypatch.setattr(compile_ahead, "compile_kernels", others.append)
+    compile_ahead.main()
+    assert (compiled, others) == ([wanted], [config])
 
 
 def kept(dtype: torch.dtype, q8_0: bool = False) -> KVPool:
