@@ -6,6 +6,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import shutil
 import signal
 import sys
@@ -166,9 +167,24 @@ def load_keys(config: Config, side: str) -> Keys | None:
     return load(Path(config.tcp.keys), side)
 
 
+_KNOWN_S = 0.5  # after its imports a verifier has the spec of a model that is known from an earlier start
+
+
+def _import_early() -> None:
+    """Import what a verifier needs while the front end finds its model, and what trying a new model needs if that takes
+    longer: then the model is being downloaded or described.
+    """
+    for module in ("engine.verifier.loop", "engine.model.target"):
+        importlib.import_module(module)
+    if not select.select([sys.stdin], [], [], _KNOWN_S)[0]:
+        importlib.import_module("engine.model.forward_choice")
+
+
 def main() -> None:
     """Read the spec from standard input. When that closes, the front end is gone: clean up and exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front end's to handle
+    if sys.argv[1:] == ["verifier"]:
+        _import_early()
     if not (line := sys.stdin.readline()):
         return
     spec = msgspec.convert(json.loads(line), WorkerSpec)
@@ -197,7 +213,4 @@ def _exempt_from_garbage_collection() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["verifier"]:
-        for module in ("engine.verifier.loop", "engine.model.target"):
-            importlib.import_module(module)
     main()

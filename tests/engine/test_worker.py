@@ -12,6 +12,14 @@ import pytest
 from engine.config import Config
 from engine.worker import WorkerSpec
 
+_EARLY = """
+import sys
+from engine import worker
+
+worker._import_early()
+print(*(name in sys.modules for name in ("engine.model.target", "engine.model.forward_choice")), flush=True)
+"""
+
 _PROGRAM = """
 import gc
 from engine import worker
@@ -50,3 +58,13 @@ def test_garbage_is_not_looked_for_among_what_a_worker_process_loaded(
         exempt, others = map(int, worker.stdout.readline().split())
         worker.wait(60)
     assert exempt > 20 * others
+
+
+@pytest.mark.parametrize("spec_waits", [True, False])
+def test_what_a_new_model_needs_is_imported_while_it_is_described(spec_waits: bool) -> None:
+    with subprocess.Popen([sys.executable, "-c", _EARLY], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdin is not None and worker.stdout is not None
+        if spec_waits:
+            worker.stdin.write(b"{}\n")
+            worker.stdin.flush()
+        assert worker.stdout.readline().split() == [b"True", b"False" if spec_waits else b"True"]
