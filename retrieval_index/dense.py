@@ -123,7 +123,6 @@ def read_header(folder: Path) -> DenseHeader:
 
 def _read_faiss(path: Path) -> Any:
     faiss = library("faiss")
-    faiss.omp_set_num_threads(1)  # one query at a time; the cores belong to the target
     try:
         index = faiss.read_index(str(path))
     except RuntimeError:

@@ -41,6 +41,7 @@ from ..report.engine_figures import ROWS, Turn, ratios
 from ..report.load_figures import at_once
 from .engines import Baseline, Given, Missing, baselines
 from .rivals import Rivals
+from .w8a8 import quantise
 
 Prompts = Sequence[Sequence[int]]
 Part = tuple[int, Prompts]
@@ -221,13 +222,14 @@ def _given(rivals: Rivals, config: Config, made: Path, most: int) -> Given:
     if not files:
         raise ConfigError("--gguf: name a GGUF file of the model's weights, which other engines read")
     threads = config.verifier.threads or cores()
-    return Given(partial(_directory, config.model, made), files, rivals.draft, threads, most)
+    if open_stored(Path(config.model)) is None:
+        return Given(lambda: config.model, "bfloat16", files, rivals.draft, threads, most)
+    return Given(partial(_in_8_bits, config.model, made / "model"), "int8", files, rivals.draft, threads, most)
 
 
-def _directory(model: str, folder: Path) -> str:
-    """The directory that other engines load, written into `folder` if Talon's weights are quantised."""
-    if open_stored(Path(model)) is None:
-        return model
-    load_model(model, "bfloat16", torch.device("cpu")).save_pretrained(folder / "model")
-    AutoTokenizer.from_pretrained(model).save_pretrained(folder / "model")
-    return str(folder / "model")
+def _in_8_bits(model: str, folder: Path) -> str:
+    """The directory that other engines load where Talon's weights are quantised, written into `folder`."""
+    load_model(model, "bfloat16", torch.device("cpu")).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    quantise(folder)
+    return str(folder)

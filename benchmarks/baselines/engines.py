@@ -59,11 +59,12 @@ _TYPES = {"BF16": "bfloat16", "F16": "float16"}  # names in tables of a GGUF fil
 
 @dataclass(frozen=True)
 class Given:
-    """What every engine is given. model: a Hugging Face directory; files: the model's GGUF files by type; draft: the
-    GGUF file of a smaller model of the same vocabulary; most: requests at once.
+    """What every engine is given. model: a Hugging Face directory of that type (int8: W8A8); files: the model's GGUF
+    files by type; draft: the GGUF file of a smaller model of the same vocabulary; most: requests at once.
     """
 
     model: Callable[[], str]
+    type: str
     files: Mapping[str, Path]
     draft: Path | None
     threads: int
@@ -133,6 +134,7 @@ def _openvino(python: Path, given: Given) -> Sequence[Baseline]:
 
 
 def _vllm(python: Path, given: Given) -> Sequence[Baseline]:
+    """It computes in the directory's own type."""
     ngram = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     suffix = {"method": "suffix", "num_speculative_tokens": 16}
     environment = {
@@ -144,7 +146,7 @@ def _vllm(python: Path, given: Given) -> Sequence[Baseline]:
     }
     common = (*_script(python, "vllm"), given.model(), str(given.most))
     return [
-        Baseline("vLLM" + label, "bfloat16", "bfloat16", (*common, json.dumps(drafts)), environment)
+        Baseline("vLLM" + label, given.type, given.type, (*common, json.dumps(drafts)), environment)
         for label, drafts in (("", {}), (", n-gram drafts", ngram), (", suffix drafts", suffix))
     ]
 
