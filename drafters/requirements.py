@@ -58,11 +58,8 @@ def _indexes(part: Config) -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
     options = part.drafter
     if part.method == "datastore":
         yield "drafter.datastore", datastore_path(part), _open_datastore
-    if part.method == "suffix":
-        if options.dense is not None:
-            yield "drafter.dense", options.dense, _open_dense
-        if options.answers_folder is not None:
-            yield "drafter.answers", options.answers_folder, _open_datastore
+    if part.method == "suffix" and options.answers_folder is not None:
+        yield "drafter.answers", options.answers_folder, _open_datastore
 
 
 def _parts(config: Config) -> Iterator[Config]:
@@ -106,11 +103,3 @@ def _open_datastore(folder: Path) -> Any:
     from retrieval_index.datastore import Datastore
 
     return Datastore(folder)
-
-
-def _open_dense(folder: Path) -> Any:
-    from retrieval_index.dense import read_header
-    from retrieval_index.library import check_library
-
-    check_library("faiss")
-    return read_header(folder)

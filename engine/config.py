@@ -63,9 +63,8 @@ class DrafterConfig(_Section):
     `suffix` rank candidates by the noise of the target's own draw. head, memories: the methods that `hybrid` merges,
     one draft model and any number of retrieval drafters. datastore: a folder made by "talon index build". answers: a
     datastore of the target's own answers, which `suffix` treats like its earlier answers; auto: that of a model that
-    Talon knows; null: none. dense: a datastore made with --dense; `suffix` reads its `passages` passages most
-    similar to the prompt as if they preceded it. share_answers: `talon serve` drafts for every client from what others
-    were answered; clients can then tell from the speed of an answer what others were told.
+    Talon knows; null: none. share_answers: `talon serve` drafts for every client from what others were answered;
+    clients can then tell from the speed of an answer what others were told.
     """
 
     budget: int = Field(60, ge=2, le=1024)
@@ -74,8 +73,6 @@ class DrafterConfig(_Section):
     datastore: str | None = None
     answers: str | None = AUTO
     share_answers: bool = False
-    dense: str | None = None
-    passages: int = Field(8, ge=1, le=64)
     growth: GrowthConfig = GrowthConfig()
     shared_noise: bool = True
     path: str | None = AUTO

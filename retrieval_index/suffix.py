@@ -30,13 +30,10 @@ CONTEXT = 8  # last tokens of the prompt that are kept with an answer, so that i
 
 @dataclass
 class _Request:
-    """own: its text. owner: whose memory it shares, None: nobody's. passages, prompt: how many tokens come before its
-    prompt, and before its answer.
-    """
+    """own: its text. owner: whose memory it shares, None: nobody's. prompt: how many tokens come before its answer."""
 
     own: Store
     owner: str | None
-    passages: int
     prompt: int
 
 
@@ -71,16 +68,12 @@ class SessionIndex:
         for owner, answer in [] if saved is None else saved.latest(capacity):
             self._remember(owner, answer)
 
-    def start(
-        self, request: int, prompt: Sequence[int], passages: Sequence[Sequence[int]] = (), owner: str | None = ""
-    ) -> None:
-        """Index a prompt, and passages as if they came before it. Nothing is learned from them. owner: whose answers
-        it may be drafted from, and who may be drafted for from its answer; None: nobody's, and nobody.
+    def start(self, request: int, prompt: Sequence[int], owner: str | None = "") -> None:
+        """Index a prompt. Nothing is learned from it. owner: whose answers it may be drafted from, and who may be
+        drafted for from its answer; None: nobody's, and nobody.
         """
-        before = [token for passage in passages for token in (*passage, self._kernels.SEPARATOR)]
-        text = [*before, *prompt]
-        self._requests[request] = _Request(self._kernels.store_for(len(text) + 512), owner, len(before), len(text))
-        self._append(self._requests[request], np.asarray(text, np.int32), learn=False)
+        self._requests[request] = _Request(self._kernels.store_for(len(prompt) + 512), owner, len(prompt))
+        self._append(self._requests[request], np.asarray(prompt, np.int32), learn=False)
 
     def append(self, request: int, tokens: Sequence[int]) -> None:
         """Append `tokens` to the request's answer."""
@@ -99,7 +92,7 @@ class SessionIndex:
         own, memory = self._requests[request].own, self._memory(self._requests[request])
         noise = _NO_NOISE
         if not sampling.greedy:
-            position = int(own.state[self._kernels.END]) - self._requests[request].passages + len(continuation)
+            position = int(own.state[self._kernels.END]) + len(continuation)
             noise = self._keys_from(sampling.seed, position, depth)
         tree, confidence = np.empty((2, budget), np.int32), np.empty(budget, np.float32)
         asked = np.asarray(continuation, np.int32) if continuation else _NOTHING

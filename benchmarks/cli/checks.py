@@ -129,10 +129,8 @@ def qa(
     ] = None,
     methods: Annotated[
         str,
-        typer.Option(
-            help="Comma-separated contestants; METHOD+dense also drafts from the passages found, datastore from all."
-        ),
-    ] = "none,talon-pld,talon-suffix,talon-suffix+dense,talon-datastore",
+        typer.Option(help="Comma-separated contestants; datastore drafts from all passages."),
+    ] = "none,talon-pld,talon-suffix,talon-datastore",
     limit: Annotated[int | None, typer.Option(help="Questions of each category.", show_default="all", min=1)] = None,
     passages: Annotated[int, typer.Option(help="Passages retrieved into the prompt.", min=1)] = 2,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,

@@ -22,7 +22,7 @@ SHARES = {"single": 0.45, "concurrency": 0.18, "qa": 0.12, "rivals": 0.25}
 """Share of the minutes, by part."""
 SUITES = ("gsm8k", "humaneval", "alpaca", "mt_bench", "sum", "qa")
 KNOWLEDGE = ("nq_open", "spec_bench_dev")
-KNOWLEDGE_METHODS = ("talon-pld", "talon-suffix", "talon-suffix+dense", "talon-datastore", "talon")
+KNOWLEDGE_METHODS = ("talon-pld", "talon-suffix", "talon-datastore", "talon")
 LEVELS = (1, 2, 4, 8, 16)
 METHODS = (
     "none,pld,lookahead,suffix,recycling,sps,medusa,hydra,eagle2,eagle3,block,"

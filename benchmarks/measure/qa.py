@@ -2,8 +2,7 @@
 
 A dense index over all passages of the files finds those that go into the prompt. Scores belong to the target:
 speculation must not change them, so every answer is compared with plain decoding's and any difference is an error,
-unless two tokens were equally likely (`benchmarks.measure.ties`). A contestant named METHOD+dense drafts from the
-passages found, which the target never sees in the closed-book setting; datastore drafts from all passages.
+unless two tokens were equally likely (`benchmarks.measure.ties`). datastore drafts from all passages.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from .plan import MeasurementPlan
 from .ties import Referee
 from .timed_answer import TimedAnswer
 
-DENSE = "+dense"
 CLOSED, OWN, FOUND = "closed book", "own passage", "retrieved"
 
 
@@ -54,11 +52,11 @@ class Library:
         text = folder / "passages.jsonl"
         text.write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
         embedding = TargetWeights.read(config.model).embedding.float().numpy()
-        self.dense, self.datastore = folder / "dense", folder / "datastore"
+        dense, self.datastore = folder / "dense", folder / "datastore"
         # passages are not split: the index then numbers them as we do
-        build_dense(self.tokenizer, embedding, [text], self.dense, passage_tokens=10**9)
+        build_dense(self.tokenizer, embedding, [text], dense, passage_tokens=10**9)
         build(self.tokenizer, [text], self.datastore)
-        self.index = DenseIndex(self.dense, self.tokenizer)
+        self.index = DenseIndex(dense, self.tokenizer)
 
     def find(self, question: str, count: int) -> list[str]:
         """The `count` passages most similar to the question, the best first."""
@@ -93,8 +91,6 @@ async def run_qa(plan: MeasurementPlan, count: int, console: Console) -> tuple[R
                 f"--questions: {times} questions of {kind} have the question_id {question_id!r}; rename them"
             )
     passages = list(dict.fromkeys(text for _, some in read for text in some))
-    if not passages and any(name.endswith(DENSE) for name in plan.names):
-        raise ConfigError(f"methods={','.join(plan.names)}: {DENSE} needs passages, and the files hold none")
     with tempfile.TemporaryDirectory(prefix="talon-qa-") as folder:
         library = Library(plan.config, passages, Path(folder)) if passages else None
         found = {item: library.find(item.question, count) if library else [] for item in items}
@@ -184,15 +180,10 @@ class _Asking:
     async def _start(self, tokenizer: Any) -> dict[str, Contestant]:
         """The contestants; those that draft from the passages are given them."""
         warm_up, plan = encode_text(tokenizer, "Say hello."), self.plan
-        plain = [name for name in plan.contestants if not name.endswith(DENSE)]
-        drafting = [name.removesuffix(DENSE) for name in plan.contestants if name.endswith(DENSE)]
-        with_datastore = with_dense = plan.config
+        config = plan.config
         if self.library is not None:
-            with_datastore = configuration.load(plan.config, {"drafter.datastore": str(self.library.datastore)})
-            with_dense = configuration.load(plan.config, {"drafter.dense": str(self.library.dense)})
-        contestants = await start_contestants(plain, with_datastore, plan.heads, warm_up, self.console)
-        started = await start_contestants(drafting, with_dense, plan.heads, warm_up, self.console)
-        return contestants | {name + DENSE: contestant for name, contestant in started.items()}
+            config = configuration.load(config, {"drafter.datastore": str(self.library.datastore)})
+        return await start_contestants(plan.contestants, config, plan.heads, warm_up, self.console)
 
 
 def _earlier(plan: MeasurementPlan) -> list[QaRow]:

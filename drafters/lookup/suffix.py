@@ -1,12 +1,10 @@
-"""Suffix drafting: trees from the session index, over the request's own text, its owner's earlier answers and, if there
-is a dense index, the passages most similar to the prompt: phrasing that the prompt only alludes to. The index may have
-public answers too: a datastore of what the target answered to prompts of all kinds."""
+"""Suffix drafting: trees from the session index, over the request's own text and its owner's earlier answers. The index
+may have public answers too: a datastore of what the target answered to prompts of all kinds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from engine.config import Config
 from engine.core.drafter_protocol import Drafter, Verdict
@@ -19,9 +17,6 @@ from retrieval_index.datastore import Datastore
 from retrieval_index.saved_answers import SavedAnswers
 from retrieval_index.suffix import GREEDY, SessionIndex
 
-if TYPE_CHECKING:
-    from retrieval_index.dense import DenseIndex
-
 WARM_UP = 512
 """Tokens of an answer that is too long for a new request's initial room."""
 
@@ -32,9 +27,7 @@ class SuffixDrafter(Drafter):
     capacity: tokens of finished answers kept for later requests of the same owner (`Speculation.owner`); beyond it, the
     least recently used owners are forgotten first, and of one owner the oldest answers. answers: public ones, from
     which every request is drafted. 0 without `answers`: each request sees only its own text. saved: finished answers on
-    disk.
-    dense: index in which `passages` passages are looked up for each prompt, or None. shared_noise: where the target
-    samples, rank by the noise of its draw.
+    disk. shared_noise: where the target samples, rank by the noise of its draw.
     """
 
     calibrated = True
@@ -44,33 +37,21 @@ class SuffixDrafter(Drafter):
         budget: int = 32,
         length: int = 24,
         capacity: int = 1_000_000,
-        dense: DenseIndex | None = None,
-        passages: int = 8,
         answers: Datastore | None = None,
         shared_noise: bool = True,
         saved: SavedAnswers | None = None,
     ):
         self.budget, self.length, self.shared_noise = budget, length, shared_noise
         self._sampling: dict[int, SamplingParams] = {}
-        self.dense, self.passages = dense, passages
         self.index = SessionIndex(capacity, [] if answers is None else [*answers.texts()], saved)
 
     @classmethod
     def from_config(cls, config: Config) -> SuffixDrafter:
         compile_kernels()
-        dense: DenseIndex | None = None
-        if (path := config.drafter.dense) is not None:
-            from engine.weights.tokenizer import load_tokenizer
-            from retrieval_index.dense import DenseIndex
-
-            dense = DenseIndex(Path(path), load_tokenizer(config.model))
-            dense.query([0])  # loads faiss
         options = config.drafter
         answers = None if (folder := options.answers_folder) is None else Datastore(Path(folder))
         return cls(
             options.budget,
-            dense=dense,
-            passages=options.passages,
             answers=answers,
             shared_noise=options.shared_noise,
             saved=_saved(config),
@@ -78,9 +59,7 @@ class SuffixDrafter(Drafter):
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
         self._sampling[request] = sampling if self.shared_noise else GREEDY
-        found = self.dense.query(prompt, self.passages) if self.dense is not None else []
-        passages = [passage.tokens for passage in reversed(found)]  # the best one last
-        self.index.start(request, prompt, passages, sampling.owner)
+        self.index.start(request, prompt, sampling.owner)
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
         return self.index.draft(request, continuation, self.budget, self.length, self._sampling[request])

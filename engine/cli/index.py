@@ -52,7 +52,7 @@ def build(
     out: Annotated[Path, typer.Option(help="Folder of the index; a killed build goes on there.")],
     shard_tokens: Annotated[int, typer.Option(help="Tokens sorted at a time, 13 bytes each.", min=1000)] = 32_000_000,
     dense: Annotated[
-        bool, typer.Option("--dense", help="Index what passages are about (drafter.dense), not their every word.")
+        bool, typer.Option("--dense", help="Index what passages are about, not their every word.")
     ] = False,
     passage_tokens: Annotated[int, typer.Option(help="Longest passage of a dense index.", min=8)] = 160,
 ) -> None:

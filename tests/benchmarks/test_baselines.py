@@ -130,7 +130,7 @@ def test_an_engine_is_compared_with_plain_decoding_of_the_same_weights_and_activ
 
 
 def test_engines_that_are_not_installed_come_with_the_line_that_installs_them(tmp_path: Path) -> None:
-    found = baselines(tmp_path, Given(lambda: "model", {}, None, 2, 8))
+    found = baselines(tmp_path, Given(lambda: "model", "bfloat16", {}, None, 2, 8))
     assert [one.name for one in found] == list(INSTALL)
     assert all(isinstance(one, Missing) and "pip install" in one.reason for one in found)
 

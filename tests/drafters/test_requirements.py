@@ -42,7 +42,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"method": "datastore"}, "drafter.datastore: method datastore needs"),
     ({"method": "datastore", "drafter.datastore": "{broken}/empty"}, "drafter.datastore={broken}/empty: not a datast"),
     ({"method": "datastore", "drafter.datastore": "{broken}/cut"}, "drafter.datastore={broken}/cut/0000.suffixes: mis"),
-    ({"method": "suffix", "drafter.dense": "{broken}/cut"}, "drafter.dense={broken}/cut: header.json is not a dense"),
     ({"method": "suffix", "drafter.answers": "{broken}/empty"}, "drafter.answers={broken}/empty: not a datastore"),
     ({"method": "pld", "transport": "tcp", "tcp.keys": "{broken}/empty"}, "tcp.keys={broken}/empty: verifier.key_sec"),
 ]

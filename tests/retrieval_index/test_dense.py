@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from engine.api import Engine
 from engine.cli.index import app
-from engine.core.params import SamplingParams
 from retrieval_index import build as building
 from retrieval_index.datastore import Datastore, DatastoreError
 from retrieval_index.dense import FILES, DenseIndex
@@ -266,17 +264,6 @@ def test_the_commands_build_inspect_and_ask(tiny: str, corpus: Path, tmp_path: P
     assert "passages   5" in told.stdout and "checksums  match" in told.stdout
     asked = run(app, ["query", out, "the sea, wavy and blue", "--tokenizer", tiny, "--count", "1"])
     assert "a wavy blue sea" in asked.stdout
-
-
-async def test_passages_feed_the_suffix_drafter_and_change_no_text(tiny: str, corpus: Path, tmp_path: Path) -> None:
-    out = str(tmp_path / "index")
-    CliRunner().invoke(app, ["build", "--dense", "--tokenizer", tiny, "--input", str(corpus), "--out", out])
-    answers = []
-    for dense in (None, out):
-        options = {"model": tiny, "method": "suffix", "transport": "inproc", "drafter": {"dense": dense}}
-        async with await Engine.start(options) as engine:
-            answers.append((await engine.generate("foxes", SamplingParams(max_tokens=40))).token_ids)
-    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("starts", [[0, 10**9], [5, 2], [-3, 0]])

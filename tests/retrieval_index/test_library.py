@@ -8,9 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drafters.requirements import check
-from engine.config import load
-from engine.core.errors import ConfigError
 from retrieval_index.build import write_shard
 from retrieval_index.datastore import DatastoreError
 
@@ -19,9 +16,3 @@ def test_an_index_without_its_library_says_how_to_get_it(tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "pydivsufsort", None)
     with pytest.raises(DatastoreError, match=r"pydivsufsort is missing: pip install 'talon-decoding\[index\]'"):
         write_shard(tmp_path, 0, np.arange(3, dtype=np.uint32), 2)
-
-
-def test_a_dense_index_is_refused_before_anything_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(ConfigError, match=r"faiss is missing: pip install 'talon-decoding\[index\]'"):
-        check(load({"model": "m", "method": "suffix", "drafter": {"dense": str(tmp_path)}}))

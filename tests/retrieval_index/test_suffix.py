@@ -16,7 +16,7 @@ from retrieval_index import ngrams
 from retrieval_index.memories import LEAST
 from retrieval_index.ngrams import SEPARATOR
 from retrieval_index.ngrams.contexts import fill_keys, find_slot
-from retrieval_index.suffix import BYTES_PER_TOKEN, CONTEXT, SessionIndex
+from retrieval_index.suffix import BYTES_PER_TOKEN, SessionIndex
 
 TEXTS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=30), min_size=1, max_size=12)
 
@@ -138,19 +138,6 @@ def test_later_requests_draft_from_finished_answers_but_not_from_a_private_index
         assert (tree.child(0, 13) is not None) == (capacity > 0)
 
 
-def test_passages_draft_as_if_they_stood_before_the_prompt_and_are_not_cached() -> None:
-    index = SessionIndex(capacity=1000)
-    index.start(1, [*range(20, 30), 11], [[1, 2], [11, 12, 13, 14]])
-    tree = index.draft(1, budget=40).validate(vocab_size=30)
-    first = tree.child(0, 12)
-    assert first is not None and tree.child(first, 13) is not None
-    index.append(1, [12])
-    index.finish(1)
-    assert index.cached_tokens() <= CONTEXT + 2
-    index.start(2, [13])
-    assert index.draft(2).child(0, 14) is None
-
-
 def test_answers_remembered_from_elsewhere_draft_like_finished_ones() -> None:
     index = SessionIndex(6, [np.asarray([11, 12, 13, SEPARATOR, 21, 22, SEPARATOR], np.int32)])
     for request, owner in enumerate(["", "a", None]):
@@ -218,7 +205,7 @@ def test_the_follower_comes_first_that_wins_with_the_noise_of_its_position() -> 
     for before in range(20):
         index = SessionIndex()
         prompt = [9, 8, *[7, 0, 7, 1, 7, 2, 7, 3] * 3, *[5] * before, 7]
-        index.start(1, prompt, [[6, 6, 6]])
+        index.start(1, prompt)
         for continuation in ([], [4, 7]):
             known = index.draft(1, continuation, budget=40, depth=1)
             followers, position = torch.tensor(known.tokens[1:].astype(np.int64)), len(prompt) + len(continuation)

@@ -69,7 +69,7 @@ def test_only_answers_with_references_are_scored_and_tables_fit_80_columns(capsy
             seconds=seconds,
         )
         for item, text in zip(items, ("The cat.", "dog"), strict=True)
-        for name, seconds in (("none", 1.0), ("hybrid+dense", 0.5))
+        for name, seconds in (("none", 1.0), ("hybrid", 0.5))
     ]
     assert [row.scores for row in rows] == [Scores(1, 1, 1)] * 2 + [None] * 2
     speed, scores = speed_table(rows), score_table(rows)
@@ -86,7 +86,7 @@ def test_an_answer_quotes_the_passages_that_hold_its_runs_of_four_words() -> Non
 
 def test_the_command_answers_in_every_setting(tiny: str, questions: Path, tmp_path: Path) -> None:
     options = ["--set", f"model={tiny}", "--set", "transport=inproc", "--max-tokens", "8", "--passages", "2"]
-    methods = ["suffix", "suffix+dense", "datastore"]
+    methods = ["suffix", "datastore"]
     done = talon(
         "qa", "--questions", str(questions), "--methods", ",".join(methods), "--json", "--out", str(tmp_path), *options
     )  # fmt: skip
@@ -113,17 +113,6 @@ def test_files_without_passages_are_asked_closed_book_only(tiny: str, tmp_path: 
     )
     assert done.exit_code == 0, done.stderr
     assert "closed book" in done.stdout and "retrieved" not in done.stdout
-    done = talon(
-        "qa",
-        "--questions",
-        str(tmp_path / "qa.jsonl"),
-        "--out",
-        str(tmp_path / "out"),
-        "--methods",
-        "suffix+dense",
-        *options,
-    )
-    assert done.exit_code == 2 and "needs passages" in done.stderr
     assert talon("qa").exit_code == 2
 
 
