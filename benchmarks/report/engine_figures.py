@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import median
 from typing import Any
 
@@ -81,18 +81,25 @@ def speeds(turns: Sequence[Turn]) -> dict[Contestant, dict[int, float]]:
 
 
 def table(turns: Sequence[Turn]) -> Table:
-    """A row for each contestant, those of a group together: median tokens a second, and the median of their ratios to
-    Talon's plain decoding of the group.
+    """A row for each contestant, those of a group together: median tokens a second, the least and the most of its turns
+    if there are several, and the median of their ratios to Talon's plain decoding of the group.
     """
     over = ratios(turns)
     levels = sorted({turn.at_once for turn in turns})
     rows = []
-    for (group, label), by_level in speeds(turns).items():
+    for group, label in speeds(turns):
         shown = []
         for level in levels:
             mine = over.get(_where(group, label, level))
-            speed = f"{by_level[level]:.1f}" if level in by_level else "-"
-            shown.append(speed + (f" ({median(mine.values()):.2f}x)" if mine else ""))
+            ratio = f" ({median(mine.values()):.2f}x)" if mine else ""
+            shown.append(_spread(rates(turns, (group, label), level).values()) + ratio)
         rows.append([label, group, *shown])
     title = "Engines: tokens/s in all, and how many times Talon's plain decoding of the same weights and activations"
     return Table(title, ("engine", "weights by activations", *map(at_once, levels)), rows, words=2)
+
+
+def _spread(some: Collection[float]) -> str:
+    """The median, and the least and the most of several."""
+    if not some:
+        return "-"
+    return f"{median(some):.1f}" + (f", {min(some):.1f}-{max(some):.1f}" if len(some) > 1 else "")

@@ -114,7 +114,7 @@ def test_the_table_gives_the_median_of_ratios_to_plain_decoding_in_the_same_repe
         for repeat, rate in enumerate(by_repeat)
     ]
     shown = printed(taken)
-    assert "40.0 (2.00x)" in shown and "20.0 (1.00x)" in shown
+    assert "40.0, 30.0-60.0 (2.00x)" in shown and "20.0, 10.0-40.0 (1.00x)" in shown
     assert shown.index("Talon, fast") < shown.index("Talon, plain")
 
 
