@@ -177,7 +177,7 @@ def _import_early() -> None:
     for module in ("engine.verifier.loop", "engine.model.target"):
         importlib.import_module(module)
     if not select.select([sys.stdin], [], [], _KNOWN_S)[0]:
-        importlib.import_module("engine.model.forward_choice")
+        importlib.import_module("engine.model.trial.forward_choice")
 
 
 def main() -> None:

@@ -96,7 +96,7 @@ FAULTS = (
     ),
     Fault(
         "windows are those of the configuration, heeded or not",
-        "engine/model/probe.py",
+        "engine/model/trial/probe.py",
         "return self.beyond is None or not torch.equal(self.beyond, self.expected)",
         "return True",
         "tests/engine/model/test_target.py",

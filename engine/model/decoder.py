@@ -2,8 +2,8 @@
 grouped queries, a gated MLP or experts.
 
 Whether a stock model has this structure is read from its modules (`engine.model.structure`), and confirmed by comparing
-logits with the stock forward's (`engine.model.forward_choice`); any other model keeps the stock forward. A decoder is
-built from the structure and the parameters alone. All layers are one program
+logits with the stock forward's (`engine.model.trial.forward_choice`); any other model keeps the stock forward. A
+decoder is built from the structure and the parameters alone. All layers are one program
 (`engine.kernels.layer.program`): where the products are our own too, a forward is one call instead of the stock
 forward's 1,500.
 """

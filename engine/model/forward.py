@@ -7,9 +7,9 @@
 | cuda (`cuda/cuda_forward.py`) | CUDA | the same | the same, in forwards of the sizes that agreed at load |
 | masked (`masked.py`) | anywhere | those that take a 4-D mask | the other rows |
 
-A model gets the first that a trial at load finds right (`engine.model.forward_choice`): its logits are those of the
-model as `transformers` loaded it. What "exact" promises, that a row has the same bits in any batch, is measured then
-too.
+A model gets the first that a trial at load finds right (`engine.model.trial.forward_choice`): its logits are those of
+the model as `transformers` loaded it. What "exact" promises, that a row has the same bits in any batch, is measured
+then too.
 
 The first three run a `Batch` of many requests, whose keys and values lie in one `KVPool`. The last has caches of its
 own, those of `transformers`, and takes the requests' segments one after the other, so it is called with them; it makes

@@ -1,7 +1,7 @@
 """A loaded Hugging Face causal language model that verifies token trees, of many requests in one forward.
 
-How it is run is found by trial (`engine.model.forward_choice`), unless an earlier start has found it
-(`engine.model.proof`).
+How it is run is found by trial (`engine.model.trial.forward_choice`), unless an earlier start has found it
+(`engine.model.trial.proof`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from engine.model.loading import (
     weights_of,
 )
 from engine.model.memory import check_memory, check_stock_memory, free_memory, kept_as, kv_room, pool_of
-from engine.model.proof import Proof, ProvedModel
 from engine.model.runner import Chosen, Runner
 from engine.model.structure import OtherStructure
+from engine.model.trial.proof import Proof, ProvedModel
 from engine.weights.gguf.file import GgufFile
 from engine.weights.quantised_weights import QuantisedCheckpoint
 from engine.weights.stored_weights import Unreadable
@@ -61,7 +61,7 @@ class Target(Runner):
     @classmethod
     def of_model(cls, model: Any, name: str, kv_memory: int | None = None, kv_type: KVType = "auto") -> Target:
         """The target of a stock model in memory. kv_memory, kv_type: see `load`."""
-        from engine.model.forward_choice import ForwardChoice
+        from engine.model.trial.forward_choice import ForwardChoice
 
         facts = _facts_of(model, name)
         choice = ForwardChoice(model.eval(), name, facts.own_context, kv_memory, model.device, kv_type)
@@ -142,7 +142,7 @@ class Target(Runner):
         if find_dtype(dtype, config, device) != torch.bfloat16 or not multiplies(torch.bfloat16):
             return None
         check_memory(stored, f"model={path}", free_memory())
-        from engine.model.forward_choice import ForwardChoice
+        from engine.model.trial.forward_choice import ForwardChoice
 
         model = skeleton(path, config)
         facts = _facts_of(model, path)

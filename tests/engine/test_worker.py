@@ -17,7 +17,7 @@ import sys
 from engine import worker
 
 worker._import_early()
-print(*(name in sys.modules for name in ("engine.model.target", "engine.model.forward_choice")), flush=True)
+print(*(name in sys.modules for name in ("engine.model.target", "engine.model.trial.forward_choice")), flush=True)
 """
 
 _PROGRAM = """

@@ -17,13 +17,14 @@ from gguf import GGMLQuantizationType as Kind
 from engine.core.errors import ModelError
 from engine.kernels.gemm.matmul import Unit, units
 from engine.kernels.gemm.product import multiplies
-from engine.model import forward_choice, memory
-from engine.model import proof as proofs
+from engine.model import memory
 from engine.model import target as targets
 from engine.model.decoder import LeanDecoder
 from engine.model.loading import load_config, load_model, skeleton, weights_of
-from engine.model.stock_logits import LayeredStock, WholeStock
 from engine.model.target import Target
+from engine.model.trial import forward_choice
+from engine.model.trial import proof as proofs
+from engine.model.trial.stock_logits import LayeredStock, WholeStock
 from engine.model.windows import short_windows
 from engine.weights.gguf.describe import describe
 from engine.weights.gguf.file import read_gguf

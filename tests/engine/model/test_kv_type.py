@@ -19,8 +19,8 @@ from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.kernels.gemm.int8.dots import instruction_sets
-from engine.model import forward_choice
 from engine.model.target import Target
+from engine.model.trial import forward_choice
 from engine.weights.gguf.describe import describe
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import GgufSource

@@ -18,9 +18,9 @@ from engine.core.batch import Segment
 from engine.core.tree import TokenTree
 from engine.model.decoder import LeanDecoder
 from engine.model.decoder_layer import Layer
-from engine.model.probe import far_positions
 from engine.model.structure import OtherStructure, describe
 from engine.model.target import Target
+from engine.model.trial.probe import far_positions
 
 CONTEXT, ORIGINAL = 256, 64
 SIZES: dict[str, Any] = {

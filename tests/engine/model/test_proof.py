@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from engine.kernels.attention.attention import Rule
-from engine.model import proof as proofs
 from engine.model.loading import Facts
-from engine.model.proof import Proof, ProvedModel
 from engine.model.rotary import Frequencies
 from engine.model.structure import (
     DecoderStructure,
@@ -25,6 +23,8 @@ from engine.model.structure import (
     MlpStructure,
     NormStructure,
 )
+from engine.model.trial import proof as proofs
+from engine.model.trial.proof import Proof, ProvedModel
 from engine.weights.gguf.source import GgufSource
 from engine.weights.stored_weights import Place
 

@@ -26,10 +26,10 @@ from engine.core.errors import ConfigError, ModelError
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.kernels.gemm.product import multiplies
-from engine.model.forward_choice import ForwardChoice
 from engine.model.masked import MaskedForward
 from engine.model.runner import bfloat16_bits
 from engine.model.target import Target
+from engine.model.trial.forward_choice import ForwardChoice
 from engine.sampling.sampler import Sampler, verify
 from tests.conftest import save_tiny_llama
 

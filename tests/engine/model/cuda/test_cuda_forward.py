@@ -21,13 +21,14 @@ from engine.core.batch import BLOCK, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.model import cuda_products, forward_choice
+from engine.model import cuda_products
 from engine.model.cuda import cuda_forward, graphs, triton_attention
 from engine.model.cuda.cuda_forward import CudaForward
 from engine.model.cuda.graphs import Recorded, Work
 from engine.model.kv_pool import KVCache, KVPool
 from engine.model.stock import NAME, Unsupported
 from engine.model.target import Target
+from engine.model.trial import forward_choice
 from tests.engine.model.test_target import COMMON
 from tests.engine.test_exact import decoded, with_siblings
 

@@ -1,8 +1,8 @@
 """Which forward a model gets: the first of `engine.model.forward` whose logits are those of the stock forward.
 
-Each is tried at load (`engine.model.probe`). A model in memory is run by the stock forward with exact attention, then
-by the lean decoder, which has to agree with it too; if exact attention does not work, with masks. One whose matrices
-stay in a file's blocks can only be run by the lean decoder, and is compared layer by layer.
+Each is tried at load (`engine.model.trial.probe`). A model in memory is run by the stock forward with exact attention,
+then by the lean decoder, which has to agree with it too; if exact attention does not work, with masks. One whose
+matrices stay in a file's blocks can only be run by the lean decoder, and is compared layer by layer.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from engine.model.kv_pool import KVPool
 from engine.model.loading import Facts, name_of
 from engine.model.masked import MaskedForward, refusal
 from engine.model.memory import kept_as, kv_room, pool_of
-from engine.model.probe import ModelProbe
-from engine.model.proof import Proof, ProvedModel
 from engine.model.rotary import hold_frequencies
 from engine.model.runner import Chosen, Runner
 from engine.model.stock import NAME, StockForward, Unsupported
-from engine.model.stock_logits import LayeredStock, WholeStock
 from engine.model.structure import OtherStructure, describe, head_sizes
+from engine.model.trial.probe import ModelProbe
+from engine.model.trial.proof import Proof, ProvedModel
+from engine.model.trial.stock_logits import LayeredStock, WholeStock
 from engine.model.windows import short_windows
 from engine.weights.stored_weights import StoredWeights
 

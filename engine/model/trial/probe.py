@@ -16,7 +16,7 @@ from engine.core.errors import ModelError
 from engine.core.tree import TokenTree
 from engine.model.loading import name_of
 from engine.model.runner import Runner
-from engine.model.stock_logits import StockLogits
+from engine.model.trial.stock_logits import StockLogits
 from engine.model.windows import short_windows
 
 _TOKENS = 24

@@ -31,7 +31,7 @@ from engine.model.structure import DecoderStructure
 from engine.weights.gguf.source import SOURCE
 from engine.weights.stored_weights import Place
 
-_ENGINE = Path(__file__).parents[1]
+_ENGINE = Path(__file__).parents[2]
 _COMPARED = ("kernels", "model", "weights", "core")  # folders whose code takes part
 _LIBRARIES = ("torch", "transformers", "numba", "llvmlite", "gguf", "numpy")
 _READ = (SOURCE, "config.json", "generation_config.json")  # files of the folder that say what the model is
