@@ -83,6 +83,23 @@ def test_a_proof_that_was_copied_from_another_file_is_none(folder: Path, tmp_pat
     assert proof(other).read() is None
 
 
+@pytest.mark.parametrize("part", proofs._COMPARED)
+def test_a_proof_of_other_code_is_none(
+    folder: Path, part: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proof(folder).write(PROVED)
+    engine = tmp_path_factory.mktemp("copy") / "engine"
+    shutil.copytree(proofs._ENGINE, engine, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(proofs, "_ENGINE", engine)
+    proofs._versions.cache_clear()
+    assert proof(folder).read() is not None
+    with next((engine / part).rglob("*.py")).open("a") as file:
+        file.write("# edited\n")
+    proofs._versions.cache_clear()
+    assert proof(folder).read() is None
+    proofs._versions.cache_clear()
+
+
 @pytest.mark.parametrize("library", proofs._LIBRARIES)
 def test_a_proof_of_another_version_is_none(folder: Path, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     proof(folder).write(PROVED)
