@@ -6,9 +6,17 @@ import json
 from pathlib import Path
 
 import torch
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 
+from benchmarks.baselines.compare import _given
+from benchmarks.baselines.rivals import Rivals
 from benchmarks.baselines.w8a8 import quantise, rounded
+from engine.config import load
+from engine.weights.gguf.describe import describe
+from engine.weights.gguf.file import read_gguf
+from engine.weights.gguf.source import GgufSource
+from tests.engine.weights.tiny_gguf import write_gguf
 
 
 def test_a_weight_is_rounded_to_the_nearest_code_of_its_output() -> None:
@@ -40,3 +48,16 @@ def test_matrices_of_layers_are_rounded_and_all_else_stays(tmp_path: Path) -> No
     ]
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] == "llama" and config["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
+def test_vllm_gets_a_checkpoint_as_it_is_and_a_model_in_blocks_in_8_bits(tiny: str, tmp_path: Path) -> None:
+    file, described, made = tmp_path / "tiny.gguf", tmp_path / "described", tmp_path / "made"
+    write_gguf(file, Kind.Q8_0)
+    described.mkdir()
+    describe(read_gguf(file, "model=tiny"), described, "tiny", "Made for a test.")
+    GgufSource.of(file, str(file)).write(described)
+    checkpoint = _given(Rivals(tmp_path, [file]), load({"model": tiny}), made, 8)
+    blocks = _given(Rivals(tmp_path), load({"model": str(described)}), made, 8)
+    assert (checkpoint.type, checkpoint.model()) == ("bfloat16", tiny)
+    tensors = load_file(Path(blocks.model()) / "model.safetensors")
+    assert blocks.type == "int8" and any(tensor.dtype == torch.int8 for tensor in tensors.values())
