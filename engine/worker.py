@@ -167,7 +167,7 @@ def load_keys(config: Config, side: str) -> Keys | None:
     return load(Path(config.tcp.keys), side)
 
 
-_KNOWN_S = 0.5  # after its imports a verifier has the spec of a model that is known from an earlier start
+_KNOWN_S = 0.5  # so long after its imports a verifier has usually been told of a model that an earlier start knows
 
 
 def _import_early() -> None:

@@ -1,8 +1,8 @@
 """The dense index: finds passages by what they are about, even if none of the question's wording occurs in them.
 
 A directory holds `header.json`, written last, and the files named in FILES. `retrieval_index.embedding` says how texts
-become vectors; the index holds all that this needs, so a drafter's worker can query it without a model. It stays valid
-for any target with the same tokenizer.
+become vectors; the index holds all that this needs, so it can be queried without a model. It stays valid for any
+target with the same tokenizer.
 """
 
 from __future__ import annotations

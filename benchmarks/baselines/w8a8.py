@@ -35,16 +35,21 @@ _QUANTISATION: dict[str, Any] = {
 
 
 def quantise(folder: Path) -> None:
-    """Replace the weights of the directory."""
+    """Replace the weights of the directory. Raises ValueError if no matrix of its layers is found."""
+    found = False
     for file in folder.glob("*.safetensors"):
         tensors: dict[str, Tensor] = {}
         for name, weight in load_file(file).items():
-            if ".layers." in name and weight.dim() == 2:
+            if ".layers." in name and weight.dim() == 2 and weight.is_floating_point():
                 codes, scales = rounded(weight)
                 tensors |= {name: codes, f"{name}_scale": scales}
+                found = True
             else:
                 tensors[name] = weight
-        save_file(tensors, file, {"format": "pt"})
+        save_file(tensors, unfinished := file.with_suffix(".new"), {"format": "pt"})  # the old file is still mapped
+        unfinished.replace(file)
+    if not found:
+        raise ValueError(f"{folder}: no matrix of a layer is there to be rounded")
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": _QUANTISATION}))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
@@ -46,8 +47,18 @@ def test_matrices_of_layers_are_rounded_and_all_else_stays(tmp_path: Path) -> No
     assert [name for name, tensor in found.items() if tensor.dtype == torch.int8] == [
         "model.layers.0.mlp.up_proj.weight"
     ]
+    for name in found.keys() - {"model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale"}:
+        assert torch.equal(found[name], tensors[name])
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] == "llama" and config["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
+def test_a_folder_in_which_nothing_can_be_rounded_is_refused(tmp_path: Path) -> None:
+    save_file({"transformer.h.0.weight": torch.ones(3, 2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="no matrix of a layer"):
+        quantise(tmp_path)
+    assert (tmp_path / "config.json").read_text() == "{}"
 
 
 def test_vllm_gets_a_checkpoint_as_it_is_and_a_model_in_blocks_in_8_bits(tiny: str, tmp_path: Path) -> None:

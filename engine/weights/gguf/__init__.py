@@ -1,4 +1,4 @@
-"""GGUF files: read as they are, described once by a directory in the cache, their blocks given to the kernels.
+"""GGUF files: read as they are, described once in a directory of the cache, their blocks given to the kernels.
 
-Imports `engine.weights`, `engine.core` and `engine.files`.
+Imports `engine.weights` and what that imports.
 """
