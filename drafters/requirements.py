@@ -6,7 +6,7 @@ imports, so files that are missing or of another kind are reported here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ def check(config: Config) -> None:
     for part in _parts(config):
         if find(part.method).has_model:
             check_weights(weights_path(part), part.method)
-        for key, folder, open_index in _indexes(part):
-            check_index(key, folder, open_index)
+        for key, folder in _datastores(part):
+            check_datastore(key, folder)
 
 
 def check_vocabulary(config: Config, tokenizer: Any) -> None:
@@ -34,9 +34,7 @@ def check_vocabulary(config: Config, tokenizer: Any) -> None:
     if answers is None or config.remote or find(config.method).drafter is None:
         return
     if "suffix" in parts(config):
-        from retrieval_index.datastore import Datastore
-
-        check_index("drafter.answers", answers, lambda folder: Datastore(folder, tokenizer))
+        check_datastore("drafter.answers", answers, tokenizer)
 
 
 def check_paths(config: Config) -> None:
@@ -48,18 +46,18 @@ def check_paths(config: Config) -> None:
     for part in _parts(config):
         if find(part.method).has_model:
             _check_path("drafter.path", weights_path(part), f', or "talon train {part.method}"')
-        for key, folder, _ in _indexes(part):
+        for key, folder in _datastores(part):
             if not Path(folder).is_dir():
                 raise ConfigError(f"{key}={folder}: no such directory; make it with `talon index build`")
 
 
-def _indexes(part: Config) -> Iterator[tuple[str, str, Callable[[Path], Any]]]:
-    """The indexes that a method reads: the key that names one, its folder, and the function that opens it."""
+def _datastores(part: Config) -> Iterator[tuple[str, str]]:
+    """The datastores that a method reads: the key that names one, and its folder."""
     options = part.drafter
     if part.method == "datastore":
-        yield "drafter.datastore", datastore_path(part), _open_datastore
+        yield "drafter.datastore", datastore_path(part)
     if part.method == "suffix" and options.answers_folder is not None:
-        yield "drafter.answers", options.answers_folder, _open_datastore
+        yield "drafter.answers", options.answers_folder
 
 
 def _parts(config: Config) -> Iterator[Config]:
@@ -89,17 +87,11 @@ def check_weights(path: str, method: str) -> None:
         raise ModelError(f"drafter.path={path}: holds no weights (.safetensors, .bin, .pt): copy the directory again")
 
 
-def check_index(key: str, path: str, open_index: Callable[[Path], Any]) -> None:
-    """Require an index of the kind that the key is for, with no file missing or truncated."""
-    from retrieval_index.datastore import DatastoreError
+def check_datastore(key: str, path: str, tokenizer: Any = None) -> None:
+    """Require a datastore, of the tokenizer if one is given, with no file missing or truncated."""
+    from retrieval_index.datastore import Datastore, DatastoreError
 
     try:
-        open_index(Path(path))
+        Datastore(Path(path), tokenizer)
     except DatastoreError as error:
         raise ConfigError(f"{key}={error}") from None
-
-
-def _open_datastore(folder: Path) -> Any:
-    from retrieval_index.datastore import Datastore
-
-    return Datastore(folder)

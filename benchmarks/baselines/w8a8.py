@@ -2,14 +2,11 @@
 
 Every matrix of a layer has a scale for each output; activations get one for each token as they come. The embedding and
 the output matrix stay as they are, as in the checkpoints that are published so.
-
-python -m benchmarks.baselines.w8a8 FOLDER
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +56,3 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     scales = (weight.float().abs().amax(dim=1, keepdim=True) / _LARGEST_CODE).clamp_min(1e-12).to(torch.bfloat16)
     codes = (weight.float() / scales.float()).round().clamp(-_LARGEST_CODE, _LARGEST_CODE).to(torch.int8)
     return codes, scales
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("python -m benchmarks.baselines.w8a8 FOLDER")
-    quantise(Path(sys.argv[1]))
