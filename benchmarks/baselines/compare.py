@@ -30,8 +30,10 @@ from engine.core.params import SamplingParams
 from engine.core.processor import cores
 from engine.frontend.tasks import keep_under_way
 from engine.model.loading import dtype_of, load_model, name_of, open_stored
+from engine.text.encode import encode_text
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import open_gguf
+from engine.weights.tokenizer import tokenizer_of
 
 from ..inputs.questions import check_prompts, mixed_questions
 from ..measure.budget import Budget, is_narrow
@@ -49,6 +51,7 @@ Part = tuple[int, Prompts]
 _LEAST, _ROUNDS = 20, 3  # prompts of a turn: at least, and for each request at once
 _MOST = 20  # repeats
 _ACTIVATIONS = "bfloat16", "int8"
+_WARM_UP = "Say hello.", 24  # tokens of the answer
 
 
 def turns(
@@ -134,9 +137,7 @@ class Own:
         return self.config.activations
 
     async def start(self) -> OwnEngine:
-        engine = await Engine.start(self.config)
-        await engine.generate("Say hello.", SamplingParams(max_tokens=24))
-        return OwnEngine(engine)
+        return OwnEngine(await Engine.start(self.config))
 
 
 async def run_baselines(plan: MeasurementPlan, levels: Sequence[int], rivals: Rivals, console: Console) -> list[Turn]:
@@ -160,7 +161,8 @@ async def run_baselines(plan: MeasurementPlan, levels: Sequence[int], rivals: Ri
         await first.stop()
     with tempfile.TemporaryDirectory(prefix="talon-rivals-") as made, plan.row_file(ROWS) as file:
         others = baselines(rivals.folder, _given(rivals, plan.config, Path(made), max(levels)))
-        async with aclosing(compare(ours, others, order, plan.sampling.max_tokens, console)) as taken:
+        warm_up = encode_text(tokenizer_of(plan.config), _WARM_UP[0])
+        async with aclosing(compare(ours, others, order, warm_up, plan.sampling.max_tokens, console)) as taken:
             async for turn in taken:
                 found.append(turn)
                 file.write(turn)
@@ -171,11 +173,12 @@ async def compare(
     ours: Sequence[Own],
     others: Sequence[Baseline | Missing],
     order: Iterator[Sequence[Part]],
+    warm_up: Sequence[int],
     max_tokens: int,
     console: Console,
 ) -> AsyncGenerator[Turn, None]:
     """Let all contestants take turns, each alone in memory. Those that cannot be started are named and left out; so are
-    other engines that fail later, from then on.
+    other engines that fail later, from then on. warm_up: a prompt that each answers first, as a first request compiles.
     """
     drawn = random.Random(0)
     here: list[Entrant] = [*ours, *(other for other in others if isinstance(other, Baseline))]
@@ -192,6 +195,7 @@ async def compare(
                 console.print(f"left out: {error}")
                 continue
             try:
+                await running.answer([warm_up], _WARM_UP[1], 1)
                 for level, prompts in parts:
                     seconds, tokens = await running.answer(prompts, max_tokens, level)
                     yield Turn(one.name, one.weights, one.activations, level, repeat, seconds, tokens, one.talon)

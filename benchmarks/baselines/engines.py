@@ -181,7 +181,6 @@ class Process:
         )
         started = cls(baseline.name, process)
         await started._reply(_START_S)
-        await started.answer([[1, 2, 3]], 4, 1)  # does the compilation of a first request
         return started
 
     async def answer(self, prompts: Sequence[Sequence[int]], max_tokens: int, at_once: int) -> tuple[float, list[int]]:

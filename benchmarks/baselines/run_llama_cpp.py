@@ -28,7 +28,7 @@ def main() -> None:
     url = f"http://127.0.0.1:{port}"
 
     def answer(prompt: list[int], max_tokens: int) -> int:
-        body = {"prompt": prompt, "n_predict": max_tokens, "temperature": 0, "cache_prompt": False}
+        body = {"prompt": prompt, "n_predict": max_tokens, "temperature": 0}
         request = urllib.request.Request(
             url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )

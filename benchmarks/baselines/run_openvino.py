@@ -21,7 +21,7 @@ _DRAFTED = 5  # tokens
 def main() -> None:
     model, source = sys.argv[1], sys.argv[4]
     scheduler = genai.SchedulerConfig()
-    scheduler.cache_size, scheduler.max_num_seqs, scheduler.enable_prefix_caching = 1, int(sys.argv[3]), False
+    scheduler.cache_size, scheduler.max_num_seqs, scheduler.enable_prefix_caching = 1, int(sys.argv[3]), True
     options: dict[str, Any] = {"INFERENCE_NUM_THREADS": int(sys.argv[2])}
     drafts: dict[str, Any] = {"prompt_lookup": True} if source == "lookup" else {}
     if source not in ("plain", "lookup"):

@@ -20,7 +20,6 @@ def main() -> None:
         dtype="bfloat16",
         max_model_len=2048,
         max_num_seqs=most,
-        enable_prefix_caching=False,
         disable_log_stats=True,
         **({"speculative_config": speculative} if speculative else {}),
     ).llm_engine

@@ -55,7 +55,7 @@ async def compared(
     """The turns of two repeats, three tokens an answer, and what was printed."""
     console = Console(file=io.StringIO(), width=200)
     order = turns(levels, prompts, 2, Budget(None), lambda level: [])
-    found = [turn async for turn in compare([], others, order, 3, console)]
+    found = [turn async for turn in compare([], others, order, [9], 3, console)]
     return found, console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -74,6 +74,15 @@ async def test_an_engine_that_ends_in_its_turn_is_left_out_from_there_on_and_end
     found, printed = await compared([engine("one"), engine("mortal", tried_and_one_turn)], [1, 8], [[1]])
     assert sorted(turn.contestant for turn in found) == ["mortal", *["one"] * 4]
     assert printed.count("left out from here on: engine=mortal: ended") == 1
+
+
+async def test_the_first_answer_of_an_engine_which_compiles_is_not_measured(tmp_path: Path) -> None:
+    noting = ECHO.replace(
+        "    print", f"    open({str(tmp_path / 'asked')!r}, 'a').write(f'{{asked[\"prompts\"][0]}}\\n')\n    print"
+    )
+    found, _ = await compared([engine("one", noting)], [1], [[1], [2]])
+    assert (tmp_path / "asked").read_text().split() == ["[9]", "[1]"] * 2
+    assert [turn.repeat for turn in found] == [0, 1]
 
 
 async def test_an_engine_leaves_nothing_behind() -> None:
