@@ -1,4 +1,4 @@
-"""`talon evidence`: all figures of the README and docs/benchmarks.md, in one run of given minutes and one report."""
+"""`talon evidence`: everything that is measured of one model, in one run of given minutes and one report."""
 
 from __future__ import annotations
 
