@@ -159,13 +159,16 @@ async def run_baselines(plan: MeasurementPlan, levels: Sequence[int], rivals: Ri
         check_prompts(asked, plan.sampling.max_tokens, first.engine.target.context)
     finally:
         await first.stop()
-    with tempfile.TemporaryDirectory(prefix="talon-rivals-") as made, plan.row_file(ROWS) as file:
+    with tempfile.TemporaryDirectory(prefix="talon-rivals-") as made:
         others = baselines(rivals.folder, _given(rivals, plan.config, Path(made), max(levels)))
+        packages = dict.fromkeys(one.package for one in others if isinstance(one, Baseline))
         warm_up = encode_text(tokenizer_of(plan.config), _WARM_UP[0])
-        async with aclosing(compare(ours, others, order, warm_up, plan.sampling.max_tokens, console)) as taken:
-            async for turn in taken:
-                found.append(turn)
-                file.write(turn)
+        taken = compare(ours, others, order, warm_up, plan.sampling.max_tokens, console)
+        with plan.row_file(ROWS, [*packages]) as file:
+            async with aclosing(taken):
+                async for turn in taken:
+                    found.append(turn)
+                    file.write(turn)
     return found
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,16 @@ _LARGEST = 1 << 24  # bytes of a line
 
 @dataclass(frozen=True)
 class Baseline:
-    """weights: their type in memory; activations: the type by which they are multiplied. command: starts it."""
+    """weights: their type in memory; activations: the type by which they are multiplied. command: starts it. package:
+    what it comes with, and its version.
+    """
 
     name: str
     weights: str
     activations: str
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
+    package: str = ""
     talon: bool = False
 
     async def start(self) -> Process:
@@ -80,8 +83,18 @@ def baselines(folder: Path, given: Given) -> list[Baseline | Missing]:
             made = folder / name
             found.append(Missing(name, f"python3 -m venv {made} && {made}/bin/pip install {package}"))
         else:
-            found += _MAKERS[name](python, given)
+            made_of = _package(python, package)
+            found += [
+                replace(one, package=made_of) if isinstance(one, Baseline) else one
+                for one in _MAKERS[name](python, given)
+            ]
     return found
+
+
+def _package(python: Path, name: str) -> str:
+    """A package of an environment, with its version."""
+    asked = f"import importlib.metadata; print(importlib.metadata.version({name!r}))"
+    return f"{name} {subprocess.run((str(python), '-c', asked), capture_output=True, text=True).stdout}".strip()
 
 
 def _llama_cpp(python: Path, given: Given) -> Sequence[Baseline | Missing]:

@@ -54,6 +54,10 @@ class MeasurementPlan:
     def encoded(self, suite: str, question: Question) -> AskedQuestion:
         return AskedQuestion(suite, question, encode_text(tokenizer_of(self.config), question.prompt))
 
-    def row_file(self, name: str) -> RowFile:
-        """A file of the folder for rows; with the first one, what is run and on which machine is recorded."""
-        return RowFile(self.out / name, lambda: write_about(self.out, self.config, self.samplings, self.repeats))
+    def row_file(self, name: str, others: Sequence[str] = ()) -> RowFile:
+        """A file of the folder for rows; with the first one, what is run and on which machine is recorded. others:
+        further packages that are measured, with their versions.
+        """
+        return RowFile(
+            self.out / name, lambda: write_about(self.out, self.config, self.samplings, self.repeats, others)
+        )

@@ -14,10 +14,14 @@ from engine.core.processor import cores
 ABOUT = "about.txt"
 
 
-def write_about(folder: Path, config: Config, samplings: Sequence[SamplingParams], repeats: int) -> None:
-    """Write `folder`/about.txt, a line for each of machine, versions and configuration."""
+def write_about(
+    folder: Path, config: Config, samplings: Sequence[SamplingParams], repeats: int, others: Sequence[str] = ()
+) -> None:
+    """Write `folder`/about.txt, a line for each of machine, versions and configuration. others: further packages that
+    were measured, with their versions.
+    """
     names = ("torch", "transformers", "numpy")
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    versions = ", ".join([*(f"{name} {importlib.metadata.version(name)}" for name in names), *others])
     temperatures = ", ".join(f"{sampling.temperature:g}" for sampling in samplings)
     lines = [
         f"Machine: {_processor()}, {cores()} cores, {_instructions()}, {platform.system()}{_gpu()}",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.baselines import engines
 from benchmarks.baselines.compare import compare, turns
 from benchmarks.baselines.engines import INSTALL, Baseline, Given, Missing, Process, baselines
 from benchmarks.baselines.gguf import retype
@@ -142,6 +143,17 @@ def test_engines_that_are_not_installed_come_with_the_line_that_installs_them(tm
     found = baselines(tmp_path, Given(lambda: "model", "bfloat16", {}, None, 2, 8))
     assert [one.name for one in found] == list(INSTALL)
     assert all(isinstance(one, Missing) and "pip install" in one.reason for one in found)
+
+
+def test_an_engine_comes_with_the_version_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "numpy" / "bin").mkdir(parents=True)
+    python = tmp_path / "numpy" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(engines, "INSTALL", {"numpy": "numpy"})
+    monkeypatch.setattr(engines, "_MAKERS", {"numpy": lambda python, given: [engine("one")]})
+    (found,) = baselines(tmp_path, Given(lambda: "model", "bfloat16", {}, None, 2, 8))
+    assert isinstance(found, Baseline) and found.package == f"numpy {np.__version__}"
 
 
 @pytest.mark.parametrize("kind", ["BF16", "F16"])
