@@ -18,9 +18,8 @@ SAMPLING = SamplingParams(max_tokens=96, temperature=1.0, seed=7)
 
 
 async def main(config: str) -> None:
-    async with await Engine.start(
-        config, mode="async"
-    ) as engine:  # a drafter in a process of its own, to be killed too
+    # in mode async the drafter is a process of its own, which is killed too
+    async with await Engine.start(config, mode="async") as engine:
         undisturbed = await engine.generate(PROMPT, SAMPLING)
         pieces, killed = 0, False
         async with engine.stream(PROMPT, SAMPLING) as stream:
