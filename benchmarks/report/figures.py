@@ -90,6 +90,13 @@ class Row(msgspec.Struct, frozen=True):
         return self.tokens / self.seconds
 
     @property
+    def decoded_per_second(self) -> float | None:
+        """Tokens a second from the first one on; None if that is unknown, or nothing follows it."""
+        if self.time_to_first_token_s is None or self.tokens < 2:
+            return None
+        return (self.tokens - 1) / (self.seconds - self.time_to_first_token_s)
+
+    @property
     def prompt(self) -> tuple[str, str, float, int]:
         """What plain decoding's row of the same prompt and repeat has too."""
         return self.suite, self.question_id, self.temperature, self.repeat
@@ -98,7 +105,8 @@ class Row(msgspec.Struct, frozen=True):
 class Summary:
     """A contestant over some answers. speed_up: the median of per-prompt ratios of tokens/s to plain decoding's; over
     several suites the geometric mean of their medians, so that each counts the same however often it was asked. low,
-    high: its 95% interval by bootstrap over prompts.
+    high: its 95% interval by bootstrap over prompts. decoding: the same of tokens/s from the first token on; None if
+    that is unknown.
     """
 
     def __init__(self, method: str, rows: Sequence[Row]):
@@ -109,6 +117,8 @@ class Summary:
         ratios = [speed_ups([row for row in rows if row.suite == suite], method) for suite in asked]
         samples = np.exp(np.mean([np.log(resampled(some, seed)) for seed, some in enumerate(ratios)], axis=0))
         self.speed_up = geometric_mean(map(median, ratios))
+        decoded = [_decoding_ups([row for row in rows if row.suite == suite], method) for suite in asked]
+        self.decoding = geometric_mean(map(median, found)) if (found := [some for some in decoded if some]) else None
         self.low, self.high = map(float, np.quantile(samples, [0.025, 0.975]))
 
     def mean(self, name: str) -> float | None:
@@ -154,6 +164,13 @@ def speed_ups(rows: Iterable[Row], method: str) -> list[float]:
     return [row.tokens_per_second / plain[row.prompt] for row in rows if row.method == method]
 
 
+def _decoding_ups(rows: Sequence[Row], method: str) -> list[float]:
+    """As `speed_ups`, of tokens/s from the first token on, for prompts whose are known."""
+    plain = {row.prompt: row.decoded_per_second for row in rows if row.method == PLAIN}
+    pairs = [(row.decoded_per_second, plain[row.prompt]) for row in rows if row.method == method]
+    return [mine / own for mine, own in pairs if mine and own]
+
+
 def ratios(rows: Sequence[Row]) -> Ratios:
     """The speed-ups by temperature, suite and contestant."""
     found: dict[Where, dict[Any, float]] = {}
@@ -194,6 +211,7 @@ _SPEED: dict[str, Column] = {
     "tokens/s": _mean("tokens_per_second", ".1f"),
     "speed-up": lambda one: f"{one.speed_up:.2f}x",
     "95%": lambda one: f"{one.low:.2f}-{one.high:.2f}",
+    "decoding": lambda one: "-" if one.decoding is None else f"{one.decoding:.2f}x",
     "MAT": lambda one: known(one.mean_accepted_tokens, ".2f"),
     "TTFT ms": _mean("time_to_first_token_s", ".0f", 1000),
     "busy": _mean("verifier_busy", ".0%"),

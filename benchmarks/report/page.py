@@ -16,9 +16,10 @@ from .tables import Table
 HEADLINE = "headline.png"
 READING = (
     "Speed-up: median over prompts of tokens/s over plain decoding's on the same prompt in the same run; over several "
-    "suites the geometric mean of their medians, first turns only. Its 95% interval is a bootstrap over prompts. MAT: "
-    "tokens a round, bonus included, over all rounds of a suite. An answer loops if 8 tokens in a row occur in it more "
-    "than 4 times; loops flatter whoever copies from the text. Contestants take turns prompt by prompt.",
+    "suites the geometric mean of their medians, first turns only. Its 95% interval is a bootstrap over prompts. "
+    "Decoding: the same from the first token on, without the prompt's time. MAT: tokens a round, bonus included, over "
+    "all rounds of a suite. An answer loops if 8 tokens in a row occur in it more than 4 times; loops flatter whoever "
+    "copies from the text. Contestants take turns prompt by prompt.",
     "TTFT: time to the first token. Token ms: between tokens, those that come together sharing their wait; median and "
     "95th percentile. Round ms: between verdicts, the wait a reader of the stream sees. Verify and draft: models' "
     "forwards; other: the rest of a round, messages included. Peak MB: resident memory of verifier and drafter, "

@@ -36,6 +36,20 @@ def test_the_summary_speed_up_is_the_median_of_ratios_not_the_ratio_of_means() -
     assert pld.speed_up == pytest.approx(3.0)
 
 
+def test_decoding_is_compared_from_the_first_token_on() -> None:
+    rows = [
+        row(method, "a", seconds, tokens=11, time_to_first_token_s=4.0) for method, seconds in (("none", 8), ("pld", 6))
+    ]
+    pld, _ = summaries(rows)
+    assert pld.speed_up == pytest.approx(8 / 6) and pld.decoding == pytest.approx(2.0)
+
+
+def test_decoding_is_unknown_without_the_time_of_a_first_token_or_a_second_token() -> None:
+    silent = [row("none", "a", 2.0), row("hf-assisted", "a", 1.0, time_to_first_token_s=None)]
+    short = [row("none", "a", 2.0, tokens=1), row("pld", "a", 1.0, tokens=1)]
+    assert [one.decoding for rows in (silent, short) for one in summaries(rows) if one.method != "none"] == [None, None]
+
+
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=30))
 def test_the_interval_holds_the_median_and_lies_within_the_values(values: list[float]) -> None:
     low, high = interval(values)
