@@ -29,6 +29,11 @@ from .options import (
     rivals_in,
 )
 
+_OF_ITS_OWN = (
+    "these were six prompts of its own, of which two ask for an edit of a text that they give, where drafts pay most: "
+    "--questions takes yours"
+)
+
 
 def bench(
     questions: QuestionsOption = None,
@@ -155,6 +160,8 @@ def bench(
         options = [] if config == configuration.DEMO else ["--config", str(config)]
         options += [part for one in set_ or [] for part in ("--set", one)]
         Console().print(recommendation(rows, options), highlight=False, markup=False, soft_wrap=True)
+        if not questions:
+            console.print(_OF_ITS_OWN, highlight=False, soft_wrap=True)
         return failed
 
     async def measure_server(url: str, levels: list[int], sampling: SamplingParams) -> int:

@@ -58,6 +58,7 @@ def test_a_quick_bench_needs_no_questions_and_ends_with_a_line_to_paste(tiny: st
     assert done.exit_code == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith(f"talon serve --set model={tiny} --set transport=inproc --method ")
     assert len((tmp_path / "prompts.jsonl").read_text().splitlines()) == 6
+    assert "six prompts of its own" in done.stderr and "--questions takes yours" in done.stderr
 
 
 def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, tmp_path: Path) -> None:
