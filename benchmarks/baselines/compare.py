@@ -30,15 +30,14 @@ from engine.core.params import SamplingParams
 from engine.core.processor import cores
 from engine.frontend.tasks import keep_under_way
 from engine.model.loading import dtype_of, load_model, name_of, open_stored
-from engine.text.encode import encode_text
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import open_gguf
-from engine.weights.tokenizer import tokenizer_of
 
 from ..inputs.questions import check_prompts, mixed_questions
 from ..measure.budget import Budget, is_narrow
 from ..measure.load import settings_of
 from ..measure.plan import MeasurementPlan
+from ..measure.warm_up import SAMPLING, warm_up_prompt
 from ..report.engine_figures import ROWS, Turn, ratios
 from ..report.load_figures import at_once
 from .engines import Baseline, Given, Missing, baselines
@@ -51,7 +50,6 @@ Part = tuple[int, Prompts]
 _LEAST, _ROUNDS = 20, 3  # prompts of a turn: at least, and for each request at once
 _MOST = 20  # repeats
 _ACTIVATIONS = "bfloat16", "int8"
-_WARM_UP = "Say hello.", 24  # tokens of the answer
 
 
 def turns(
@@ -162,8 +160,7 @@ async def run_baselines(plan: MeasurementPlan, levels: Sequence[int], rivals: Ri
     with tempfile.TemporaryDirectory(prefix="talon-rivals-") as made:
         others = baselines(rivals.folder, _given(rivals, plan.config, Path(made), max(levels)))
         packages = dict.fromkeys(one.package for one in others if isinstance(one, Baseline))
-        warm_up = encode_text(tokenizer_of(plan.config), _WARM_UP[0])
-        taken = compare(ours, others, order, warm_up, plan.sampling.max_tokens, console)
+        taken = compare(ours, others, order, warm_up_prompt(plan.config), plan.sampling.max_tokens, console)
         with plan.row_file(ROWS, [*packages]) as file:
             async with aclosing(taken):
                 async for turn in taken:
@@ -198,7 +195,7 @@ async def compare(
                 console.print(f"left out: {error}")
                 continue
             try:
-                await running.answer([warm_up], _WARM_UP[1], 1)
+                await running.answer([warm_up], SAMPLING.max_tokens, 1)
                 for level, prompts in parts:
                     seconds, tokens = await running.answer(prompts, max_tokens, level)
                     yield Turn(one.name, one.weights, one.activations, level, repeat, seconds, tokens, one.talon)

@@ -11,7 +11,6 @@ import msgspec
 from rich.console import Console
 
 from engine.core.params import SamplingParams
-from engine.text.encode import encode_text
 from engine.weights.tokenizer import tokenizer_of
 
 from ..inputs.questions import Question, check_prompts, naming, read_questions
@@ -22,6 +21,7 @@ from .contestants import Contestant, check_name, start_contestants
 from .plan import MeasurementPlan
 from .ties import Referee
 from .timed_answer import TimedAnswer
+from .warm_up import warm_up_prompt
 
 
 async def run_bench(plan: MeasurementPlan, console: Console) -> list[Row]:
@@ -30,7 +30,7 @@ async def run_bench(plan: MeasurementPlan, console: Console) -> list[Row]:
     for name in plan.contestants:
         check_name(name)
     plan = plan.resolved()
-    warm_up, referee = encode_text(tokenizer_of(plan.config), "Say hello."), Referee(plan.config)
+    warm_up, referee = warm_up_prompt(plan.config), Referee(plan.config)
     first_turns = [plan.encoded(suite, question) for suite, some in suites.items() for question in some]
     rows: list[Row] = []
     budget = Budget(plan.minutes)

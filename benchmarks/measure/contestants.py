@@ -19,6 +19,7 @@ from engine.frontend.processes import ProcessWorker
 
 from ..report.figures import PLAIN, TRANSFORMERS
 from .timed_answer import TimedAnswer
+from .warm_up import SAMPLING
 
 
 class Contestant(Protocol):
@@ -226,4 +227,4 @@ async def start_contestants(
     async def start(name: str) -> Contestant:
         return await start_contestant(name, config, heads)
 
-    return await start_each(names, start, lambda one: one.answer(warm_up, SamplingParams(max_tokens=24)), console)
+    return await start_each(names, start, lambda one: one.answer(warm_up, SAMPLING), console)

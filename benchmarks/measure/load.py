@@ -34,6 +34,7 @@ from ..report.progress import progress_bar
 from .budget import Budget, is_narrow
 from .contestants import check_name, keys_of, start_each
 from .plan import MeasurementPlan
+from .warm_up import PROMPT, SAMPLING
 
 CAPACITY_AT = 16
 """Arrivals are shares of the requests a second that plain decoding answers with this many at once."""
@@ -187,7 +188,7 @@ async def engines(
     started = await start_each(
         names,
         lambda name: Engine.start(settings_of(name, config, heads)),
-        lambda engine: engine.generate("Say hello.", SamplingParams(max_tokens=24)),
+        lambda engine: engine.generate(PROMPT, SAMPLING),
         console,
     )
     try:

@@ -40,6 +40,7 @@ from .contestants import Contestant, start_contestants
 from .plan import MeasurementPlan
 from .ties import Referee
 from .timed_answer import TimedAnswer
+from .warm_up import warm_up_prompt
 
 CLOSED, OWN, FOUND = "closed book", "own passage", "retrieved"
 
@@ -139,7 +140,7 @@ class _Asking:
             return
         tokenizer, sampling = tokenizer_of(self.plan.config), self.plan.sampling
         order = random.Random(sampling.seed)
-        contestants, referee = await self._start(tokenizer), Referee(self.plan.config)
+        contestants, referee = await self._start(), Referee(self.plan.config)
         kinds: dict[str, list[Item]] = {}
         for item in prompts:
             kinds.setdefault(item.kind, []).append(item)
@@ -177,13 +178,12 @@ class _Asking:
         )
         check_prompts(asked, self.plan.sampling.max_tokens, context)
 
-    async def _start(self, tokenizer: Any) -> dict[str, Contestant]:
+    async def _start(self) -> dict[str, Contestant]:
         """The contestants; those that draft from the passages are given them."""
-        warm_up, plan = encode_text(tokenizer, "Say hello."), self.plan
-        config = plan.config
+        plan, config = self.plan, self.plan.config
         if self.library is not None:
             config = configuration.load(config, {"drafter.datastore": str(self.library.datastore)})
-        return await start_contestants(plan.contestants, config, plan.heads, warm_up, self.console)
+        return await start_contestants(plan.contestants, config, plan.heads, warm_up_prompt(config), self.console)
 
 
 def _earlier(plan: MeasurementPlan) -> list[QaRow]:

@@ -114,10 +114,11 @@ class Summary:
         self.method = method
         asked = dict.fromkeys(row.suite for row in rows if row.method == method)
         self.suites = [[row for row in rows if (row.suite, row.method) == (suite, method)] for suite in asked]
-        ratios = [speed_ups([row for row in rows if row.suite == suite], method) for suite in asked]
+        beside = [[row for row in rows if row.suite == suite] for suite in asked]
+        ratios = [speed_ups(some, method) for some in beside]
         samples = np.exp(np.mean([np.log(resampled(some, seed)) for seed, some in enumerate(ratios)], axis=0))
         self.speed_up = geometric_mean(map(median, ratios))
-        decoded = [_decoding_ups([row for row in rows if row.suite == suite], method) for suite in asked]
+        decoded = [speed_ups(some, method, "decoded_per_second") for some in beside]
         self.decoding = geometric_mean(map(median, found)) if (found := [some for some in decoded if some]) else None
         self.low, self.high = map(float, np.quantile(samples, [0.025, 0.975]))
 
@@ -157,18 +158,14 @@ def tokens_a_round(rows: Iterable[Row]) -> float | None:
     return sum(tokens * rounds for tokens, rounds in found) / sum(rounds for _, rounds in found) if found else None
 
 
-def speed_ups(rows: Iterable[Row], method: str) -> list[float]:
-    """Per prompt, the method's tokens/s over plain decoding's in the same repeat."""
+def speed_ups(rows: Iterable[Row], method: str, rate: str = "tokens_per_second") -> list[float]:
+    """Per prompt, the method's tokens/s over plain decoding's in the same repeat. rate: the rows' property that is
+    compared, for prompts of which it is known.
+    """
     rows = list(rows)
-    plain = {row.prompt: row.tokens_per_second for row in rows if row.method == PLAIN}
-    return [row.tokens_per_second / plain[row.prompt] for row in rows if row.method == method]
-
-
-def _decoding_ups(rows: Sequence[Row], method: str) -> list[float]:
-    """As `speed_ups`, of tokens/s from the first token on, for prompts whose are known."""
-    plain = {row.prompt: row.decoded_per_second for row in rows if row.method == PLAIN}
-    pairs = [(row.decoded_per_second, plain[row.prompt]) for row in rows if row.method == method]
-    return [mine / own for mine, own in pairs if mine and own]
+    plain = {row.prompt: getattr(row, rate) for row in rows if row.method == PLAIN}
+    pairs = [(getattr(row, rate), plain[row.prompt]) for row in rows if row.method == method]
+    return [mine / own for mine, own in pairs if mine is not None and own is not None]
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
