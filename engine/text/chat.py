@@ -238,10 +238,11 @@ def _without_others(tokenizer: Any, text: str, own: Sequence[tuple[int, int]]) -
         end = stop
     ids = plain.tokenizer.encode(marked + text[end:], add_special_tokens=False).ids
     if sum(token in plain.ids for token in ids) != len(places):  # the mark would be in the prompt
-        others = sorted({*_places(special_tokens(tokenizer).values(), text)}.difference(own))
+        spelled = sorted({*_places(special_tokens(tokenizer).values(), text)}.difference(own))
+        names = [text[start:stop] for start, stop in spelled]
         raise RequestError(
-            f"prompt: this tokenizer cannot tell control tokens such as {shown(text[slice(*others[0])])} that messages hold from those "
-            "of the chat template; leave them out"
+            f"prompt: this tokenizer cannot tell control tokens such as {shown(names[:1])} that messages hold from "
+            "those of the chat template; leave them out"
         )
     return [plain.ids.get(token, token) for token in ids]
 

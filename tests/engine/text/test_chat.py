@@ -144,7 +144,7 @@ def test_a_tokenizer_that_would_find_the_mark_in_no_token_refuses_the_prompt() -
     tokenizer = with_whole_words("<|end|>{% for m in messages %}{{ m.content }}{% endfor %}<n>")
     tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("\u2581")
     tokenizer.add_tokens([AddedToken("<n>", special=True, normalized=True)])
-    with pytest.raises(RequestError, match=r"^prompt: this tokenizer cannot tell control tokens such as '<w>'"):
+    with pytest.raises(RequestError, match=r"^prompt: this tokenizer cannot tell control tokens such as \['<w>'\]"):
         encode_text(tokenizer, "<w>")
 
 
