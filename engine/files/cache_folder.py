@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from threading import Event, Thread
 
 from engine.core.errors import ConfigError, first_line
 from engine.files.checked_file import TEMPORARY, Buffer, Damaged, read_checked, write_checked
+from engine.files.removal import removed
 
 _OURS = re.compile(rf"[0-9a-f]{{64}}\.talon(\.[0-9-]+\{TEMPORARY})?")
 _REST = 9  # after a task the thread rests for so many times the CPU time that it took: rounds need the cores
@@ -86,7 +86,7 @@ class CacheFolder:
             self._tell_once(Damaged, f"{shelf}/{path.name} {error}: ignored; further ones are not told")
         except OSError as error:
             self._tell_once(("read", error.errno), f"{shelf}/{path.name} cannot be read ({error.strerror}): ignored")
-        self._later(lambda: _removed(path))
+        self._later(lambda: removed(path))
         return None
 
     def keep(self, shelf: str, key: bytes, content: Callable[[], Sequence[Buffer] | None]) -> None:
@@ -158,7 +158,7 @@ class CacheFolder:
         for _, size, name in found:
             if total <= most:
                 break
-            if _removed(Path(name)):
+            if removed(Path(name)):
                 total -= size
         if total > most:
             raise OSError(errno.EBUSY, f"{total:,} bytes cannot be removed, more than verifier.cache_gb allows")
@@ -204,15 +204,6 @@ class CacheFolder:
 
     def _unusable(self, reason: str) -> ConfigError:
         return ConfigError(f"verifier.cache={self.folder}: no folder that can be written to ({reason}); name another")
-
-
-def _removed(path: Path) -> bool:
-    """Remove what is there, a directory too; returns whether it is gone."""
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        shutil.rmtree(path, ignore_errors=True)
-    return not os.path.lexists(path)
 
 
 def _on_disk(size: int) -> int:
