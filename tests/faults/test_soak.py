@@ -14,7 +14,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ GROWTH = 1.1  # of a role's memory from the first third of the run to the last: 
 
 
 class Soak:
-    """What happens to one engine. memory: role -> MB at each sample. caches: its cache folders, which are damaged."""
+    """What happens to one engine. memory: role -> MB at each sample. caches: its cache folders, which are damaged.
+    A verifier that finds the model's proof damaged imports transformers, and is larger for it: a role of its own.
+    """
 
     def __init__(
         self, engine: Engine, requests: list[Request], expected: list[list[int]], minutes: float, caches: list[Path]
@@ -42,7 +44,7 @@ class Soak:
         self.marks = iter((*MARKS, math.inf))
         self.ends_s = time.monotonic() + 60 * minutes
         self.counts: Counter[str] = Counter()
-        self.memory: dict[str, list[float]] = {"front end": [], "verifier": [], "drafter": []}
+        self.memory: dict[str, list[float]] = defaultdict(list)
         self.pids: set[int] = set()
 
     async def run(self) -> None:
@@ -94,7 +96,7 @@ class Soak:
                 if role == "front end" or self.engine._ready[role].is_set():
                     with contextlib.suppress(FileNotFoundError):  # killed just now
                         if (size := resident_mb(pid)) > 0:
-                            self.memory[role].append(size)
+                            self.memory[f"{role} with transformers" if imports_transformers(pid) else role].append(size)
             self.pids |= set(pids.values()) - {os.getpid()}
             now = ", ".join(f"{role} {sizes[-1]:.0f} MB" for role, sizes in self.memory.items() if sizes)
             counts = dict(self.counts + self.damage.counts)
@@ -103,6 +105,11 @@ class Soak:
                 medians = {role: round(statistics.median(sizes[-12:])) for role, sizes in self.memory.items() if sizes}
                 print(f"memory at {mark:,} answers, medians of the last minute in MB: {medians}", flush=True)
                 mark = next(self.marks)
+
+
+def imports_transformers(pid: int) -> bool:
+    """Whether a worker has imported what reads stock models."""
+    return pid != os.getpid() and "safetensors" in Path(f"/proc/{pid}/maps").read_text()
 
 
 MINUTES = float(os.environ.get("TALON_SOAK_MINUTES", "1"))
