@@ -1,5 +1,5 @@
 # make demo: get a real model (93 MB, once) and answer a question with it. make test: everything CI checks.
-# make soak MINUTES=30: mixed load with cancelled requests and killed workers, and against a server; memory must stay flat.
+# make soak MINUTES=30: mixed load with cancelled requests, killed workers and damaged caches, and against a server; memory must stay flat.
 # make mutants: plants faults in the modules that decide what is exact; the tests must see them. It tries MOST=60 of each
 # module, drawn with SEED=1; MOST=1000 tries all.
 # make heads DATA=prompts.jsonl: train the heads of models/smollm2-135m again, or go on training; hours on two cores.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import sys
 import time
@@ -30,7 +31,7 @@ from engine.sampling.matcher import check
 from engine.text.chat import Rendering
 from engine.text.stream import TextStream
 from engine.verifier.placement import settled
-from engine.weights.resolve import resolved
+from engine.weights.resolve import resolved, restore
 from engine.weights.tokenizer import tokenizer_of
 from engine.wire.messages import Ready
 
@@ -87,10 +88,12 @@ class Stream:
 class Engine:
     """`async with await Engine.start(config) as engine: ...`"""
 
-    def __init__(self, config: Config, first_verifier: ProcessWorker | None = None):
+    def __init__(self, config: Config, first_verifier: ProcessWorker | None = None, given: Config | None = None):
+        """config: with all names resolved; given: what it was made of."""
         self.config = config
         self._inflight = InflightRequests()
-        self._supervisor = Supervisor(config, self._inflight, first_verifier)
+        restore_models = functools.partial(restore, given or config, config)
+        self._supervisor = Supervisor(config, self._inflight, first_verifier, restore_models)
         self._workers, self._ready = self._supervisor.workers, self._supervisor.ready
         self.timeline, self.totals = self._supervisor.timeline, self._supervisor.totals
         self._tokenizer: Any = None
@@ -114,7 +117,7 @@ class Engine:
             if verifier is not None and chosen.transport == "inproc":
                 verifier.end(0)
                 verifier = None
-            engine = cls(chosen, verifier)
+            engine = cls(chosen, verifier, settings)
         except BaseException:
             if verifier is not None:
                 verifier.end(0)

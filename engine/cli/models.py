@@ -93,8 +93,11 @@ def _kept(home: Path) -> list[Path]:
     from engine.weights.resolve import folder_of
 
     known, places = {folder_of(model) for model in CATALOGUE.values()}, ("gguf", "quantised", "models")
-    return [path for place in places for path in sorted((home / place).glob("[!.]*")) if path not in known]
+    found = (path for place in places for path in sorted((home / place).glob("[!.]*")))
+    return [path for path in found if path not in known and path.is_dir()]
 
 
 def _megabytes(folder: Path) -> str:
-    return f"{sum(file.stat().st_size for file in folder.iterdir()) / 1e6:,.0f} MB"
+    from engine.weights.download import bytes_in
+
+    return f"{bytes_in(folder) / 1e6:,.0f} MB"

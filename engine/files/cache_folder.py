@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
+from stat import S_ISDIR
 from threading import Event, Thread
 
 from engine.core.errors import ConfigError, first_line
 from engine.files.checked_file import TEMPORARY, Buffer, Damaged, read_checked, write_checked
+from engine.files.removal import removed
 
 _OURS = re.compile(rf"[0-9a-f]{{64}}\.talon(\.[0-9-]+\{TEMPORARY})?")
 _REST = 9  # after a task the thread rests for so many times the CPU time that it took: rounds need the cores
@@ -27,6 +29,8 @@ _CLOSE_S = 3.0  # for the tasks that are left when the cache is closed
 _RETRY_S = 10.0  # after a failed write
 _ABANDONED_S = 600.0  # a temporary file of this age has no writer any more
 _PAGE = 4096  # a file takes whole pages of the disk
+_PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN}
+"""Errors of a disk or a network, not of the folder that the configuration names."""
 
 Task = Callable[[], None]
 
@@ -36,23 +40,28 @@ class CacheFolder:
 
     def __init__(self, folder: Path, most_bytes: int):
         self.folder, self.most_bytes = folder, most_bytes
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise self._unusable(first_line(error)) from None
-            self._tell(f"cannot be made ({error.strerror}): nothing is kept")
-        else:
-            if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-                raise self._unusable("no permission")
-        self._told: set[int | None] = set()  # errors of writing
+        self._told: set[object] = set()  # kinds of errors
+        self._open()
         self._retry_s = 0.0
-        self._written = 0  # bytes since files were last evicted
+        self._uncounted = most_bytes  # bytes written since files were last counted; at first they never were
+        self._unlisted: set[Path] = set()  # shelves whose files cannot be counted: nothing is written there
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._closing, self._overdue = Event(), False
         self._thread = Thread(target=self._work, name="cache", daemon=True)
         self._thread.start()
         self._tasks.put(self._evict)
+
+    def _open(self) -> None:
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.stat(self.folder)
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise self._unusable(first_line(error)) from None
+            self._tell_once(error.errno, f"cannot be made ({error.strerror}): nothing is kept")
+        else:
+            if not os.access(self.folder, os.R_OK | os.W_OK | os.X_OK):
+                raise self._unusable("no permission")
 
     def path(self, shelf: str, key: bytes) -> Path:
         """Where the file of that key is. shelf: a subfolder."""
@@ -61,8 +70,8 @@ class CacheFolder:
     def keys(self, shelf: str) -> list[bytes]:
         """The keys of the files of a shelf, those used last first."""
         found = []
-        for entry in _files(self.folder / shelf):
-            with suppress(FileNotFoundError):  # another process has removed it
+        for entry in self._files(self.folder / shelf):
+            with suppress(OSError):  # another process has removed it, or it cannot be read
                 found.append((entry.stat().st_mtime_ns, entry.name))
         return [bytes.fromhex(name[:64]) for _, name in sorted(found, reverse=True) if not name.endswith(TEMPORARY)]
 
@@ -73,11 +82,12 @@ class CacheFolder:
             return read_checked(path, key, room)
         except FileNotFoundError:
             return None
-        except (Damaged, OSError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            self._tell(f"{path.name} {reason}: ignored")
-            self._later(lambda: path.unlink(missing_ok=True))
-            return None
+        except Damaged as error:
+            self._tell_once(Damaged, f"{shelf}/{path.name} {error}: ignored; further ones are not told")
+        except OSError as error:
+            self._tell_once(("read", error.errno), f"{shelf}/{path.name} cannot be read ({error.strerror}): ignored")
+        self._later(lambda: removed(path))
+        return None
 
     def keep(self, shelf: str, key: bytes, content: Callable[[], Sequence[Buffer] | None]) -> None:
         """Write a file in the background, unless it is there. content: called by the thread; None: no more there."""
@@ -113,57 +123,87 @@ class CacheFolder:
     def _failed(self, error: Exception) -> None:
         self._retry_s = time.monotonic() + _RETRY_S
         kind = error.errno if isinstance(error, OSError) else None
-        if kind not in self._told:
-            self._told.add(kind)
-            self._tell(f"cannot be written ({first_line(error)}): Talon goes on without, and tries again")
+        self._tell_once(kind, f"cannot be written ({first_line(error)}): Talon goes on without, and tries again")
 
     def _write(self, path: Path, key: bytes, content: Callable[[], Sequence[Buffer] | None]) -> None:
-        if time.monotonic() < self._retry_s or path.exists() or (parts := content()) is None:
+        if time.monotonic() < self._retry_s or path.exists():
+            return
+        if self._uncounted > self.most_bytes // 32:
+            self._evict()
+        if path.parent in self._unlisted or (parts := content()) is None:
             return
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._written += _on_disk(write_checked(path, key, parts))
-        if self._written > self.most_bytes // 32:
-            self._evict()
+        self._uncounted += _on_disk(write_checked(path, key, parts))
 
     def _touch(self, paths: Sequence[Path], now_ns: int) -> None:
         for age, path in enumerate(paths):
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 os.utime(path, ns=(now_ns, now_ns - 1000 * age))
 
     def _evict(self) -> None:
-        """Remove the files used longest ago until there is room for what is written before the next time."""
-        now_s, total, self._written = time.time(), 0, 0
+        """Remove the files used longest ago until there is room for what is written before the next time. Raises
+        OSError if there is none, because files cannot be removed.
+        """
+        now_s, total, most = time.time(), 0, self.most_bytes // 16 * 15
         found: list[tuple[int, int, str]] = []
-        for shelf in os.scandir(self.folder):
-            for entry in _files(Path(shelf.path)) if shelf.is_dir(follow_symlinks=False) else ():
-                try:
-                    status = entry.stat()
-                except FileNotFoundError:  # another process has removed it
-                    continue
-                total += _on_disk(status.st_size)
-                if not entry.name.endswith(TEMPORARY) or now_s - status.st_mtime > _ABANDONED_S:
-                    found.append((status.st_mtime_ns, _on_disk(status.st_size), entry.path))
+        for entry in self._all_files():
+            try:
+                status = entry.stat()
+            except OSError:  # another process has removed it, or it cannot be read
+                continue
+            total += _on_disk(status.st_size)
+            if not entry.name.endswith(TEMPORARY) or now_s - status.st_mtime > _ABANDONED_S:
+                found.append((status.st_mtime_ns, _on_disk(status.st_size), entry.path))
         found.sort()
         for _, size, name in found:
-            if total <= self.most_bytes // 16 * 15:
+            if total <= most:
                 break
-            Path(name).unlink(missing_ok=True)
-            total -= size
+            if removed(Path(name)):
+                total -= size
+        if total > most:
+            raise OSError(errno.EBUSY, f"{total:,} bytes cannot be removed, more than verifier.cache_gb allows")
+        self._uncounted = 0
+
+    def _all_files(self) -> Iterator[os.DirEntry[str]]:
+        """The files of all shelves, also of those that are links, each once."""
+        self._unlisted.clear()
+        seen = set[tuple[int, int]]()
+        for shelf in self._entries(self.folder):
+            try:
+                status = os.stat(shelf.path)
+            except OSError:
+                self._unlisted.add(Path(shelf.path))
+                continue
+            if S_ISDIR(status.st_mode) and (place := (status.st_dev, status.st_ino)) not in seen:
+                seen.add(place)
+                yield from self._files(Path(shelf.path))
+
+    def _files(self, shelf: Path) -> Iterator[os.DirEntry[str]]:
+        """The files there whose names are ours."""
+        return (entry for entry in self._entries(shelf) if _OURS.fullmatch(entry.name))
+
+    def _entries(self, folder: Path) -> list[os.DirEntry[str]]:
+        """What is in a folder; nothing, which is told once, if it cannot be read."""
+        try:
+            with os.scandir(folder) as entries:
+                return list(entries)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            self._unlisted.add(folder)
+            self._tell_once(("list", error.errno), f"{folder.name} cannot be read ({error.strerror}): ignored")
+            return []
+
+    def _tell_once(self, kind: object, text: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            self._tell(text)
 
     def _tell(self, text: str) -> None:
         print(f"talon: verifier.cache={self.folder}: {text}", file=sys.stderr)
 
     def _unusable(self, reason: str) -> ConfigError:
         return ConfigError(f"verifier.cache={self.folder}: no folder that can be written to ({reason}); name another")
-
-
-def _files(shelf: Path) -> Iterator[os.DirEntry[str]]:
-    """The files there whose names are ours."""
-    try:
-        with os.scandir(shelf) as entries:
-            yield from (entry for entry in entries if _OURS.fullmatch(entry.name))
-    except (FileNotFoundError, NotADirectoryError):
-        return
 
 
 def _on_disk(size: int) -> int:

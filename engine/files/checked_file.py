@@ -19,6 +19,7 @@ from typing import Any
 
 _HEADER = struct.Struct("<8sIIQ32s")
 _MAGIC, _VERSION = b"TALONKV\n", 1
+_LARGEST = 1 << 28  # bytes of a file that is read whole
 TEMPORARY = ".tmp"
 Buffer = Any
 """What has contiguous bytes: bytes, or an array."""
@@ -69,3 +70,10 @@ def read_checked(path: Path, key: bytes, room: memoryview) -> memoryview:
     if content.nbytes != size or zlib.crc32(content) != crc:
         raise Damaged("is damaged")
     return content
+
+
+def read_whole(path: Path, key: bytes) -> memoryview:
+    """The same, of a file whose length is not known. Raises Damaged if it is longer than any that is written."""
+    if (length := path.stat().st_size) > _LARGEST:
+        raise Damaged(f"has {length} bytes")
+    return read_checked(path, key, memoryview(bytearray(length)))

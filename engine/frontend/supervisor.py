@@ -43,11 +43,18 @@ _ABSENT_S = 0.5  # the loop itself paused (a frozen container), perhaps with the
 
 class Supervisor:
     """ready: by role, whether a worker serves. target: the verifier's facts about it. failed: why there will be no
-    verifier any more, else None. first_verifier: a process started early, still without a spec.
+    verifier any more, else None. first_verifier: a process started early, still without a spec. restore: called before
+    a worker is replaced, so that it finds the model.
     """
 
-    def __init__(self, config: Config, inflight: InflightRequests, first_verifier: ProcessWorker | None = None):
-        self.config, self.inflight = config, inflight
+    def __init__(
+        self,
+        config: Config,
+        inflight: InflightRequests,
+        first_verifier: ProcessWorker | None = None,
+        restore: Callable[[], None] = lambda: None,
+    ):
+        self.config, self.inflight, self._restore = config, inflight, restore
         self.context = zmq.asyncio.Context()
         self.workers = Workers(config, zmq.Context.shadow(self.context), first_verifier)
         self.router = Router(self.context, self.workers.control, FROM_WORKERS)
@@ -219,6 +226,7 @@ class Supervisor:
             return self._go_without(role, f"the {role} cannot be started again: {said or reason}")
         print(f"talon: the {role} {f'failed: {said}' if said else reason}; starting another", file=sys.stderr)
         await asyncio.sleep(delay_s)
+        await anyio.to_thread.run_sync(self._restore)
         self.workers.start(role)
         if role == "verifier" and "drafter" in self.workers.roles:
             patience_s = STOP_S if self._hears("drafter") else 0.0

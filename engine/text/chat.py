@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 import secrets
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -198,7 +200,7 @@ def _texts(value: Any) -> Iterator[str]:
 @dataclass(frozen=True)
 class _PlainTokenizer:
     """A copy of a tokenizer for which a special token's text is text. The tokens themselves have a mark before it, that
-    nobody can guess. ids: the original ids of the tokens so marked.
+    nobody can guess. ids: the original ids of the tokens so marked. A marked one is a token within a word too.
     """
 
     tokenizer: Tokenizer
@@ -214,7 +216,7 @@ class _PlainTokenizer:
         ids: dict[int, int] = {}
         for token, known in tokenizer.added_tokens_decoder.items():
             if known.special:
-                how = {name: getattr(known, name) for name in ("lstrip", "rstrip", "single_word", "normalized")}
+                how = {name: getattr(known, name) for name in ("lstrip", "rstrip", "normalized")}
                 copy.add_tokens([AddedToken(mark + known.content, **how)])
                 marked = copy.token_to_id(mark + known.content)
                 assert marked is not None
@@ -226,12 +228,36 @@ _plain: WeakKeyDictionary[Any, _PlainTokenizer] = WeakKeyDictionary()
 
 
 def _without_others(tokenizer: Any, text: str, own: Sequence[tuple[int, int]]) -> list[int]:
-    """The token ids of `text`, in which special tokens are at the places `own` alone."""
+    """The token ids of `text`, in which special tokens are at the places `own` alone. Raises RequestError."""
     if tokenizer not in _plain:
         _plain[tokenizer] = _PlainTokenizer.of(tokenizer)
     plain, marked, end = _plain[tokenizer], "", 0
-    for start, stop in own:
+    places = _tokens_at(tokenizer, text, own)
+    for start, stop in places:
         marked += text[end:start] + plain.mark + text[start:stop]
         end = stop
     ids = plain.tokenizer.encode(marked + text[end:], add_special_tokens=False).ids
+    if sum(token in plain.ids for token in ids) != len(places):  # the mark would be in the prompt
+        spelled = sorted({*_places(special_tokens(tokenizer).values(), text)}.difference(own))
+        names = [text[start:stop] for start, stop in spelled]
+        raise RequestError(
+            f"prompt: this tokenizer cannot tell control tokens such as {shown(names[:1])} that messages hold from "
+            "those of the chat template; leave them out"
+        )
     return [plain.ids.get(token, token) for token in ids]
+
+
+def _tokens_at(tokenizer: Any, text: str, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those places at which the tokenizer finds the special token that is written there: some are none within a word,
+    or after other text.
+    """
+    encoded, special = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False), special_tokens(tokenizer)
+    found = [(*span, special[i]) for i, span in zip(encoded.ids, encoded.offsets, strict=True) if i in special]
+
+    def is_token(start: int, stop: int) -> bool:
+        """Spans hold the white space that a token takes with it."""
+        before = bisect_right(found, start, key=itemgetter(0))
+        _, end, name = found[before - 1] if before else (0, 0, "")
+        return end >= stop and name == text[start:stop]
+
+    return [place for place in places if is_token(*place)]

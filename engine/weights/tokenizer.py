@@ -16,7 +16,7 @@ import msgspec
 
 from engine.config import Config
 from engine.core.errors import ConfigError, ModelError, first_line
-from engine.files.checked_file import Damaged, read_checked, write_checked
+from engine.files.checked_file import Damaged, read_whole, write_checked
 from engine.text.tokenizer import Tokenizer, TokenizerState
 from engine.weights.gguf.source import SOURCE
 from engine.weights.hub import is_hub_id, is_local
@@ -98,8 +98,7 @@ class KeptTokenizer:
     def read(self) -> TokenizerState | None:
         """None if there is none, or one of another version."""
         try:
-            room = memoryview(bytearray(self._file.stat().st_size))
-            return msgspec.msgpack.decode(read_checked(self._file, self._key, room), type=TokenizerState)
+            return msgspec.msgpack.decode(read_whole(self._file, self._key), type=TokenizerState)
         except (OSError, Damaged, msgspec.MsgspecError):
             return None
 

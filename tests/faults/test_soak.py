@@ -1,38 +1,50 @@
-"""Mixed load for a long time (`make soak MINUTES=30`): eight clients, cancelled requests, workers killed at random."""
+"""Mixed load for a long time (`make soak MINUTES=30`): eight clients, cancelled requests, workers killed at random, and
+cache folders whose files are copied and damaged meanwhile.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import random
+import shutil
 import signal
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine import Engine
+from engine import Engine, SamplingParams
+from tests.faults.cache_damage import CacheDamage
 from tests.faults.test_endurance import is_running, leftovers, open_files, resident_mb
 from tests.faults.test_faults import pid_of
 from tests.faults.test_fifty_kills import Request, plain_texts, random_requests
 
 CLIENTS, SAMPLE_S = 8, 5.0
+MARKS = 300, 1000, 3000  # answers after which memory is printed
 GROWTH = 1.1  # of a role's memory from the first third of the run to the last: a worker's depends on its age
 
 
 class Soak:
-    """What happens to one engine. memory: role -> MB at each sample."""
+    """What happens to one engine. memory: role -> MB at each sample. caches: its cache folders, which are damaged.
+    A verifier that finds the model's proof damaged imports transformers, and is larger for it: a role of its own.
+    """
 
-    def __init__(self, engine: Engine, requests: list[Request], expected: list[list[int]], minutes: float):
+    def __init__(
+        self, engine: Engine, requests: list[Request], expected: list[list[int]], minutes: float, caches: list[Path]
+    ):
         self.engine, self.requests, self.expected = engine, requests, expected
+        self.damage = CacheDamage(caches, random.Random(-2))
+        self.marks = iter((*MARKS, math.inf))
         self.ends_s = time.monotonic() + 60 * minutes
         self.counts: Counter[str] = Counter()
-        self.memory: dict[str, list[float]] = {"front end": [], "verifier": [], "drafter": []}
+        self.memory: dict[str, list[float]] = defaultdict(list)
         self.pids: set[int] = set()
 
     async def run(self) -> None:
@@ -40,6 +52,7 @@ class Soak:
             for number in range(CLIENTS):
                 group.create_task(self.client(random.Random(number)))
             group.create_task(self.kill(random.Random(-1)))
+            group.create_task(self.damage_caches(random.Random(-3)))
             group.create_task(self.watch())
 
     def goes_on(self) -> bool:
@@ -53,8 +66,10 @@ class Soak:
                 await asyncio.sleep(rng.uniform(0, 1))
                 task.cancel()
             try:
-                assert (await task).token_ids == self.expected[number]
+                result = await task
+                assert result.token_ids == self.expected[number]
                 self.counts["answered"] += 1
+                self.counts["cached tokens"] += result.metrics.cached_tokens
             except asyncio.CancelledError:
                 self.counts["cancelled"] += 1
 
@@ -66,8 +81,13 @@ class Soak:
                 os.kill(pid_of(self.engine, role), signal.SIGKILL)
                 self.counts[f"{role} killed"] += 1
 
+    async def damage_caches(self, rng: random.Random) -> None:
+        while self.goes_on():
+            await asyncio.sleep(rng.uniform(5, 40))
+            await asyncio.to_thread(self.damage.strike)
+
     async def watch(self) -> None:
-        started_s = time.monotonic()
+        started_s, mark = time.monotonic(), next(self.marks)
         while self.goes_on():
             await asyncio.sleep(SAMPLE_S)
             pids = {"front end": os.getpid()}
@@ -76,10 +96,20 @@ class Soak:
                 if role == "front end" or self.engine._ready[role].is_set():
                     with contextlib.suppress(FileNotFoundError):  # killed just now
                         if (size := resident_mb(pid)) > 0:
-                            self.memory[role].append(size)
+                            self.memory[f"{role} with transformers" if imports_transformers(pid) else role].append(size)
             self.pids |= set(pids.values()) - {os.getpid()}
             now = ", ".join(f"{role} {sizes[-1]:.0f} MB" for role, sizes in self.memory.items() if sizes)
-            print(f"{time.monotonic() - started_s:.0f} s: {dict(self.counts)}; {now}", flush=True)
+            counts = dict(self.counts + self.damage.counts)
+            print(f"{time.monotonic() - started_s:.0f} s: {counts}; {now}", flush=True)
+            if self.counts["answered"] >= mark:
+                medians = {role: round(statistics.median(sizes[-12:])) for role, sizes in self.memory.items() if sizes}
+                print(f"memory at {mark:,} answers, medians of the last minute in MB: {medians}", flush=True)
+                mark = next(self.marks)
+
+
+def imports_transformers(pid: int) -> bool:
+    """Whether a worker has imported what reads stock models."""
+    return pid != os.getpid() and "safetensors" in Path(f"/proc/{pid}/maps").read_text()
 
 
 MINUTES = float(os.environ.get("TALON_SOAK_MINUTES", "1"))
@@ -90,7 +120,7 @@ async def test_mixed_load_leaves_memory_flat_and_nothing_behind(
     tiny: str, tiny_draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    await mix(tiny, tmp_path, {"method": "sps", "mode": "async", "drafter.path": tiny_draft})
+    await mix(tiny, tmp_path, {"method": "sps", "mode": "async", "drafter.path": tiny_draft}, [])
 
 
 @pytest.mark.slow
@@ -98,22 +128,40 @@ async def test_mixed_load_of_the_real_model_leaves_memory_flat_and_nothing_behin
     smollm2: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    await mix(
-        smollm2, tmp_path, {"method": "suffix", "mode": "async", "verifier.kv_memory": 64 << 20, "verifier.threads": 1}
-    )
+    monkeypatch.setenv("TALON_HOME", str(tmp_path / "home"))  # its files are damaged
+    shutil.copytree(smollm2, tmp_path / "home" / "gguf" / "smollm2-135m")
+    options = {"method": "suffix", "mode": "async", "verifier.kv_memory": 64 << 20, "verifier.threads": 1}
+    await mix("smollm2-135m", tmp_path, options, [tmp_path / "home"])
 
 
-async def mix(model: str, folder: Path, options: dict[str, Any]) -> None:
-    """Serve the mixed load; afterwards there is no process, no socket, no file, and memory has not grown."""
-    requests = random_requests(random.Random(8), 40, 60)
+def long_requests(rng: random.Random, count: int, length: int) -> list[Request]:
+    """Prompts that begin alike and are kept in the cache of prompts."""
+    begin = rng.choices(range(4, 260), k=150)
+    return [
+        (
+            [*begin[: rng.randrange(150)], *rng.choices(range(4, 260), k=60)],
+            SamplingParams(max_tokens=length, seed=number),
+        )
+        for number in range(count)
+    ]
+
+
+async def mix(model: str, folder: Path, options: dict[str, Any], homes: list[Path]) -> None:
+    """Serve the mixed load; afterwards there is no process, no socket, no file, and memory has not grown. homes: cache
+    folders of models.
+    """
+    requests = [*random_requests(random.Random(8), 40, 60), *long_requests(random.Random(9), 20, 20)]
+    cache = folder / "cache"
+    options = options | {"verifier.cache": str(cache), "verifier.cache_gb": 0.1}
     expected, _ = await plain_texts(model, requests)
     files = open_files(os.getpid())
     async with await Engine.start({"model": model}, **options) as engine:
-        soak = Soak(engine, requests, expected, MINUTES)
+        soak = Soak(engine, requests, expected, MINUTES, [cache, *homes])
         await soak.run()
         soak.pids |= {pid_of(engine, role) for role in engine._workers.running}
         assert not engine._inflight
     assert soak.counts["answered"] and soak.counts["cancelled"] and soak.counts["drafter killed"]
+    assert soak.damage.counts["files damaged"] and soak.counts["cached tokens"]
     assert not any(is_running(pid) for pid in soak.pids)
     assert not leftovers(folder)
     assert open_files(os.getpid()) <= files

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.config import Activations, KVType
-from engine.files.checked_file import Damaged, read_checked, write_checked
+from engine.files.checked_file import Damaged, read_whole, write_checked
 from engine.kernels.attention.attention import Rule
 from engine.kernels.simd import features
 from engine.model.loading import Facts
@@ -80,8 +80,7 @@ class Proof:
     def read(self) -> ProvedModel | None:
         """What is known; None if the model has to be tried."""
         try:
-            room = memoryview(bytearray(self._file.stat().st_size))
-            found = msgspec.msgpack.decode(read_checked(self._file, self._key, room), type=_Stored)
+            found = msgspec.msgpack.decode(read_whole(self._file, self._key), type=_Stored)
         except (OSError, Damaged, msgspec.MsgspecError):
             return None
         rules = {layer: _rule(stored) for layer, stored in enumerate(found.rules)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import signal
 import subprocess
@@ -12,9 +13,9 @@ from pathlib import Path
 from engine.core.child_environment import child_environment
 from engine.core.errors import ModelError, printable
 from engine.files.progress import Report
-from engine.weights.cache import home, keep
+from engine.weights.cache import home, is_intact, keep
 from engine.weights.gguf.file import parts_of, read_gguf
-from engine.weights.gguf.source import GgufSource
+from engine.weights.gguf.source import current_source, remember, source_of
 
 DESCRIPTION_BYTES = 30_000_000
 """Upper bound on a directory without weights."""
@@ -27,8 +28,9 @@ def described(file: Path, field: str, report: Report) -> Path:
     field: `KEY=VALUE`, for errors. Raises ModelError if the file cannot be used or the cache cannot be written.
     """
     first = parts_of(file)[0]
+    known = (home() / "gguf").glob(f"{glob.escape(first.stem)}-*")
     try:
-        source = GgufSource.of(first, str(first.parent.resolve() / first.name))
+        source, states = current_source(first, str(first.parent.resolve() / first.name), known)
     except OSError:
         read_gguf(file, field)  # says what is wrong
         raise
@@ -39,9 +41,11 @@ def described(file: Path, field: str, report: Report) -> Path:
         describe(first, unfinished, field, first.stem, origin, report)
         source.write(unfinished)
 
-    if not folder.is_dir():
+    if not is_intact(folder):
         read_gguf(file, field)  # refused before anything is written
-    return keep(folder, field, DESCRIPTION_BYTES, build, report)
+    keep(folder, field, DESCRIPTION_BYTES, build, report, lambda made: source_of(made) == source)
+    remember(folder, source, states)
+    return folder
 
 
 def describe(file: Path, folder: Path, field: str, title: str, origin: str, report: Report) -> None:

@@ -1,46 +1,56 @@
-"""The GGUF file, or files, that a directory in the cache describes: the weights stay there."""
+"""The GGUF file, or files, that a directory in the cache describes: the weights stay there.
+
+The file is known by the hash of its content. That is taken again, of all of it, when the file system says that the file
+is another or was written to since: a copy has the same content, and one with other weights has not, whatever its time.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
 
 from engine.core.errors import ModelError
+from engine.core.processor import cores
+from engine.files.checked_file import Damaged, read_whole, write_checked
 from engine.files.whole_file import write_whole
 from engine.weights.gguf.file import GgufFile, parts_of, read_gguf
 
 SOURCE = "source.json"
-FORMAT = 5
+SEEN = "seen.msgpack"
+FORMAT = 6
 """Raise it when what stands in such a directory changes: files are then described again."""
-_HEAD_BYTES = 1 << 20
+_HASHED_AT_ONCE = 4 << 20  # bytes that a thread hashes
+_TICK_NS = 20_000_000  # the clock of file systems: a file may be written to twice in one turn of it
+
+States = list[tuple[int, int, int]]
+"""Length, time of the last write and of the last change of each part, as the file system says."""
 
 
 @dataclass(frozen=True)
 class GgufSource:
-    """file: a path, or a name in the directory itself; the first of several parts. size: bytes of all. mtime_ns: of
-    the first. head: SHA-256 of the first MiB of each, and of what tells further parts apart.
+    """file: a path, or a name in the directory itself; the first of several parts. size: bytes of all. content: the
+    hash of all of them.
     """
 
     file: str
     size: int
-    mtime_ns: int
-    head: str
+    content: str
     format: int = FORMAT
 
     @classmethod
     def of(cls, file: Path, name: str) -> GgufSource:
-        """Of a file as it is now, which the directory calls `name`. Raises OSError."""
-        states, head = [], hashlib.sha256()
-        for part in parts_of(file):
-            with part.open("rb") as opened:
-                states.append(os.fstat(opened.fileno()))
-                head.update(opened.read(_HEAD_BYTES))
-        for state in states[1:]:
-            head.update(repr((state.st_size, state.st_mtime_ns)).encode())
-        return cls(name, sum(state.st_size for state in states), states[0].st_mtime_ns, head.hexdigest())
+        """Of a file as it is now, which the directory calls `name`. Reads all of it. Raises OSError."""
+        return read_source(file, name)[0]
 
     @property
     def key(self) -> str:
@@ -61,6 +71,50 @@ def source_of(folder: Path) -> GgufSource | None:
     return source if source.format == FORMAT else None
 
 
+def read_source(file: Path, name: str) -> tuple[GgufSource, States]:
+    """The source that a file is now, and its states before it was read. Raises OSError."""
+    states, digest = States(), hashlib.sha256()
+    for part in parts_of(file):
+        with part.open("rb") as content:
+            states.append(_state(os.fstat(content.fileno())))
+            digest.update(_hash(content, states[-1][0]))
+    return GgufSource(name, sum(size for size, *_ in states), digest.hexdigest()), states
+
+
+def current_source(file: Path, name: str, folders: Iterable[Path]) -> tuple[GgufSource, States]:
+    """The source that a file is now, and its states. It is read only if none of these directories has seen it as it is.
+    Raises OSError. name: as the directories call it.
+    """
+    states = _states(file)
+    for folder in folders:
+        source = source_of(folder)
+        if source is not None and source.file == name and _seen(folder, source) == states:
+            return source, states
+    return read_source(file, name)
+
+
+def is_unchanged(folder: Path, source: GgufSource) -> bool:
+    """Whether the file still holds what the directory was described from. Raises OSError if it cannot be read."""
+    file = folder / source.file
+    states = _states(file)
+    if _seen(folder, source) == states:
+        return True
+    if sum(size for size, *_ in states) != source.size:
+        return False
+    found, states = read_source(file, source.file)
+    if found == source:
+        remember(folder, source, states)
+    return found == source
+
+
+def remember(folder: Path, source: GgufSource, states: States) -> None:
+    """Note that the file had the source's content in these states. It only saves time, so failing is no error."""
+    settled = time.time_ns() - max(changed for *_, changed in states) > _TICK_NS
+    if settled and _seen(folder, source) != states:
+        with suppress(OSError):
+            write_checked(folder / SEEN, _key(source), [msgspec.msgpack.encode(states)])
+
+
 def open_gguf(folder: Path) -> GgufFile | None:
     """The file that the directory describes, None if it is another directory.
 
@@ -70,12 +124,42 @@ def open_gguf(folder: Path) -> GgufFile | None:
         return None
     file = folder / source.file
     try:
-        now = GgufSource.of(file, source.file)
+        unchanged = is_unchanged(folder, source)
     except OSError as error:
         raise ModelError(
             f"model={folder}: its GGUF file {error.filename} cannot be read: {error.strerror}; put it back, or name a "
             "model that is there"
         ) from error
-    if now != source:
+    if not unchanged:
         raise ModelError(f"model={folder}: its GGUF file {file} has changed; name the file itself: model={file}")
     return read_gguf(file, f"model={folder}")
+
+
+def _states(file: Path) -> States:
+    return [_state(os.stat(part)) for part in parts_of(file)]
+
+
+def _state(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _seen(folder: Path, source: GgufSource) -> States | None:
+    """What the file system said of the file when its content was last found to be that of the source."""
+    try:
+        return msgspec.msgpack.decode(read_whole(folder / SEEN, _key(source)), type=States)
+    except (OSError, Damaged, msgspec.MsgspecError):
+        return None
+
+
+def _key(source: GgufSource) -> bytes:
+    return hashlib.sha256(repr(source).encode()).digest()
+
+
+def _hash(content: BinaryIO, size: int) -> bytes:
+    """A hash of the hashes of its parts, which all cores take."""
+
+    def hash_part(start: int) -> bytes:
+        return hashlib.sha256(os.pread(content.fileno(), _HASHED_AT_ONCE, start)).digest()
+
+    with ThreadPoolExecutor(cores()) as threads:
+        return hashlib.sha256(b"".join(threads.map(hash_part, range(0, size, _HASHED_AT_ONCE)))).digest()

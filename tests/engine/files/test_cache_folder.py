@@ -13,6 +13,7 @@ import pytest
 from engine.core.errors import ConfigError
 from engine.files import cache_folder
 from engine.files.cache_folder import CacheFolder
+from tests.engine.files.rights import ordinary_user
 
 LARGE = 1 << 30
 PAGE = 4096
@@ -228,3 +229,119 @@ def test_what_is_written_takes_a_small_part_of_a_cores_time(tmp_path: Path, monk
     begun.wait(30)
     cache.close()
     assert max(rests) >= 9 * 0.02
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().err.splitlines()
+
+
+def test_a_shelf_that_may_not_be_read_costs_itself_alone_and_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with ordinary_user() as folder:
+        filled(folder, range(2))
+        (folder / "closed").mkdir(0o300)
+        cache = CacheFolder(folder, LARGE)
+        assert cache.keys("closed") == cache.keys("closed") == []
+        cache.keep("closed", key(0), lambda: [text(0)])
+        cache.keep("shelf", key(2), lambda: [text(2)])
+        cache.close()
+        assert not cache.path("closed", key(0)).exists(), "what cannot be counted could grow without end"
+        [line] = lines_of(capsys)
+        assert "closed cannot be read (Permission denied): ignored" in line
+        assert found(folder, range(3)) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_disk_that_fails_at_every_call_costs_the_cache_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    filled(tmp_path, range(1))
+    for name in ("scandir", "stat", "mkdir", "unlink", "open", "utime"):
+        monkeypatch.setattr(os, name, fail)
+    cache = CacheFolder(tmp_path, LARGE)
+    for _ in range(3):
+        assert cache.keys("shelf") == [] and cache.read("shelf", key(0), room()) is None
+        cache.keep("shelf", key(1), lambda: [text(1)])
+        cache.used("shelf", [key(0)])
+    cache.close()
+    monkeypatch.undo()
+    told = lines_of(capsys)
+    assert told and len(told) == len(set(told)) and all(os.strerror(number) in line for line in told)
+    assert found(tmp_path, range(2)) == {0}
+
+
+def test_a_file_that_may_not_be_read_is_told_once_and_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    with ordinary_user() as folder:
+        filled(folder, range(3))
+        cache = CacheFolder(folder, LARGE)
+        for number in range(2):
+            cache.path("shelf", key(number)).chmod(0)
+        assert [cache.read("shelf", key(number), room()) for number in (0, 1, 0)] == [None] * 3
+        cache.close()
+        [line] = lines_of(capsys)
+        assert "cannot be read (Permission denied)" in line
+        assert found(folder, range(3)) == {2}
+
+
+def test_a_file_that_can_neither_be_read_nor_removed_does_not_stop_what_is_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with ordinary_user() as folder:
+        filled(folder, range(1))
+        cache = CacheFolder(folder, LARGE)
+        path = cache.path("shelf", key(0))
+        path.write_bytes(b"damaged")
+        path.parent.chmod(0o500)
+        for _ in range(3):
+            assert cache.read("shelf", key(0), room()) is None
+        cache.keep("other", key(1), lambda: [text(1)])
+        cache.close()
+        assert cache.path("other", key(1)).exists() and len(lines_of(capsys)) == 1
+
+
+def test_a_directory_in_the_place_of_a_file_is_removed_and_the_file_written_again(tmp_path: Path) -> None:
+    filled(tmp_path, range(1))
+    path = tmp_path / "shelf" / f"{key(0).hex()}.talon"
+    path.unlink()
+    (path / "more").mkdir(parents=True)
+    assert found(tmp_path, range(1)) == set()
+    filled(tmp_path, range(1))
+    assert found(tmp_path, range(1)) == {0}
+
+
+def test_the_limit_holds_though_the_oldest_file_cannot_be_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    with ordinary_user() as folder:
+        cache = CacheFolder(folder, LARGE)
+        cache.keep("closed", key(0), lambda: [text(0)])
+        cache.close()
+        (folder / "closed").chmod(0o500)
+        filled(folder, range(1, 200), 40 * PAGE)
+        assert 20 * PAGE < size(folder) <= 40 * PAGE and not lines_of(capsys)
+
+
+def test_nothing_more_is_written_where_what_cannot_be_removed_takes_all_room(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_folder, "_RETRY_S", 0.0)
+    with ordinary_user() as folder:
+        filled(folder, range(50))
+        (folder / "shelf").chmod(0o500)
+        cache = CacheFolder(folder, 40 * PAGE)
+        for number in range(50, 100):
+            cache.keep("other", key(number), lambda number=number: [text(number)])
+        cache.close()
+        assert size(folder) == 50 * PAGE
+        [line] = lines_of(capsys)
+        assert "204,800 bytes cannot be removed, more than verifier.cache_gb allows" in line
+
+
+def test_a_shelf_that_is_a_link_counts_once(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "cache", tmp_path / "elsewhere"
+    folder.mkdir(), elsewhere.mkdir()
+    for name in ("shelf", "again"):
+        (folder / name).symlink_to(elsewhere)
+    (folder / "round").symlink_to(folder)
+    filled(folder, range(200), 40 * PAGE)
+    assert 20 * PAGE < size(elsewhere) <= 40 * PAGE

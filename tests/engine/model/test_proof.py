@@ -43,7 +43,7 @@ PROVED = ProvedModel(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    GgufSource("x.gguf", 1, 2, "head").write(tmp_path)
+    GgufSource("x.gguf", 1, "content").write(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     return tmp_path
 
@@ -77,7 +77,7 @@ def test_a_proof_that_was_copied_from_another_file_is_none(folder: Path, tmp_pat
     proof(folder).write(PROVED)
     other = tmp_path / "other"
     other.mkdir()
-    GgufSource("y.gguf", 1, 2, "head").write(other)
+    GgufSource("y.gguf", 1, "content").write(other)
     shutil.copy(folder / "config.json", other)
     shutil.copy(folder / "proof-bfloat16.msgpack", other)
     assert proof(other).read() is None

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, pre_tokenizers
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from engine.core.errors import RequestError
-from engine.text.chat import Disguise
+from engine.text.chat import Disguise, _places, _without_others
 from engine.text.encode import encode_text
+from engine.text.token_pieces import special_tokens
 from tests.conftest import sentencepiece_tokenizer, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -96,6 +97,55 @@ def test_text_beside_control_tokens_is_split_as_the_tokenizer_splits_it(scheme: 
     f, e = (tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in b"fe")
     assert [e if token == f else token for token in honest] == hostile
     assert honest == tokenizer("a<u> a world <f> a world<e>a world", add_special_tokens=False)["input_ids"]
+
+
+def with_whole_words(template: str) -> Any:
+    """A tokenizer with a special token that is none within a word, and one that always is."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<w>", special=True, single_word=True, normalized=False)])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("before", ["", "a", "é", "\u0301", "\u203f", ".", " "])
+@pytest.mark.parametrize("after", ["", "a", "_", "\u0301", "!"])
+def test_a_token_that_is_none_within_a_word_leaves_no_mark_in_the_prompt(before: str, after: str) -> None:
+    """The template's token is what the tokenizer makes of it where nobody spells one; the spelled one is text."""
+    template = f"{before}<w>{after}<|user|>{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}"
+    spelled = [encode_text(with_whole_words(template), "so <w> and <|end|>") for _ in range(2)]
+    honest = encode_text(with_whole_words(template), "so")
+    assert spelled == [[*honest, *ids_of(" <w> and <|end|>")]] * 2
+    is_word = {character: character in "aé_\u0301\u203f" for character in before + after}
+    assert (with_whole_words("").convert_tokens_to_ids("<w>") in honest) is not any(is_word.values())
+
+
+@given(st.lists(st.sampled_from(["<w>", "<l>", "<r>", "<|end|>", "a", "é", "\u0301", " ", "\n", "."])))
+def test_tokens_of_every_kind_are_those_of_the_tokenizer_where_all_are_the_templates(parts: list[str]) -> None:
+    tokenizer = with_whole_words("")
+    for name, how in (("<l>", {"lstrip": True}), ("<r>", {"rstrip": True, "single_word": True})):
+        tokenizer.add_tokens([AddedToken(name, special=True, normalized=False, **how)])
+    text = "".join(parts)
+    places = _places(special_tokens(tokenizer).values(), text)
+    assert _without_others(tokenizer, text, places) == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("normaliser", [normalizers.Prepend("\u2581"), normalizers.Lowercase(), normalizers.Strip()])
+def test_a_normaliser_that_changes_where_a_token_is_one_leaves_no_mark(normaliser: normalizers.Normalizer) -> None:
+    tokenizer = with_whole_words("")
+    tokenizer.backend_tokenizer.normalizer = normaliser
+    tokenizer.add_tokens([AddedToken("<n>", special=True, normalized=True)])
+    for text in ("a <n> b", "<n> b<n>"):
+        places = _places(special_tokens(tokenizer).values(), text)
+        assert _without_others(tokenizer, text, places) == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_tokenizer_that_would_find_the_mark_in_no_token_refuses_the_prompt() -> None:
+    """Beside the message's token, which is text, the template's is none any more."""
+    tokenizer = with_whole_words("<|end|>{% for m in messages %}{{ m.content }}{% endfor %}<n>")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("\u2581")
+    tokenizer.add_tokens([AddedToken("<n>", special=True, normalized=True)])
+    with pytest.raises(RequestError, match=r"^prompt: this tokenizer cannot tell control tokens such as \['<w>'\]"):
+        encode_text(tokenizer, "<w>")
 
 
 def test_a_text_in_every_private_block_is_refused() -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from engine.core.errors import ModelError
-from engine.weights.cache import home, keep
+from engine.weights.cache import MANIFEST, home, keep
 
 BUILDING = """
 import sys, time
@@ -145,5 +145,5 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> No
     killed.communicate()
     assert not (home() / "models" / "m").exists()
     building(tmp_path).communicate(timeout=60)
-    assert left() == ["builds", "models/.m.lock", "models/m/a"]
+    assert left() == ["builds", "models/.m.lock", "models/m/a", f"models/m/{MANIFEST}"]
     assert (home() / "models" / "m" / "a").read_text() == "whole"

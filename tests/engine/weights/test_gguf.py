@@ -27,13 +27,13 @@ from engine.core.params import SamplingParams
 from engine.kernels.quant.stored import StoredMatrix
 from engine.model.loading import load_config, load_model, skeleton
 from engine.model.target import Target
-from engine.weights.gguf import header, weights
+from engine.weights.gguf import header, source, weights
 from engine.weights.gguf.describe import describe, main
 from engine.weights.gguf.described import described
 from engine.weights.gguf.families import llama3_factors
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import SOURCE, GgufSource, open_gguf
-from tests.engine.weights.tiny_gguf import TOKENS, write_gguf
+from tests.engine.weights.tiny_gguf import TOKENS, change_last_byte, write_gguf
 
 DESCRIBE = "engine.weights.gguf.describe"
 
@@ -217,8 +217,31 @@ def test_a_file_is_described_once_until_it_changes(
     first = described(path, f"model={path}", nothing)
     assert described(path, f"model={path}", nothing) == first
     os.utime(path, ns=(0, 0))
+    assert described(path, f"model={path}", nothing) == first, "a copy's time says nothing of its content"
+    change_last_byte(path)
     assert described(path, f"model={path}", nothing) != first
     assert len(runs) == 2
+
+
+def test_a_file_is_read_again_only_when_it_may_have_changed(
+    write: Callable[..., tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, reads = source._hash, []
+    monkeypatch.setattr(source, "_hash", lambda content, size: reads.append(size) or usual(content, size))
+    monkeypatch.setattr("engine.weights.gguf.described.describe", lambda *_: None)
+    path, _ = write()
+    time.sleep(2 * source._TICK_NS / 1e9)
+
+    def used() -> None:
+        folder = described(path, f"model={path}", nothing)
+        assert source.is_unchanged(folder, source.source_of(folder))
+
+    used(), used()
+    assert reads == [path.stat().st_size]
+    os.utime(path)
+    time.sleep(2 * source._TICK_NS / 1e9)
+    used(), used()
+    assert reads == [path.stat().st_size] * 2
 
 
 def test_a_file_cut_short_anywhere_is_one_line(write: Callable[..., tuple[Path, Any]]) -> None:
@@ -359,10 +382,11 @@ def test_a_directory_whose_file_is_another_or_gone_is_one_line(
 ) -> None:
     folder = directory()
     path = tmp_path / "tiny.gguf"
+    assert open_gguf(folder) is not None
     if change == "gone":
         path.unlink()
     else:
-        os.utime(path, ns=(0, 0))
+        change_last_byte(path)
     with pytest.raises(ModelError, match=told) as caught:
         open_gguf(folder)
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)

@@ -15,7 +15,7 @@ from drafters.heads.checkpoint import TargetWeights
 from engine.cli.models import app
 from engine.config import load
 from engine.core.errors import ConfigError, ModelError
-from engine.weights.cache import home
+from engine.weights.cache import MANIFEST, home
 from engine.weights.gguf.source import SOURCE
 from engine.weights.quantised import quantised_folder, quantised_source_of, unquantised
 from engine.weights.quantised_weights import open_quantised
@@ -42,7 +42,7 @@ def test_the_directory_has_all_but_the_weights(checkpoint: Path) -> None:
     folder = Path(quantised_folder(str(checkpoint), "q8_0"))
     assert folder.name.startswith("tiny-llama-q8_0-")
     copied = {file.name for file in checkpoint.iterdir()} - {"model.safetensors"}
-    assert {file.name for file in folder.iterdir()} == copied | {SOURCE}
+    assert {file.name for file in folder.iterdir()} == copied | {SOURCE, MANIFEST}
     config = json.loads((folder / "config.json").read_text())
     assert config == json.loads((checkpoint / "config.json").read_text()) | {"dtype": "bfloat16"}
     assert unquantised(folder) == checkpoint and unquantised(checkpoint) == checkpoint
@@ -89,7 +89,7 @@ def test_a_damaged_directory_is_made_anew_with_a_line(
     (folder / "config.json").unlink()
     assert capsys.readouterr().err == ""
     assert quantised_folder(str(checkpoint), "q8_0") == str(folder)
-    assert capsys.readouterr().err == f"talon: {folder} is damaged and is made anew\n"
+    assert capsys.readouterr().err == f"talon: {folder} is damaged, or of another version, and is made anew\n"
     assert open_quantised(folder) is not None and (folder / "config.json").is_file()
 
 
