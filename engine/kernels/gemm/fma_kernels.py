@@ -16,7 +16,7 @@ from numba import carray, cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.amx import pointer
+from engine.kernels.amx import LINE_BYTES, pointer
 from engine.kernels.gemm.matmul_kernels import (
     PartKernel,
     call_sums,
@@ -72,7 +72,7 @@ def fma_kernel(layout: QuantLayout) -> PartKernel:
                 for row in range(0, count, _ROWS):
                     rows = min(_ROWS, count - row)
                     call_sums(part.number_sums, rows, x + row * stride, stride, weights, width, steps, room)
-                    put_sums(work, first + row, rows, part.first + panel, width, room)
+                    put_sums(work, first + row, rows, part.first + panel, width, room, ROW_BYTES, LINE_BYTES)
                 panel += width
 
     return compiled

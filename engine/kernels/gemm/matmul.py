@@ -36,6 +36,7 @@ from engine.kernels.gemm.matmul_kernels import (
     PART,
     PartKernel,
     amx_kernel,
+    block_bytes,
     number_sums,
     product_kernel,
     vector_kernel,
@@ -174,12 +175,13 @@ class Matmul:
         """Inputs that the kernel reads of each row of x."""
         return -(-self.inputs // STEP) * STEP
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Scratch that each thread needs."""
-        widened = 0 if self.unit.paired or self._itemsize == 4 else WIDENED * self.padded * 4
+    def scratch_bytes(self, rows: int) -> int:
+        """Scratch that each thread needs for so many rows or fewer."""
+        if self.unit is Unit.AMX:
+            return block_bytes(rows)
         if self.unit is Unit.VECTORS:
             return OWN_TOTALS
+        widened = 0 if self._itemsize == 4 else WIDENED * self.padded * 4
         return widened + (PANELS * self.padded * LANES * 2 if self.coded else 0)
 
     def shared_bytes(self, rows: int) -> int:
@@ -196,7 +198,7 @@ class Matmul:
         record["bias"] = 0 if self._bias is None else self._bias.data_ptr()
         record["inputs"], record["outputs"] = self.padded, self.outputs * (2 if self.gated else 1)
         record["gated"], record["x"], record["out"], record["width"] = self.gated, x, out, self._itemsize
-        record["scratch_bytes"], record["shared_bytes"] = self.scratch_bytes, self.shared_bytes(rows)
+        record["scratch_bytes"], record["shared_bytes"] = self.scratch_bytes(rows), self.shared_bytes(rows)
         record["rows"], record["tiles"] = row_words(rows)
         return made
 

@@ -12,13 +12,13 @@ from llvmlite import ir
 from numba import carray, cfunc, literally, njit, types
 from numba.extending import intrinsic
 
-from engine.kernels.amx import TILE_BYTES, TILE_ROWS, configure_tiles, pointer, release_tiles
+from engine.kernels.amx import LINE_BYTES, TILE_BYTES, TILE_ROWS, configure_tiles, pointer, release_tiles
 from engine.kernels.exponential import exp
 from engine.kernels.gemm.code_sums import put_totals, sum_codes
-from engine.kernels.gemm.matmul_sums import PANELS, ROW_BYTES, TILES, new_room, sum_tiles, sum_vectors
+from engine.kernels.gemm.matmul_sums import PANELS, ROW_BYTES, TILES, add_tiles, new_room, sum_tiles, sum_vectors
 from engine.kernels.jit_cache import versioned
 from engine.kernels.quant.layouts import STEP, QuantLayout
-from engine.kernels.quant.unpack import unpack_steps
+from engine.kernels.quant.unpack import tile_offset, unpack_steps
 from engine.kernels.simd import (
     FLOAT32,
     LANES,
@@ -41,6 +41,12 @@ _FEW = 4
 """Rows below which a product takes as long as reading the matrix."""
 CODE_ROWS = 8
 """Rows whose products with a group's codes in two panels fit into the vector registers."""
+BLOCK_STEPS = 8
+"""Steps of a block of inputs, if there are more rows than fit into tiles: whole tiles of every layout."""
+UNPACKED_BYTES = PANELS * BLOCK_STEPS * TILE_BYTES
+"""Of a block of panels, unpacked: in half of the first level of cache."""
+KEPT_PANELS, KEPT_BYTES = 16, 1 << 19
+"""Panels whose sums are kept between blocks of inputs, and the bytes that these may have in the second level."""
 OWN_TOTALS = 1 << 10
 """Bytes of groups' totals up to which each thread computes them all for itself, which takes no longer than waiting."""
 
@@ -140,8 +146,27 @@ def unpack_panels(layout: int, work: Any, weights: int, panel_bytes: int, width:
     layout = literally(layout)
     steps = work.inputs // STEP
     for i in range(width):
-        unpack_steps(layout, weights + i * panel_bytes, steps, place + i * steps * TILE_BYTES)
+        at = weights + i * panel_bytes
+        unpack_steps(layout, at, steps, place + i * steps * TILE_BYTES, at + panel_bytes)
     return place
+
+
+@njit
+def unpack_block(
+    layout: int, weights: int, panel_bytes: int, step: int, count: int, width: int, place: int, later: int
+) -> tuple[int, int]:
+    """Unpack `count` steps of `width` panels from `step` on, the first of a tile, at `place`, and prefetch what is
+    `later` bytes after them. Return where they are as bfloat16, and how far the panels are apart there. layout: its
+    number, a constant.
+    """
+    layout = literally(layout)
+    at = weights + tile_offset(layout, step)
+    if layout == 0:
+        return at, panel_bytes
+    for i in range(width):
+        coded = at + i * panel_bytes
+        unpack_steps(layout, coded, count, place + i * BLOCK_STEPS * TILE_BYTES, coded + later)
+    return place, BLOCK_STEPS * TILE_BYTES
 
 
 @njit
@@ -178,9 +203,9 @@ def _tile_sums(
 
 def amx_kernel(layout: QuantLayout) -> PartKernel:
     """The AMX kernel for matrices of that layout. A tile has min(rows, 16) rows, and the last may repeat rows of
-    others. For up to four tiles of rows, codes are unpacked during the product; for more, before it.
+    others. Codes of up to four tiles of rows are unpacked during the product.
     """
-    number, coded = layout.number, layout.coded
+    number = layout.number
 
     @part_kernel(layout.kind)
     def compiled(address: Any, at: Any) -> None:
@@ -188,32 +213,107 @@ def amx_kernel(layout: QuantLayout) -> PartKernel:
         panel, end = own_panels(work, part)
         if panel == end:
             return
-        steps, stride, room = work.inputs // STEP, work.inputs * 2, new_room()
-        most = min(work.rows, TILE_ROWS)
-        once = work.rows <= TILES * TILE_ROWS
-        tiles = (work.rows + TILE_ROWS - 1) // TILE_ROWS if once else 2
-        last = min(work.rows, tiles * TILE_ROWS) - most  # where the last tile of a group begins
         configure_tiles(work.tiles)
-        while panel < end:
-            width = min(end - panel, PANELS)
-            weights = part.weights + panel * part.panel_bytes
-            if coded and not once:
-                place = work.scratch + thread_id() * work.scratch_bytes
-                weights = unpack_panels(number, work, weights, part.panel_bytes, width, place)
-            for row in range(0, work.rows, tiles * TILE_ROWS):
-                row = min(row, work.rows - last - most)
-                x = work.x + row * stride
-                if once:
-                    _tile_sums(number, tiles, width, x, last * stride, stride, weights, steps, part.panel_bytes, room)
-                else:
-                    _tile_sums(0, tiles, width, x, last * stride, stride, weights, steps, steps * TILE_BYTES, room)
-                for tile in range(tiles):
-                    begin = last if tile == tiles - 1 else tile * TILE_ROWS
-                    put_sums(work, row + begin, most, part.first + panel, width, room + tile * TILE_ROWS * ROW_BYTES)
-            panel += width
+        if work.rows > TILES * TILE_ROWS:
+            _multiply_blocks(number, work, part, panel, end)
+        else:
+            _multiply_panels(number, work, part, panel, end)
         release_tiles()
 
     return compiled
+
+
+@njit
+def _multiply_panels(layout: int, work: Any, part: Any, panel: int, end: int) -> None:
+    """Multiply up to four tiles of rows with the panels, one or two at a time. layout: its number, a constant."""
+    layout = literally(layout)
+    steps, stride, room = work.inputs // STEP, work.inputs * 2, new_room()
+    most, tiles = min(work.rows, TILE_ROWS), (work.rows + TILE_ROWS - 1) // TILE_ROWS
+    last = work.rows - most  # where the last tile begins
+    while panel < end:
+        width = min(end - panel, PANELS)
+        weights = part.weights + panel * part.panel_bytes
+        _tile_sums(layout, tiles, width, work.x, last * stride, stride, weights, steps, part.panel_bytes, room)
+        for tile in range(tiles):
+            begin = last if tile == tiles - 1 else tile * TILE_ROWS
+            sums = room + tile * TILE_ROWS * ROW_BYTES
+            put_sums(work, begin, most, part.first + panel, width, sums, ROW_BYTES, LINE_BYTES)
+        panel += width
+
+
+@njit
+def _multiply_blocks(layout: int, work: Any, part: Any, panel: int, end: int) -> None:
+    """Multiply all rows with the panels, in blocks of inputs, whose rows and weights stay in the caches. The sums of
+    some panels are kept between blocks. The last tile may repeat rows, so there are sums for each tile, not each row.
+    layout: its number, a constant.
+    """
+    layout = literally(layout)
+    steps, tiles = work.inputs // STEP, (work.rows + TILE_ROWS - 1) // TILE_ROWS
+    together, apart = panels_kept(tiles), tiles * TILE_BYTES
+    unpacked = work.scratch + thread_id() * work.scratch_bytes
+    sums = unpacked + UNPACKED_BYTES
+    while panel < end:
+        width = min(end - panel, together)
+        for step in range(0, steps, BLOCK_STEPS):
+            count = min(BLOCK_STEPS, steps - step)
+            next_panels = step + BLOCK_STEPS >= steps
+            later = width * part.panel_bytes - tile_offset(layout, step) if next_panels else tile_offset(layout, BLOCK_STEPS)
+            for i in range(0, width, PANELS):
+                weights = part.weights + (panel + i) * part.panel_bytes
+                some = min(PANELS, width - i)
+                _add_block(layout, work, weights, part.panel_bytes, step, count, some, unpacked, sums + i * apart, later)
+        for tile in range(tiles):
+            begin = min(tile * TILE_ROWS, work.rows - TILE_ROWS)
+            put_sums(work, begin, TILE_ROWS, part.first + panel, width, sums + tile * TILE_BYTES, LINE_BYTES, apart)
+        panel += width
+
+
+@njit
+def _add_block(
+    layout: int,
+    work: Any,
+    weights: int,
+    panel_bytes: int,
+    step: int,
+    count: int,
+    width: int,
+    unpacked: int,
+    sums: int,
+    later: int,
+) -> None:
+    """Add the products of `count` steps of all rows, from `step` on, with one or two panels. layout: its number, a
+    constant.
+    """
+    layout = literally(layout)
+    stride, tiles = work.inputs * 2, (work.rows + TILE_ROWS - 1) // TILE_ROWS
+    fresh, x = int(step == 0), work.x + step * STEP * 2
+    here, apart = unpack_block(layout, weights, panel_bytes, step, count, width, unpacked, later)
+    for tile in range(0, tiles, 2):
+        begin = min(tile * TILE_ROWS, work.rows - TILE_ROWS)
+        last = (min((tile + 1) * TILE_ROWS, work.rows - TILE_ROWS) - begin) * stride
+        at, place = x + begin * stride, sums + tile * TILE_BYTES
+        if tile + 1 < tiles and width == 2:
+            add_tiles(2, 2, fresh, at, last, stride, here, apart, count, place, tiles * TILE_BYTES)
+        elif tile + 1 < tiles:
+            add_tiles(2, 1, fresh, at, last, stride, here, apart, count, place, tiles * TILE_BYTES)
+        elif width == 2:
+            add_tiles(1, 2, fresh, at, 0, stride, here, apart, count, place, tiles * TILE_BYTES)
+        else:
+            add_tiles(1, 1, fresh, at, 0, stride, here, apart, count, place, tiles * TILE_BYTES)
+
+
+@njit
+def panels_kept(tiles: int) -> int:
+    """How many panels' sums with so many tiles of rows are kept between blocks of inputs: an even number."""
+    return max(PANELS, min(KEPT_PANELS, KEPT_BYTES // (tiles * TILE_BYTES) // PANELS * PANELS))
+
+
+def block_bytes(rows: int) -> int:
+    """Scratch that a thread needs for `rows` rows or fewer: a block of panels, and sums."""
+    tiles = -(-rows // TILE_ROWS)
+    if tiles <= TILES:
+        return 0
+    return UNPACKED_BYTES + max(min(KEPT_PANELS * tiles * TILE_BYTES, KEPT_BYTES), PANELS * tiles * TILE_BYTES)
 
 
 @cache
@@ -247,7 +347,7 @@ def _numbers_kernel(layout: QuantLayout) -> PartKernel:
             while row < work.rows:
                 rows, x = rows_at_once(work.rows - row), work.x + row * stride
                 call_sums(part.number_sums, rows, x, stride, weights, apart, steps, room)
-                put_sums(work, row, rows, part.first + panel, width, room)
+                put_sums(work, row, rows, part.first + panel, width, room, ROW_BYTES, LINE_BYTES)
                 row += rows
             panel += width
 
@@ -277,7 +377,7 @@ def _codes_kernel(layout: QuantLayout) -> PartKernel:
             while row < work.rows:
                 rows, x, of_rows = code_rows_at_once(work.rows - row), work.x + row * stride, totals + row * steps * 4
                 sum_codes(number, CODE_ROWS, rows, x, stride, of_rows, weights, apart, steps, room, ROW_BYTES)
-                put_sums(work, row, rows, part.first + panel, width, room)
+                put_sums(work, row, rows, part.first + panel, width, room, ROW_BYTES, LINE_BYTES)
                 row += rows
             panel += width
 
@@ -313,25 +413,27 @@ def code_rows_at_once(left: int) -> int:
 
 
 @njit
-def put_sums(work: Any, first: int, rows: int, panel: int, width: int, room: int) -> None:
-    """Write the sums in `room`, [rows, 2 * 16], plus the bias, to the output."""
+def put_sums(work: Any, first: int, rows: int, panel: int, width: int, room: int, row_bytes: int, apart: int) -> None:
+    """Write the sums in `room` plus the bias to the output. A row's 16 sums with a panel are `row_bytes` after those of
+    the row before, and `apart` bytes after those with the panel before.
+    """
     for row in range(first, first + rows):
         for i in range(width):
-            column = (panel + i) * LANES
-            x = _biased(work, room + i * 64, column)
+            column, sums = (panel + i) * LANES, room + i * apart
+            x = _biased(work, sums, column)
             if work.gated != 0:
-                if i == 0:
+                if i % 2 == 0:
                     swish = divide(x, add(splat(np.float32(1)), exp(multiply(x, splat(np.float32(-1))))))
-                    x = multiply(swish, _biased(work, room + 64, column + LANES))
+                    x = multiply(swish, _biased(work, sums + apart, column + LANES))
                     put_numbers(x, work.out + (row * work.outputs + column) // 2 * work.width, work.width)
             elif column + LANES <= work.outputs:
                 put_numbers(x, work.out + (row * work.outputs + column) * work.width, work.width)
             else:
-                store(x, room + i * 64, FLOAT32)
+                store(x, sums, FLOAT32)
                 for lane in range(work.outputs - column):
                     place = work.out + (row * work.outputs + column + lane) * work.width
-                    put_number(place, float_at(room + i * 64 + 4 * lane), work.width)
-        room += ROW_BYTES
+                    put_number(place, float_at(sums + 4 * lane), work.width)
+        room += row_bytes
 
 
 @njit

@@ -115,6 +115,64 @@ def sum_tiles(
 
 
 @intrinsic(prefer_literal=True)
+def add_tiles(
+    context: Any,
+    tiles: Any,
+    panels: Any,
+    fresh: Any,
+    x: Any,
+    last: Any,
+    stride: Any,
+    weights: Any,
+    apart: Any,
+    steps: Any,
+    sums: Any,
+    sums_apart: Any,
+) -> Any:
+    """Add products of `tiles` tiles of rows with `panels` panels, one or two each, to `sums`: for each panel [tiles,
+    16, 16] float32. Between two blocks of inputs, sums are stored as the float32 that they are, without a rounding.
+
+    tiles, panels: compile-time constants. fresh: 1: sums begin at zero. x, last, stride: as for `sum_tiles`. weights:
+    address of `steps` steps of bfloat16; the next panel's are `apart` bytes further, and its sums `sums_apart` bytes.
+    """
+    count, width = tiles.literal_value, panels.literal_value
+    cells = [(tile, panel, _BYTE(tile * width + panel)) for tile in range(count) for panel in range(width)]
+    rows, matrix = [_BYTE(4), _BYTE(5)], [_BYTE(6), _BYTE(7)]
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        fresh, x, last, stride, weights, apart, steps, sums, sums_apart = args[2:]
+
+        def place(tile: int, panel: int) -> ir.Value:
+            at = builder.add(sums, builder.mul(sums_apart, _WORD(panel)))
+            return pointer(builder, builder.add(at, _WORD(tile * TILE_BYTES)))
+
+        with builder.if_else(builder.icmp_signed("==", fresh, _WORD(1))) as (then, otherwise):
+            with then:
+                for *_, number in cells:
+                    call(builder, "llvm.x86.tilezero", number)
+            with otherwise:
+                for tile, panel, number in cells:
+                    call(builder, "llvm.x86.tileloadd64", number, place(tile, panel), _WORD(LINE_BYTES))
+        starts = [x, builder.add(x, last)][-count:]
+        with cgutils.for_range(builder, steps) as loop:
+            here = builder.add(weights, builder.mul(loop.index, _WORD(TILE_BYTES)))
+            for panel in range(width):
+                at = builder.add(here, builder.mul(apart, _WORD(panel)))
+                call(builder, "llvm.x86.tileloadd64", matrix[panel], pointer(builder, at), _WORD(LINE_BYTES))
+            inputs = builder.mul(loop.index, _WORD(2 * STEP))
+            for tile in range(count):
+                at = builder.add(starts[tile], inputs)
+                call(builder, "llvm.x86.tileloadd64", rows[tile], pointer(builder, at), stride)
+                for panel in range(width):
+                    call(builder, "llvm.x86.tdpbf16ps", cells[tile * width + panel][2], rows[tile], matrix[panel])
+        for tile, panel, number in cells:
+            call(builder, "llvm.x86.tilestored64", number, place(tile, panel), _WORD(LINE_BYTES))
+        return context.get_dummy_value()
+
+    return types.void(tiles, panels, *[types.int64] * 9), generate
+
+
+@intrinsic(prefer_literal=True)
 def sum_vectors(
     context: Any,
     least: Any,

@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.amx import TILE_BYTES, pointer
+from engine.kernels.amx import TILE_BYTES, fetch_line, pointer
 from engine.kernels.quant.layouts import LAYOUTS, STEP, QuantLayout
 from engine.kernels.simd import LANES, features, fused, integers
 
@@ -44,20 +44,42 @@ class TileHead(NamedTuple):
 
 
 @intrinsic(prefer_literal=True)
-def unpack_steps(context: Any, layout: Any, weights: Any, count: Any, place: Any) -> Any:
-    """Unpack the first `count` steps of consecutive tiles at `weights` as bfloat16 to `place`, 1024 bytes each. layout:
-    the layout's number, a constant.
+def tile_offset(context: Any, layout: Any, step: Any) -> Any:
+    """How far after its panel's begin the tile lies whose first step is `step`. layout: the layout's number, a
+    constant.
     """
     of = LAYOUTS[layout.literal_value]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        weights, count, place = args[1:]
-        with cgutils.for_range(builder, count) as loop:
-            at = builder.add(place, builder.mul(loop.index, _WORD(TILE_BYTES)))
-            unpack_step(builder, of, weights, loop.index, at)
+        return builder.mul(builder.udiv(args[1], _WORD(of.steps)), _WORD(of.tile_bytes))
+
+    return types.int64(layout, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def unpack_steps(context: Any, layout: Any, weights: Any, count: Any, place: Any, later: Any) -> Any:
+    """Unpack the first `count` steps, of whole tiles, of consecutive tiles at `weights` as bfloat16 to `place`, 1024
+    bytes each, and prefetch as many tiles at `later`. layout: the layout's number, a constant.
+    """
+    of = LAYOUTS[layout.literal_value]
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        weights, count, place, later = args[1:]
+        share = -(-of.tile_bytes // of.steps // _LINE) * _LINE
+        with cgutils.for_range(builder, builder.udiv(count, _WORD(of.steps))) as tiles:
+            begin = builder.mul(tiles.index, _WORD(of.tile_bytes))
+            tile, next_tile = builder.add(weights, begin), builder.add(later, begin)
+            goal = builder.add(place, builder.mul(tiles.index, _WORD(of.steps * TILE_BYTES)))
+            head = open_tile(builder, of, tile)
+            with cgutils.for_range(builder, _WORD(of.steps)) as loop:
+                ahead = builder.add(next_tile, builder.mul(loop.index, _WORD(share)))
+                for line in range(0, share, _LINE):
+                    fetch_line(builder, builder.add(ahead, _WORD(line)))
+                at = builder.add(goal, builder.mul(loop.index, _WORD(TILE_BYTES)))
+                _store_pairs(builder, pair_vectors(builder, of, tile, loop.index, head), at)
         return context.get_dummy_value()
 
-    return types.void(layout, types.int64, types.int64, types.int64), generate
+    return types.void(layout, *[types.int64] * 4), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -75,7 +97,12 @@ def unpack_at(context: Any, layout: Any, weights: Any, step: Any, place: Any) ->
 def unpack_step(builder: ir.IRBuilder, layout: QuantLayout, weights: ir.Value, step: ir.Value, place: ir.Value) -> None:
     """Unpack a step of the panel at `weights` as bfloat16 to `place`."""
     tile, inside = place_of(builder, layout, weights, step)
-    for pair, numbers in enumerate(pair_vectors(builder, layout, tile, inside, open_tile(builder, layout, tile))):
+    _store_pairs(builder, pair_vectors(builder, layout, tile, inside, open_tile(builder, layout, tile)), place)
+
+
+def _store_pairs(builder: ir.IRBuilder, pairs: Iterator[ir.Value], place: ir.Value) -> None:
+    """Store the pairs of a step to `place`, one after the other."""
+    for pair, numbers in enumerate(pairs):
         builder.store(numbers, pointer(builder, builder.add(place, _WORD(_LINE * pair)), _PAIR), align=4)
 
 

@@ -14,6 +14,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
+from engine.kernels.amx import LINE_BYTES
 from engine.kernels.gemm.int8.dots import InstructionSet, instruction_sets
 from engine.kernels.gemm.int8.layout import ROW_GROUP_BYTES, rows_at_once
 from engine.kernels.gemm.int8.rows import round_rows
@@ -54,8 +55,7 @@ class Int8Matmul(Matmul):
         self._parts = part_records(self.tiled, lambda layout: int8_kernel(used, layout))
         self.kernel = product_kernel()
 
-    @property
-    def scratch_bytes(self) -> int:
+    def scratch_bytes(self, rows: int) -> int:
         return _OWN // BLOCK_INPUTS * ROW_GROUP_BYTES
 
     def shared_bytes(self, rows: int) -> int:
@@ -99,7 +99,7 @@ def _compiled(instructions: InstructionSet, layout: QuantLayout) -> PartKernel:
                 for i in range(width):
                     tiles = part.weights + (panel + i) * part.panel_bytes
                     sum_groups(used, number, AHEAD, rows, x, tiles, blocks, room + 4 * LANES * i, ROW_BYTES)
-                put_sums(work, row, rows, part.first + panel, width, room)
+                put_sums(work, row, rows, part.first + panel, width, room, ROW_BYTES, LINE_BYTES)
                 row += rows
             panel += width
 
