@@ -1,8 +1,9 @@
-"""Every kernel of exact attention on CPUs, whatever the processor: what tests and `talon check --kernels` go through."""
+"""Every kernel of exact attention on CPUs, for tests and `talon check --kernels`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ def every_attention_kernel() -> tuple[AttentionKernel, ...]:
             "pairs of codes", "AVX512-BF16", pairs and bool(whole), code_pair_kernel, torch.bfloat16, True, True
         ),
         *(
-            AttentionKernel("codes", used.title, used in whole, lambda used=used: code_kernel(used), dtype, False, True)
+            AttentionKernel("codes", used.title, used in whole, partial(code_kernel, used), dtype, False, True)
             for used in InstructionSet
             for dtype in both
         ),

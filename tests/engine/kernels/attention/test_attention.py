@@ -143,8 +143,8 @@ def definition(request: Request, rule: Rule, kernel: Kernel) -> Tensor:
     return out.flatten(1, 2)
 
 
-def assert_right(requests: Sequence[Request], rule: Rule, kernel: Kernel, **layout: float) -> None:
-    for request, found in zip(requests, attend(requests, rule, kernel, **layout), strict=True):
+def assert_right(requests: Sequence[Request], rule: Rule, kernel: Kernel, unseen: float = 0.0) -> None:
+    for request, found in zip(requests, attend(requests, rule, kernel, unseen=unseen), strict=True):
         expected = definition(request, rule, kernel)
         torch.testing.assert_close(found.double(), expected, atol=kernel.absolute_error, rtol=kernel.relative_error)
 
