@@ -103,10 +103,10 @@ class AnswerReader:
 
     def _may_call(self, tools: ToolFormat) -> bool:
         """Return whether a trigger that follows begins a call: where calls lead, only blanks may be before it."""
+        if not tools.leading:
+            return True
         held = _unblanked(self._held)
-        return (
-            not tools.leading or not self._said and (held.startswith(tools.trigger) or tools.trigger.startswith(held))
-        )
+        return not self._said and (held.startswith(tools.trigger) or tools.trigger.startswith(held))
 
     def _say(self, text: str, held: int) -> list[AnswerPart] | None:
         """The text's part; blanks wait for what follows, and do not begin or end a part where others are beside it."""

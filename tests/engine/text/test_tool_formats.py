@@ -241,9 +241,10 @@ def test_hidden_control_tokens_and_blanks_before_a_call_hide_no_call(tools: Tool
 @pytest.mark.parametrize(("days", "fits"), [(9, True), (10, False)])
 def test_a_spelled_mark_after_a_control_token_begins_a_call_too(before: str, days: int, fits: bool) -> None:
     rest = written(HERMES, [("weather", {"city": "x", "days": days})]).removeprefix(HERMES.trigger)
-    spelled = [tokenizer(marked)(text)["input_ids"] for marked, text in ((1, before), (0, HERMES.trigger), (1, rest))]
+    texts = ((True, before), (False, HERMES.trigger), (True, rest))
+    ids = [token for marked, text in texts for token in tokenizer(marked)(text)["input_ids"]]
     state = matcher(format_of(HERMES, True), Wanted(TOOLS, "auto"), True)
-    assert all(state.allows(token) and state.accept(token) is None for token in sum(spelled, [])) == fits
+    assert all(state.allows(token) and state.accept(token) is None for token in ids) == fits
 
 
 @pytest.mark.parametrize("before", ["So ", "\nSo\n", ". "])
