@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from engine.server.answers import AnthropicError, InputTokens
 from engine.server.messages.render import MessagesRenderer
 from engine.server.messages.schema import CountRequest, MessagesRequest
-from engine.server.messages.translate import chat_fields
+from engine.server.messages.translate import chat_fields, schema_paths
 from engine.server.schema import ChatRequest
 from engine.server.serving import Serving
 from engine.server.tools.calling import Calling
@@ -32,14 +33,15 @@ def add_messages(app: FastAPI, serving: Serving, stream: Responses, refusals: Re
         serving.note(body.ignored)
 
         def renderer(wanted: list[ChoiceRequest], calling: Calling) -> MessagesRenderer:
-            return MessagesRenderer(serving.settings.model, wanted, serving.vocabulary, calling)
+            return MessagesRenderer(serving.settings.model, wanted, serving.vocabulary, calling, body.ignored)
 
-        return await serving.chat(request, chat, renderer)
+        return await serving.chat(request, chat, renderer, schema_paths(body))
 
     @app.post("/v1/messages/count_tokens", responses=refusals)
     async def count_tokens(body: CountRequest) -> InputTokens:
         """Count the tokens of messages."""
         chat: ChatRequest = chat_request(chat_fields(body))
         check_model(chat.model, serving.settings)
-        calling = Calling.of(chat, serving.answers)
+        serving.note(body.ignored)
+        calling = await anyio.to_thread.run_sync(Calling.of, chat, serving.answers, schema_paths(body))
         return InputTokens(input_tokens=len(await chat_prompt(chat, serving.engine, serving.settings, calling)))
