@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from engine.core.params import LONGEST_STOP, MOST_STOPS
 from engine.server.body import Body, Ignored
-from engine.server.tools.schema import AskedCall, AskedTool, AskedToolChoice
+from engine.server.tools.schema import AllowedTools, AskedCall, AskedTool, AskedToolChoice, NamedTool
 from engine.text.chat import Rendering
 
 Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
@@ -211,6 +211,9 @@ class _Templated(Body):
         return Rendering(opens, self.continue_final_message, self.chat_template_kwargs or {})
 
 
+_CHOSEN = {"function": "tool_choice.function.name", "allowed_tools": "tool_choice.allowed_tools.tools"}
+
+
 class ChatRequest(Generation, _Templated):
     """POST /v1/chat/completions. Without a limit an answer may take the rest of the context."""
 
@@ -248,14 +251,27 @@ class ChatRequest(Generation, _Templated):
             raise ValueError(f"tools: has {twice!r} twice; name each tool once")
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise ValueError("tool_choice: needs tools")
-        if (chosen := self.chosen_tool) is not None and chosen not in names:
-            raise ValueError(f"tool_choice.function.name: {chosen[:64]!r} is none of the tools {names[:8]}")
+        for chosen in [] if isinstance(self.tool_choice, str | None) else sorted(self.callable_tools - {*names}):
+            raise ValueError(f"{_CHOSEN[self.tool_choice.type]}: {chosen[:64]!r} is none of the tools {names[:8]}")
         return self
 
     @property
-    def chosen_tool(self) -> str | None:
-        """The name of the tool that the answer has to call."""
-        return None if isinstance(self.tool_choice, str | None) else self.tool_choice.function.name
+    def callable_tools(self) -> set[str]:
+        """The names of the tools that the answer may call."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return {choice.function.name}
+        if isinstance(choice, AllowedTools):
+            return {tool.function.name for tool in choice.allowed_tools.tools}
+        return set() if choice == "none" else {tool.function.name for tool in self.tools or ()}
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to call a tool."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, NamedTool)
 
     @property
     def limit(self) -> int | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from engine.server.answers import JsonObject
+from engine.server.responses.functions import has_free_grammar, shown_tools
 from engine.server.responses.render import ResponsesRenderer
 from engine.server.responses.schema import ResponsesRequest
 from engine.server.responses.store import ResponseStore
@@ -34,15 +36,16 @@ def add_responses(app: FastAPI, serving: Serving, stream: Responses, refusals: R
         if body.previous_response_id is not None:
             earlier = store.find(body.previous_response_id, key, "previous_response_id").conversation
         conversation = [*earlier, *conversation_of(body.input)]
-        chat = chat_request(chat_fields(body, conversation))
-        serving.note(body.ignored)
+        tools = await anyio.to_thread.run_sync(shown_tools, body.all_tools)
+        chat = chat_request(chat_fields(body, conversation, tools))
+        serving.note([*body.ignored, *(["tools.format"] if has_free_grammar(body.all_tools) else [])])
 
         def completed(response: dict[str, Any], blocks: Sequence[Block]) -> None:
             if body.store:
                 store.add(key, response, [*conversation, *_answered(blocks)])
 
         def renderer(wanted: list[ChoiceRequest], calling: Calling) -> ResponsesRenderer:
-            return ResponsesRenderer(serving.settings.model, body, wanted, calling, completed)
+            return ResponsesRenderer(serving.settings.model, body, tools, wanted, calling, completed)
 
         return await serving.chat(request, chat, renderer)
 

@@ -12,6 +12,7 @@ from engine.core.grammar import JSON_WHITESPACE, Grammar
 from engine.sampling.matcher import check, without_annotations
 from engine.server.errors import ApiError, field_of
 from engine.server.schema import ChatRequest, JsonObjectFormat, JsonSchemaFormat
+from engine.server.tools.schema import NamedTool
 from engine.text.answer_format import AnswerFormat
 from engine.text.answer_reader import AnswerReader
 from engine.text.tool_grammar import Tool, Wanted, tool_grammar
@@ -41,16 +42,16 @@ class Calling:
                 code="unsupported",
                 param="tools",
             )
-        named = body.chosen_tool
+        callable_ = body.callable_tools
         tools = tuple(
             Tool(tool.function.name, json.loads(without_annotations(json.dumps(tool.function.parameters or {}))))
             for tool in body.tools
-            if named in (None, tool.function.name)
+            if tool.function.name in callable_
         )
         wanted = Wanted(
             tools=tools,
-            calls="auto" if choice == "auto" else "required",
-            many=body.parallel_tool_calls and named is None,
+            calls="required" if body.must_call else "auto",
+            many=body.parallel_tool_calls and not isinstance(choice, NamedTool),
             answer=_answer(body),
         )
         return cls(format_, [tool.plain() for tool in body.tools], wanted)
