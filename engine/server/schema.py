@@ -169,11 +169,10 @@ class Generation(Body):
     def _minus_one_is_off(cls, value: int | None) -> int | None:
         return 0 if value == -1 else value
 
-    @model_validator(mode="after")
-    def _options_belong_to_streams(self) -> Generation:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: is for stream=true; leave it out or stream")
-        return self
+    @property
+    def ignored(self) -> list[str]:
+        idle = ["stream_options"] if self.stream_options is not None and not self.stream else []
+        return sorted([*super().ignored, *idle])
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -330,9 +329,12 @@ class TokenizeRequest(_Templated):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[AskedMessage], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
+    tools: Annotated[list[AskedTool], Field(min_length=1, max_length=512)] | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: give either prompt or messages")
+        if self.tools is not None and self.messages is None:
+            raise ValueError("tools: need messages")
         return self

@@ -26,6 +26,33 @@ _ECHOED = (
 Completed = Callable[[dict[str, Any], Sequence[Block]], None]
 
 
+class ResponseHead:
+    """What every event's response says beside its output."""
+
+    def __init__(self, model: str, body: ResponsesRequest):
+        self.id, self._model, self._created = f"resp_{uuid.uuid4().hex}", model, int(time.time())
+        self._echo = _echo(body)
+
+    def response(self, status: str, items: Sequence[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
+        """The response as it is now."""
+        head = {"id": self.id, "object": "response", "created_at": self._created, "status": status}
+        open_ = {"error": None, "incomplete_details": None, "model": self._model, "output": items, "usage": usage}
+        return {**head, **open_, **self._echo, "top_p": self._echo["top_p"] or 1.0}
+
+    def failure(self, error: ApiError, items: Sequence[Any] = ()) -> Chunk:
+        """The event of a response that an error has ended."""
+        said = {"code": error.code if error.over is not None else "server_error", "message": str(error)}
+        return {"type": "response.failed", "response": self.response("failed", items, None) | {"error": said}}
+
+
+def refused(model: str, body: ResponsesRequest, error: ApiError) -> bytes:
+    """The stream of a response that was refused before it began."""
+    head = ResponseHead(model, body)
+    created: Chunk = {"type": "response.created", "response": head.response("in_progress", (), None)}
+    events = enumerate((created, head.failure(error)))
+    return b"".join(named_event({**chunk, "sequence_number": number}) for number, chunk in events)
+
+
 class ResponsesRenderer:
     """One response; see `Renderer`. tools: those that the model has seen. completed: called with the whole response and
     its blocks.
@@ -44,12 +71,11 @@ class ResponsesRenderer:
     ):
         self._wanted, self._calling, self._completed = wanted[0], calling, completed
         self._answer = ChatAnswer(calling.reader(wanted[0].thinking), calling.format)
-        self._blocks, self._sent, self._echo = Blocks(), 0, _echo(body)
-        self._id, self._model, self._created = f"resp_{uuid.uuid4().hex}", model, int(time.time())
-        self._items = OutputItems(self._id, tools)
+        self._blocks, self._sent, self._head = Blocks(), 0, ResponseHead(model, body)
+        self._items = OutputItems(self._head.id, tools)
 
     def opening(self) -> list[Chunk]:
-        response = self._response("in_progress", [], None)
+        response = self._head.response("in_progress", [], None)
         return [
             {"type": "response.created", "response": response},
             {"type": "response.in_progress", "response": response},
@@ -73,13 +99,7 @@ class ResponsesRenderer:
         return JsonObject(self._complete(result))
 
     def failure(self, error: ApiError) -> Chunk:
-        response = self._response(
-            "failed", [self._items.whole(block, "incomplete") for block in self._blocks.all], None
-        )
-        return {
-            "type": "response.failed",
-            "response": response | {"error": {"code": "server_error", "message": str(error)}},
-        }
+        return self._head.failure(error, [self._items.whole(block, "incomplete") for block in self._blocks.all])
 
     def event(self, chunk: Chunk) -> bytes:
         self._sent += 1
@@ -90,16 +110,11 @@ class ResponsesRenderer:
         blocks = self._blocks.all
         statuses = ["completed"] * (len(blocks) - 1) + ["incomplete" if cut else "completed"]
         items = [self._items.whole(block, status) for block, status in zip(blocks, statuses, strict=False)]
-        response = self._response("incomplete" if cut else "completed", items, self._usage(result))
+        response = self._head.response("incomplete" if cut else "completed", items, self._usage(result))
         if cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         self._completed(response, blocks)
         return response
-
-    def _response(self, status: str, items: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
-        head = {"id": self._id, "object": "response", "created_at": self._created, "status": status}
-        open_ = {"error": None, "incomplete_details": None, "model": self._model, "output": items, "usage": usage}
-        return {**head, **open_, **self._echo, "top_p": self._echo["top_p"] or 1.0}
 
     def _usage(self, result: Result) -> dict[str, Any]:
         prompt, answer = len(self._wanted.prompt), len(result.token_ids)

@@ -9,9 +9,11 @@ import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from engine.core.errors import OverContext
 from engine.server.answers import JsonObject
+from engine.server.errors import api_error
 from engine.server.responses.functions import has_free_grammar, shown_tools
-from engine.server.responses.render import ResponsesRenderer
+from engine.server.responses.render import ResponsesRenderer, refused
 from engine.server.responses.schema import ResponsesRequest
 from engine.server.responses.store import ResponseStore
 from engine.server.responses.translate import Message, chat_fields, conversation_of
@@ -47,7 +49,15 @@ def add_responses(app: FastAPI, serving: Serving, stream: Responses, refusals: R
         def renderer(wanted: list[ChoiceRequest], calling: Calling) -> ResponsesRenderer:
             return ResponsesRenderer(serving.settings.model, body, tools, wanted, calling, completed)
 
-        return await serving.chat(request, chat, renderer)
+        try:
+            return await serving.chat(request, chat, renderer)
+        except OverContext as error:
+            if not body.stream:
+                raise
+            refusal = api_error(error, request.state.names)  # clients that stream read it from an event alone
+            request.state.record["error"] = str(refusal)
+            serving.latencies.refused(refusal.status)
+            return Response(refused(serving.settings.model, body, refusal), media_type="text/event-stream")
 
     @app.get("/v1/responses/{response_id}", responses=refusals)
     async def response(response_id: str, request: Request) -> JsonObject:

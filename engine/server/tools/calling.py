@@ -12,7 +12,7 @@ from engine.core.grammar import JSON_WHITESPACE, Grammar
 from engine.sampling.matcher import check, without_annotations
 from engine.server.errors import ApiError, field_of
 from engine.server.schema import ChatRequest, JsonObjectFormat, JsonSchemaFormat
-from engine.server.tools.schema import NamedTool
+from engine.server.tools.schema import AskedTool, NamedTool
 from engine.text.answer_format import AnswerFormat
 from engine.text.answer_reader import AnswerReader
 from engine.text.tool_grammar import Tool, Wanted, tool_grammar
@@ -34,14 +34,7 @@ class Calling:
         choice = body.tool_choice or "auto"
         if body.tools is None or choice == "none":
             return cls(format_, [], Wanted(answer=_answer(body)))
-        if format_.tools is None:
-            raise ApiError(
-                400,
-                "tools: this model's chat template takes none, or writes calls in no known format; if it does, name "
-                "the format with --tool-format",
-                code="unsupported",
-                param="tools",
-            )
+        shown = shown_to(format_, body.tools)
         callable_ = body.callable_tools
         tools = tuple(
             Tool(tool.function.name, json.loads(without_annotations(json.dumps(tool.function.parameters or {}))))
@@ -54,7 +47,7 @@ class Calling:
             many=body.parallel_tool_calls and not isinstance(choice, NamedTool),
             answer=_answer(body),
         )
-        return cls(format_, [tool.plain() for tool in body.tools], wanted)
+        return cls(format_, shown, wanted)
 
     def after(self, prompt: str) -> Calling:
         """The same, after the end of a prompt: it may begin reasoning."""
@@ -96,6 +89,19 @@ class Calling:
     def reader(self, thinking: bool) -> AnswerReader:
         """For one answer. thinking: it begins within reasoning."""
         return AnswerReader(self.format, self.wanted.tools, thinking)
+
+
+def shown_to(format_: AnswerFormat, tools: Sequence[AskedTool]) -> list[dict[str, Any]]:
+    """The tools as a model's chat template takes them. Raises ApiError if it takes none."""
+    if format_.tools is None:
+        raise ApiError(
+            400,
+            "tools: this model's chat template takes none, or writes calls in no known format; if it does, name "
+            "the format with --tool-format",
+            code="unsupported",
+            param="tools",
+        )
+    return [tool.plain() for tool in tools]
 
 
 def _check(tool: Tool, number: int, shown: Sequence[dict[str, Any]]) -> None:
