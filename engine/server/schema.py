@@ -250,8 +250,9 @@ class ChatRequest(Generation, _Templated):
             raise ValueError(f"tools: has {twice!r} twice; name each tool once")
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise ValueError("tool_choice: needs tools")
-        for chosen in [] if isinstance(self.tool_choice, str | None) else sorted(self.callable_tools - {*names}):
-            raise ValueError(f"{_CHOSEN[self.tool_choice.type]}: {chosen[:64]!r} is none of the tools {names[:8]}")
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool | AllowedTools) and (unknown := sorted(self.callable_tools - {*names})):
+            raise ValueError(f"{_CHOSEN[choice.type]}: {unknown[0][:64]!r} is none of the tools {names[:8]}")
         return self
 
     @property

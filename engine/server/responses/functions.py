@@ -165,9 +165,9 @@ class InputReader:
 
 def shell_action(arguments: str) -> dict[str, Any]:
     """Return the action of a call of the client's shell; no command where the answer was cut off within it."""
-    try:
-        asked = json.loads(arguments)
-    except ValueError:
-        asked = {}
     usual: dict[str, Any] = {"type": "exec", "command": [], "env": {}, "timeout_ms": None, "user": None}
-    return usual | {"working_directory": None} | asked
+    usual["working_directory"] = None
+    try:
+        return {**usual, **json.loads(arguments)}
+    except ValueError:
+        return usual
