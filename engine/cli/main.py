@@ -195,6 +195,7 @@ def assemble() -> typer.Typer:
         os.environ.setdefault(key, value)  # for workers that are threads
     from drafters.training.cli import app as train
     from engine.cli.answer_file import answer
+    from engine.cli.connect import connect
     from engine.cli.index import app as index
     from engine.cli.models import app as models
     from engine.cli.remote import drafter, keys
@@ -202,6 +203,7 @@ def assemble() -> typer.Typer:
 
     app.command()(answer)
     app.command()(serve)
+    app.command()(connect)
     for home, name in _MEASUREMENTS:
         app.command()(getattr(import_module(f"{BENCHMARKS}.{home}"), name))
     app.command()(keys)

@@ -48,7 +48,13 @@ class RequestError(TalonError, ValueError):
 
 
 class OverContext(RequestError):
-    """Prompt and answer together are longer than a request may be."""
+    """Prompt and answer together are longer than a request may be. tokens: of the prompt; answer: those asked for, 0 if
+    the prompt alone is too long; most: those of both that fit.
+    """
+
+    def __init__(self, message: str, tokens: int = 0, answer: int = 0, most: int = 0):
+        super().__init__(message)
+        self.tokens, self.answer, self.most = tokens, answer, most
 
 
 class ModelError(TalonError):

@@ -53,12 +53,17 @@ def check_room(tokens: list[int], max_tokens: int, context: int) -> None:
         raise RequestError("prompt: holds no tokens; give more text")
     if (left := context - len(tokens)) < 1:
         raise OverContext(
-            f"prompt: its {len(tokens)} tokens leave no room for an answer: {TOO_LONG} {context} tokens; shorten it"
+            f"prompt: its {len(tokens)} tokens leave no room for an answer: {TOO_LONG} {context} tokens; shorten it",
+            len(tokens),
+            most=context,
         )
     if max_tokens > left:
         raise OverContext(
             f"max_tokens={max_tokens}: with {len(tokens)} tokens before it, {TOO_LONG} {context} tokens; shorten the "
-            f"prompt or ask for at most {left}"
+            f"prompt or ask for at most {left}",
+            len(tokens),
+            max_tokens,
+            context,
         )
 
 

@@ -10,12 +10,21 @@ from pydantic import BaseModel, RootModel
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
+class PromptTokensDetails(BaseModel):
+    """cached_tokens: those of the prompt that the prefix cache had, for every choice."""
+
+    cached_tokens: int
+
+
 class Usage(BaseModel):
-    """Tokens of the prompt (once, however many choices) and of all answers."""
+    """Tokens of the prompt (once, however many choices) and of all answers. prompt_tokens_details: None before
+    the end of a stream.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
 
 
 class TopLogprob(BaseModel):
@@ -138,11 +147,15 @@ class TextCompletion(_Answer):
 
 
 class Model(BaseModel):
+    """The served model. Its context has as many names as there are clients that look for it."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "talon"
     max_model_len: int
+    context_length: int
+    max_input_tokens: int
 
 
 class ModelList(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
@@ -10,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
@@ -28,12 +30,13 @@ from engine.server.errors import ApiError, api_error, not_json
 from engine.server.http.connection import ClientGone
 from engine.server.http.guard import CLIENT_GONE, Guard
 from engine.server.http.owner_names import OwnerNames
+from engine.server.infill.routes import add_infill
 from engine.server.messages.routes import add_messages
 from engine.server.render import ChatRenderer, TextRenderer, unnamed_sources
 from engine.server.responses.routes import add_responses
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from engine.server.serving import Serving
-from engine.server.tools.calling import Calling
+from engine.server.tools.calling import Calling, shown_to
 from engine.server.translate import ChoiceRequest, check_model, names_of, owned, places_for, text_choices
 
 VERSION = version("talon-decoding")
@@ -104,7 +107,9 @@ def create_app(serving: Serving) -> FastAPI:
 
     add_messages(app, serving, _STREAM, _REFUSALS)
     add_responses(app, serving, _STREAM, _REFUSALS)
+    add_infill(app, serving, _STREAM, _REFUSALS)
 
+    @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models", responses=_only(401))
     async def models() -> ModelList:
         """The one model that is served."""
@@ -124,7 +129,8 @@ def create_app(serving: Serving) -> FastAPI:
         asked: Any = body.prompt if messages is None else [message.plain() for message in messages]
         if body.model is not None:
             check_model(body.model, settings)
-        tokens = await engine.tokenize(asked, raw=True, rendering=body.rendering)
+        tools = [] if body.tools is None else shown_to(serving.answers, body.tools)
+        tokens = await engine.tokenize(asked, raw=True, rendering=replace(body.rendering, tools=tools))
         return Tokenized(tokens=tokens, count=len(tokens), max_model_len=engine.target.context)
 
     @app.get("/health", responses=_only(503))
@@ -166,7 +172,7 @@ def _handle_errors(app: FastAPI, serving: Serving) -> None:
         if isinstance(error, ClientGone):
             return Response(status_code=CLIENT_GONE)
         if isinstance(error, HTTPException):
-            error = _http_error(error)
+            error = _http_error(error, app)
         refusal = api_error(error, request.state.names)
         if refusal.status == 500:
             serving.log.failed(request.state.number, error)
@@ -177,15 +183,21 @@ def _handle_errors(app: FastAPI, serving: Serving) -> None:
         app.add_exception_handler(kind, refuse)
 
 
-def _http_error(error: HTTPException) -> ApiError:
+def _http_error(error: HTTPException, app: FastAPI) -> ApiError:
     """Errors met while a body is read, and those of FastAPI itself: no such path, another method."""
     if isinstance(error.detail, ApiError):
         return error.detail
     if error.status_code == 404 and error.detail == "Not Found":
-        return ApiError(404, "no such route; there are /v1/chat/completions, /v1/completions and those of /docs")
+        return ApiError(404, f"no such route; there are {', '.join(_paths(app))}")
     if error.status_code == 400:  # in a text that is no UTF-8, or in numbers and nesting that Python does not read
         return not_json()
     return ApiError(error.status_code, str(error.detail), allow=(error.headers or {}).get("Allow", ""))
+
+
+def _paths(app: FastAPI) -> list[str]:
+    """The routes that are documented."""
+    shown = (route.path for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema)
+    return list(dict.fromkeys(path.replace(":path}", "}") for path in shown))
 
 
 def _only(*statuses: int) -> Responses:
@@ -193,4 +205,6 @@ def _only(*statuses: int) -> Responses:
 
 
 def _model(serving: Serving) -> Model:
-    return Model(id=serving.settings.model, created=serving.started_s, max_model_len=serving.engine.target.context)
+    names = ("max_model_len", "context_length", "max_input_tokens")
+    context = dict.fromkeys(names, serving.engine.target.context)
+    return Model(id=serving.settings.model, created=serving.started_s, **context)

@@ -30,7 +30,9 @@ _MOST_NAME = 64  # characters of an unknown field's name that are repeated
 
 
 class ApiError(TalonError):
-    """A refusal with its status. param: the field that is wrong; allow: the methods of the route, for 405."""
+    """A refusal with its status. param: the field that is wrong; allow: the methods of the route, for 405; over: why a
+    request does not fit into the context.
+    """
 
     def __init__(
         self,
@@ -40,9 +42,11 @@ class ApiError(TalonError):
         code: str | None = None,
         param: str = "",
         allow: str = "",
+        over: OverContext | None = None,
     ):
         super().__init__(message)
         self.status, self.kind, self.code, self.param, self.allow = status, kind, code, param, allow
+        self.over = over
 
     @property
     def headers(self) -> dict[str, str]:
@@ -66,10 +70,18 @@ class ApiError(TalonError):
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """An error as Anthropic's clients expect it."""
     kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    said: dict[str, Any] = {"type": kind, "message": str(error)}
+    message = str(error) if error.over is None else f"{error.param}: {_anthropic_words(error.over)}"
+    said: dict[str, Any] = {"type": kind, "message": message}
     if (error.code, error.param) == ("unsupported", "thread"):  # so told, the client's tool runner goes on without
         said["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": said}
+
+
+def _anthropic_words(over: OverContext) -> str:
+    """What Anthropic says of a request that does not fit. Its clients read the numbers and shorten the conversation."""
+    if over.answer:
+        return f"input length and `max_tokens` exceed context limit: {over.tokens} + {over.answer} > {over.most}"
+    return f"prompt is too long: {over.tokens} tokens > {over.most} maximum"
 
 
 def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
@@ -111,8 +123,9 @@ def _refusal(error: RequestError, names: Mapping[str, str]) -> ApiError:
     message = str(error)
     field = field_of(message)
     sent = names.get(field.partition(".")[0], field)
-    code = CONTEXT_LENGTH if isinstance(error, OverContext) else None
-    return ApiError(400, sent + message[len(field) :], code=code, param=sent)
+    over = error if isinstance(error, OverContext) else None
+    code = None if over is None else CONTEXT_LENGTH
+    return ApiError(400, sent + message[len(field) :], code=code, param=sent, over=over)
 
 
 def _validation(error: RequestValidationError) -> ApiError:

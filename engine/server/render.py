@@ -23,6 +23,7 @@ from engine.server.answers import (
     ChatTokenLogprob,
     Chunk,
     FinishReason,
+    PromptTokensDetails,
     SpeculativeDecoding,
     TextChoice,
     TextCompletion,
@@ -112,7 +113,18 @@ class _Format:
 
     def _usage(self, results: Sequence[Result]) -> Usage:
         shown = zip(self.wanted, results, strict=True)
-        return self._count(sum(len(result.token_ids) for wanted, result in shown if not wanted.silent))
+        usage = self._count(sum(len(result.token_ids) for wanted, result in shown if not wanted.silent))
+        return usage.model_copy(
+            update={"prompt_tokens_details": PromptTokensDetails(cached_tokens=self._cached(results))}
+        )
+
+    def _cached(self, results: Sequence[Result]) -> int:
+        """Tokens of the prompts that the prefix cache had; of a prompt with several choices, for each of them."""
+        found: dict[int, int] = {}
+        for one, result in zip(self.wanted, results, strict=True):
+            cached = min(result.metrics.cached_tokens, len(one.prompt))
+            found[id(one.prompt)] = min(cached, found.get(id(one.prompt), cached))
+        return sum(found.values())
 
     def _count(self, answers: int) -> Usage:
         return Usage(prompt_tokens=self._prompts, completion_tokens=answers, total_tokens=self._prompts + answers)

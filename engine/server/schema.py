@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from engine.core.params import LONGEST_STOP, MOST_STOPS
 from engine.server.body import Body, Ignored
-from engine.server.tools.schema import AskedCall, AskedTool, AskedToolChoice
+from engine.server.tools.schema import AllowedTools, AskedCall, AskedTool, AskedToolChoice, NamedTool
 from engine.text.chat import Rendering
 
 Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
@@ -169,11 +169,10 @@ class Generation(Body):
     def _minus_one_is_off(cls, value: int | None) -> int | None:
         return 0 if value == -1 else value
 
-    @model_validator(mode="after")
-    def _options_belong_to_streams(self) -> Generation:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: is for stream=true; leave it out or stream")
-        return self
+    @property
+    def ignored(self) -> list[str]:
+        idle = ["stream_options"] if self.stream_options is not None and not self.stream else []
+        return sorted([*super().ignored, *idle])
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -209,6 +208,9 @@ class _Templated(Body):
     def rendering(self) -> Rendering:
         opens = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         return Rendering(opens, self.continue_final_message, self.chat_template_kwargs or {})
+
+
+_CHOSEN = {"function": "tool_choice.function.name", "allowed_tools": "tool_choice.allowed_tools.tools"}
 
 
 class ChatRequest(Generation, _Templated):
@@ -248,14 +250,28 @@ class ChatRequest(Generation, _Templated):
             raise ValueError(f"tools: has {twice!r} twice; name each tool once")
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise ValueError("tool_choice: needs tools")
-        if (chosen := self.chosen_tool) is not None and chosen not in names:
-            raise ValueError(f"tool_choice.function.name: {chosen[:64]!r} is none of the tools {names[:8]}")
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool | AllowedTools) and (unknown := sorted(self.callable_tools - {*names})):
+            raise ValueError(f"{_CHOSEN[choice.type]}: {unknown[0][:64]!r} is none of the tools {names[:8]}")
         return self
 
     @property
-    def chosen_tool(self) -> str | None:
-        """The name of the tool that the answer has to call."""
-        return None if isinstance(self.tool_choice, str | None) else self.tool_choice.function.name
+    def callable_tools(self) -> set[str]:
+        """The names of the tools that the answer may call."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return {choice.function.name}
+        if isinstance(choice, AllowedTools):
+            return {tool.function.name for tool in choice.allowed_tools.tools}
+        return set() if choice == "none" else {tool.function.name for tool in self.tools or ()}
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to call a tool."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, NamedTool)
 
     @property
     def limit(self) -> int | None:
@@ -314,9 +330,12 @@ class TokenizeRequest(_Templated):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[AskedMessage], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
+    tools: Annotated[list[AskedTool], Field(min_length=1, max_length=512)] | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: give either prompt or messages")
+        if self.tools is not None and self.messages is None:
+            raise ValueError("tools: need messages")
         return self

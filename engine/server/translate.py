@@ -15,11 +15,11 @@ from pydantic import ValidationError
 
 from engine.api import Engine
 from engine.config import Config
-from engine.core.errors import printable
+from engine.core.errors import OverContext, printable
 from engine.core.params import SamplingParams, Speculation
 from engine.frontend.admission import Reservation
 from engine.frontend.prompts import TOO_LONG
-from engine.server.errors import CONTEXT_LENGTH, ApiError
+from engine.server.errors import ApiError
 from engine.server.schema import (
     ChatRequest,
     CompletionRequest,
@@ -172,7 +172,7 @@ async def _encoded(
             f"{field}: has {len(tokens)} tokens, this server takes {most}: {TOO_LONG} {engine.target.context} tokens, "
             f"and {most} of a prompt here; shorten it"
         )
-        raise ApiError(400, message, code=CONTEXT_LENGTH, param=field)
+        raise OverContext(message, len(tokens), most=most)
     return tokens
 
 

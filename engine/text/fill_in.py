@@ -13,7 +13,8 @@ from engine.core.errors import RequestError
 @dataclass(frozen=True)
 class FillInFormat:
     """The tokens before the prefix, before the suffix, and before the answer. suffix_first: it precedes the prefix.
-    ends: tokens, of those that the model has, that end an answer.
+    ends: tokens, of those that the model has, that end an answer. repository, file: before the name of a repository and
+    of each of its files.
     """
 
     prefix: str
@@ -21,6 +22,8 @@ class FillInFormat:
     middle: str
     ends: tuple[str, ...] = ()
     suffix_first: bool = False
+    repository: str = ""
+    file: str = ""
 
 
 FILL_IN_FORMATS = (  # the first whose tokens a tokenizer has
@@ -29,15 +32,25 @@ FILL_IN_FORMATS = (  # the first whose tokens a tokenizer has
         "<|fim_suffix|>",
         "<|fim_middle|>",
         ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>", "<|endoftext|>"),
+        repository="<|repo_name|>",
+        file="<|file_sep|>",
     ),
-    FillInFormat(
-        "<fim_prefix>", "<fim_suffix>", "<fim_middle>", ("<file_sep>", "<fim_pad>", "<|endoftext|>")
-    ),  # StarCoder
+    FillInFormat(  # StarCoder
+        "<fim_prefix>",
+        "<fim_suffix>",
+        "<fim_middle>",
+        ("<file_sep>", "<fim_pad>", "<|endoftext|>"),
+        repository="<repo_name>",
+        file="<file_sep>",
+    ),
     FillInFormat("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ("<fim-pad>", "<|endoftext|>")),  # SantaCoder
     FillInFormat("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
     FillInFormat("▁<PRE>", "▁<SUF>", "▁<MID>", ("▁<EOT>",)),  # CodeLlama
     FillInFormat("[PREFIX]", "[SUFFIX]", "", suffix_first=True),  # Codestral
 )
+
+_REPOSITORY, _THIS_FILE = "myproject\n", "filename\n"  # llama.cpp's names, of what editors do not tell
+_SNIPPET = "\n\n--- snippet ---\n\n"
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,23 @@ class FillIn:
         after = self._marked(self.format.suffix, suffix)
         parts = [*after, *before] if self.format.suffix_first else [*before, *after]
         return [*self.begins, *parts, *self._marked(self.format.middle, "")]
+
+    def before(self, files: Sequence[tuple[str, str]], most: int) -> list[int]:
+        """The tokens of other files, as (name, text), that precede a prompt: the last ones, at most `most` tokens. A
+        model without tokens for files reads snippets.
+        """
+        marks = (self.format.repository, self.format.file)
+        known = all(_token(self.tokenizer, mark) is not None for mark in marks)
+        head = self._marked(self.format.repository, _REPOSITORY) if known else []
+        last = self._marked(self.format.file, _THIS_FILE) if known else []
+        tokens: list[int] = []
+        for name, text in reversed(files):
+            mark = self._marked(self.format.file, f"{name}\n") if known else self._marked("", _SNIPPET)
+            chunk = [*mark, *self._marked("", text)]
+            if len(head) + len(chunk) + len(tokens) + len(last) > most:
+                break
+            tokens = [*chunk, *tokens]
+        return [*head, *tokens, *last] if tokens else []
 
     @property
     def ends(self) -> tuple[int, ...]:

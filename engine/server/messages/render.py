@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine.answer import Piece, Result
+from engine.core.batch import BLOCK
 from engine.server.answers import Chunk, JsonObject, named_event
 from engine.server.errors import ApiError, anthropic_error
 from engine.server.tools.blocks import Block, Blocks, Change
@@ -17,6 +18,7 @@ from engine.server.translate import ChoiceRequest
 from engine.server.vocabulary import Vocabulary
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_CACHED = ("cache_creation_input_tokens", "cache_read_input_tokens")
 _DELTAS = {
     "content": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
@@ -44,7 +46,7 @@ class MessagesRenderer:
         self._head: Chunk = head | {"metrics": {"ignored": [*ignored, *calling.left_out]}}
 
     def opening(self) -> list[Chunk]:
-        usage = self._usage(0)
+        usage = {"input_tokens": len(self._wanted.prompt), "output_tokens": 0, **dict.fromkeys(_CACHED, 0)}
         message: Chunk = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return [{"type": "message_start", "message": message}]
 
@@ -53,7 +55,7 @@ class MessagesRenderer:
 
     def closing(self, choice: int, result: Result) -> list[Chunk]:
         changes = [*self._blocks.add(self._answer.end()), *self._blocks.end()]
-        delta = {"type": "message_delta", "delta": self._ending(result), "usage": self._usage(len(result.token_ids))}
+        delta = {"type": "message_delta", "delta": self._ending(result), "usage": self._usage(result)}
         return [*self._events(changes), delta, {"type": "message_stop"}]
 
     def ending(self, results: Sequence[Result]) -> list[Chunk]:
@@ -65,7 +67,7 @@ class MessagesRenderer:
             for _ in self._blocks.add(deltas):
                 pass
         content = [_whole(block) for block in self._blocks.all]
-        usage = self._usage(len(result.token_ids))
+        usage = self._usage(result)
         return JsonObject({**self._head, "content": content, **self._ending(result), "usage": usage})
 
     def failure(self, error: ApiError) -> Chunk:
@@ -88,9 +90,15 @@ class MessagesRenderer:
         rest = self._vocabulary.texts(result.token_ids)[len(result.text) :]
         return next((stop for stop in stops if rest.startswith(stop)), stops[0] if stops else None)
 
-    def _usage(self, tokens: int) -> dict[str, int]:
-        unused = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-        return {"input_tokens": len(self._wanted.prompt), "output_tokens": tokens, **unused}
+    def _usage(self, result: Result) -> dict[str, int]:
+        """Tokens of the prompt and the answer. What the prefix cache had, and the whole blocks that it has from now on,
+        are not among `input_tokens`.
+        """
+        prompt = len(self._wanted.prompt)
+        found = min(result.metrics.cached_tokens, prompt)
+        kept = max(0, prompt // BLOCK * BLOCK - found)
+        cached = dict(zip(_CACHED, (kept, found), strict=True))
+        return {"input_tokens": prompt - found - kept, "output_tokens": len(result.token_ids), **cached}
 
 
 def _event(change: Change) -> Chunk:

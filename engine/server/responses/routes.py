@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from engine.core.errors import OverContext
 from engine.server.answers import JsonObject
-from engine.server.responses.render import ResponsesRenderer
+from engine.server.errors import api_error
+from engine.server.responses.functions import has_free_grammar, shown_tools
+from engine.server.responses.render import ResponsesRenderer, refused
 from engine.server.responses.schema import ResponsesRequest
 from engine.server.responses.store import ResponseStore
 from engine.server.responses.translate import Message, chat_fields, conversation_of, schema_paths
@@ -34,17 +38,26 @@ def add_responses(app: FastAPI, serving: Serving, stream: Responses, refusals: R
         if body.previous_response_id is not None:
             earlier = store.find(body.previous_response_id, key, "previous_response_id").conversation
         conversation = [*earlier, *conversation_of(body.input)]
-        chat = chat_request(chat_fields(body, conversation))
-        serving.note(body.ignored)
+        tools = await anyio.to_thread.run_sync(shown_tools, body.all_tools)
+        chat = chat_request(chat_fields(body, conversation, tools))
+        serving.note([*body.ignored, *(["tools.format"] if has_free_grammar(body.all_tools) else [])])
 
         def completed(response: dict[str, Any], blocks: Sequence[Block]) -> None:
             if body.store:
                 store.add(key, response, [*conversation, *_answered(blocks)])
 
         def renderer(wanted: list[ChoiceRequest], calling: Calling) -> ResponsesRenderer:
-            return ResponsesRenderer(serving.settings.model, body, wanted, calling, completed)
+            return ResponsesRenderer(serving.settings.model, body, tools, wanted, calling, completed)
 
-        return await serving.chat(request, chat, renderer, schema_paths(body))
+        try:
+            return await serving.chat(request, chat, renderer, schema_paths(tools))
+        except OverContext as error:
+            if not body.stream:
+                raise
+            refusal = api_error(error, request.state.names)  # clients that stream read it from an event alone
+            request.state.record["error"] = str(refusal)
+            serving.latencies.refused(refusal.status)
+            return Response(refused(serving.settings.model, body, refusal), media_type="text/event-stream")
 
     @app.get("/v1/responses/{response_id}", responses=refusals)
     async def response(response_id: str, request: Request) -> JsonObject:

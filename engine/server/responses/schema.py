@@ -4,95 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field
 
-from engine.server.body import Body, Ignored, SentBack
+from engine.server.body import Body, Ignored
+from engine.server.responses.items import AdditionalToolsItem, Item
+from engine.server.responses.tools import AskedTool, ToolChoice
 from engine.server.schema import JsonObjectFormat, SpeculationFields, TextFormat
-from engine.server.tools.schema import AskedFunction, CalledFunction
-
-
-class ContentText(Body):
-    """A part of a message. Pictures, files and sound are not supported."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    annotations: SentBack = False
-    logprobs: SentBack = False
-
-
-class MessageItem(Body):
-    """A message."""
-
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[ContentText]
-    id: SentBack = False
-    status: SentBack = False
-    phase: SentBack = False
-
-
-class FunctionCallItem(CalledFunction):
-    """A call of an earlier answer."""
-
-    type: Literal["function_call"]
-    call_id: str
-    id: SentBack = False
-    status: SentBack = False
-
-
-class FunctionOutputItem(Body):
-    """What a call has brought."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str | list[ContentText]
-    id: SentBack = False
-    status: SentBack = False
-
-
-class ReasoningText(Body):
-    type: Literal["reasoning_text", "summary_text"]
-    text: str
-
-
-class ReasoningItem(Body):
-    """Reasoning of an earlier answer."""
-
-    type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
-    summary: SentBack = False
-    encrypted_content: SentBack = False
-    id: SentBack = False
-    status: SentBack = False
-
-
-def _kind(item: Any) -> Any:
-    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-
-
-Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(
-        _kind,
-        custom_error_type="unknown_item",
-        custom_error_message="type: is none of message, function_call, function_call_output and reasoning",
-    ),
-]
-
-
-class FunctionTool(AskedFunction):
-    """A function that an answer may call. OpenAI's own tools, such as web search, are not there."""
-
-    type: Literal["function"]
-    defer_loading: Ignored = False
-
-
-class NamedFunctionTool(Body):
-    type: Literal["function"]
-    name: str
 
 
 class JsonFormat(Body):
@@ -110,16 +27,21 @@ class TextOptions(Body):
     verbosity: Ignored = False
 
 
+_PLAIN = "reasoning.encrypted_content"  # reasoning comes back as it is, and may be sent again
+
+
 class ResponsesRequest(Body):
     """POST /v1/responses."""
 
     model: str
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=4096, fail_fast=True)]
+    input: str | Annotated[list[Item], Field(max_length=4096, fail_fast=True)] = Field(
+        [], description="Without it the response goes on from what is there: instructions, or an earlier response."
+    )
     instructions: str | None = None
     previous_response_id: str | None = Field(None, description="A response that this one goes on from.")
     store: bool = Field(True, description="Whether the response can be gone on from, and got again.")
-    tools: Annotated[list[FunctionTool], Field(max_length=512)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool = "auto"
+    tools: Annotated[list[AskedTool], Field(max_length=512)] | None = None
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -127,13 +49,19 @@ class ResponsesRequest(Body):
     top_p: float | None = Field(None, ge=0, le=1)
     stream: bool = False
     background: Literal[False] = False
-    include: list[Literal["reasoning.encrypted_content"]] | None = Field(None, description="Reasoning is always plain.")
+    include: Annotated[list[str], Field(max_length=64)] | None = Field(
+        None, description="Reasoning is always plain; nothing else is added."
+    )
     top_logprobs: Literal[0] = Field(0, description="Log-probabilities are in /v1/chat/completions.")
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = Field(
+        "disabled", description="What does not fit into the context is refused, also with `auto`."
+    )
     metadata: dict[str, str] | None = None
     user: str | None = Field(None, max_length=512)
 
     # Without effect.
+    client_metadata: Ignored = False
+    context_management: Ignored = False
     max_tool_calls: Ignored = False
     prompt_cache_key: Ignored = False
     prompt_cache_retention: Ignored = False
@@ -147,13 +75,18 @@ class ResponsesRequest(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     speculation: SpeculationFields | None = None
 
-    @model_validator(mode="after")
-    def _names_one_of_the_tools(self) -> ResponsesRequest:
-        names = [tool.name for tool in self.tools or ()]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"tools: has {twice!r} twice; name each tool once")
-        if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice: needs tools")
-        if isinstance(self.tool_choice, NamedFunctionTool) and self.tool_choice.name not in names:
-            raise ValueError(f"tool_choice.name: {self.tool_choice.name[:64]!r} is none of the tools {names[:8]}")
-        return self
+    @property
+    def all_tools(self) -> list[AskedTool]:
+        """The request's tools, and those that its input has added."""
+        items = self.input if isinstance(self.input, list) else []
+        return [
+            *(self.tools or ()),
+            *(one for item in items if isinstance(item, AdditionalToolsItem) for one in item.tools),
+        ]
+
+    @property
+    def ignored(self) -> list[str]:
+        names = set(super().ignored)
+        names |= {"truncation"} if self.truncation == "auto" else set()
+        names |= {"include"} if set(self.include or ()) - {_PLAIN} else set()
+        return sorted(names)

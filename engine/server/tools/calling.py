@@ -14,6 +14,7 @@ from engine.server.errors import ApiError, field_of
 from engine.server.schema import ChatRequest, JsonObjectFormat, JsonSchemaFormat
 from engine.server.tools.asked_schema import AskedSchema
 from engine.server.tools.message import ChatAnswer
+from engine.server.tools.schema import AskedTool, NamedTool
 from engine.text.answer_format import AnswerFormat
 from engine.text.answer_reader import AnswerReader
 from engine.text.tool_grammar import Tool, Wanted, tool_grammar
@@ -54,29 +55,20 @@ class Calling:
         answer, wanted = _answer(body, paths)
         if body.tools is None or choice == "none":
             return cls(format_, [], Wanted(answer=wanted), answer=answer)
-        if format_.tools is None:
-            raise ApiError(
-                400,
-                "tools: this model's chat template takes none, or writes calls in no known format; if it does, name "
-                "the format with --tool-format",
-                code="unsupported",
-                param="tools",
-            )
-        named = body.chosen_tool
         schemas = {
             tool.function.name: AskedSchema.of(
                 paths.of_tool(number), tool.function.parameters or {}, tool.function.strict
             )
             for number, tool in enumerate(body.tools)
-            if named in (None, tool.function.name)
+            if tool.function.name in body.callable_tools
         }
         may = Wanted(
             tools=tuple(Tool(name, schema.followed) for name, schema in schemas.items()),
-            calls="auto" if choice == "auto" else "required",
-            many=body.parallel_tool_calls and named is None,
+            calls="required" if body.must_call else "auto",
+            many=body.parallel_tool_calls and not isinstance(choice, NamedTool),
             answer=wanted,
         )
-        return cls(format_, [tool.plain() for tool in body.tools], may, schemas, answer)
+        return cls(format_, shown_to(format_, body.tools), may, schemas, answer)
 
     @property
     def left_out(self) -> list[str]:
@@ -135,6 +127,19 @@ class Calling:
     def reader(self, thinking: bool) -> AnswerReader:
         """For one answer. thinking: it begins within reasoning."""
         return AnswerReader(self.format, self.wanted.tools, thinking)
+
+
+def shown_to(format_: AnswerFormat, tools: Sequence[AskedTool]) -> list[dict[str, Any]]:
+    """The tools as a model's chat template takes them. Raises ApiError if it takes none."""
+    if format_.tools is None:
+        raise ApiError(
+            400,
+            "tools: this model's chat template takes none, or writes calls in no known format; if it does, name "
+            "the format with --tool-format",
+            code="unsupported",
+            param="tools",
+        )
+    return [tool.plain() for tool in tools]
 
 
 def _check(tool: Tool, path: str) -> None:

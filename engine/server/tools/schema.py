@@ -58,7 +58,19 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-AskedToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedNames(Body):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=512)
+
+
+class AllowedTools(Body):
+    """The tools that an answer may call, or has to call one of. The prompt shows the others too."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedNames
+
+
+AskedToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
 
 
 class CalledFunction(Body):

@@ -63,7 +63,7 @@ def test_of_what_nobody_expected_a_client_learns_nothing(error: Exception) -> No
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"structured_outputs": {}}, "structured_outputs"),
-        ({"stream_options": {}}, "stream_options"),
+        ({"stream_options": {"no": True}}, "stream_options.no"),
         ({"n": True}, "n"),
         ({"temperature": False}, "temperature"),
         ({"logit_bias": {"1": True}}, "logit_bias.1"),

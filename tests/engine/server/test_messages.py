@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -38,6 +39,11 @@ def events(server: ServerProcess, body: dict[str, Any]) -> list[dict[str, Any]]:
             found.append(json.loads(data.removeprefix("data: ")))
             assert name == f"event: {found[-1]['type']}"
     return found
+
+
+def read_tokens(usage: dict[str, int]) -> int:
+    """All tokens of the prompt, wherever they came from."""
+    return sum(count for name, count in usage.items() if name != "output_tokens")
 
 
 def added_up(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -103,7 +109,26 @@ def test_tokens_are_counted_as_an_answers_prompt_has_them(tool_server: ServerPro
     body = asked(tools=TOOLS, max_tokens=1)
     counted = {name: body[name] for name in ("model", "messages", "tools")}
     tokens = post(tool_server, counted, "/v1/messages/count_tokens").json()["input_tokens"]
-    assert tokens == post(tool_server, body).json()["usage"]["input_tokens"] > 100
+    assert tokens == read_tokens(post(tool_server, body).json()["usage"]) > 100
+
+
+def test_what_the_prefix_cache_had_is_told_apart_from_what_was_read(tool_server: ServerProcess) -> None:
+    body = asked(system="Stand apart. " * 20, max_tokens=20)
+    first = post(tool_server, body).json()["usage"]
+    *_, last, _ = events(tool_server, body)
+    again = last["usage"]
+    assert first["cache_creation_input_tokens"] % 16 == 0 < first["cache_creation_input_tokens"]
+    assert again["cache_read_input_tokens"] > 200 > first["cache_read_input_tokens"]
+    assert max(usage["input_tokens"] for usage in (first, again)) < 16
+    assert read_tokens(first) == read_tokens(again)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_in_the_words_that_anthropics_clients_read(
+    tool_server: ServerProcess,
+) -> None:
+    answer = post(tool_server, asked(messages=[{"role": "user", "content": "x" * 5000}]))
+    tokens, most = re.findall(r"prompt is too long: (\d+) tokens > (\d+) maximum", answer.text)[0]
+    assert int(tokens) > int(most) == 4096
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
@@ -211,7 +236,7 @@ def test_a_stop_sequence_is_named(tool_server: ServerProcess) -> None:
         ({"mcp_servers": [{"type": "url", "url": "http://a", "name": "a"}]}, "mcp_servers"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
         ({"container": "x"}, "container"),
-        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages: prompt is too long: 50"),
     ],
 )
 def test_what_is_wrong_is_refused_in_anthropics_form(tool_server: ServerProcess, more: Any, named: str) -> None:

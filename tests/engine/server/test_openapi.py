@@ -18,6 +18,7 @@ ROUTES = [
     ("DELETE", "/v1/responses/{response_id}"),
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/infill"),
     ("POST", "/tokenize"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),

@@ -97,7 +97,7 @@ def test_a_text_follows_a_schema(client: Any) -> None:
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "web_surf"}]}, "tools[0]"),
         ({"tools": TOOLS * 2}, "tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "no"}}, "tool_choice.name"),
         ({"background": True}, "background"),

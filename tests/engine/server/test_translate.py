@@ -9,10 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 from engine.config import Config
-from engine.core.errors import RequestError
+from engine.core.errors import OverContext, RequestError
 from engine.core.params import Speculation
 from engine.frontend.prompts import check_room
-from engine.server.errors import ApiError, api_error
+from engine.server.errors import ApiError, anthropic_error, api_error
 from engine.server.messages.schema import MessagesRequest
 from engine.server.responses.schema import ResponsesRequest
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
@@ -125,9 +125,18 @@ def test_a_context_that_is_too_short_has_openais_code(length: int, max_tokens: i
 
 
 async def test_a_prompt_over_the_servers_own_limit_has_it_too() -> None:
-    with pytest.raises(ApiError, match=r"^messages: has 1 tokens, this server takes 0") as refused:
+    with pytest.raises(OverContext, match=r"^messages: has 1 tokens, this server takes 0") as refused:
         await choices_of(chat(), Settings("m", max_prompt_tokens=0))
-    assert (refused.value.param, refused.value.code) == ("messages", "context_length_exceeded")
+    told = api_error(refused.value)
+    assert (told.param, told.code) == ("messages", "context_length_exceeded")
+    assert anthropic_error(told)["error"]["message"] == "messages: prompt is too long: 1 tokens > 0 maximum"
+
+
+def test_an_answer_that_does_not_fit_behind_its_prompt_is_told_in_anthropics_words_too() -> None:
+    with pytest.raises(OverContext) as refused:
+        check_room([7] * 5, 4, context=8)
+    told = anthropic_error(api_error(refused.value))["error"]["message"]
+    assert told == "max_tokens: input length and `max_tokens` exceed context limit: 5 + 4 > 8"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,80 @@
+"""`talon connect`: starts a client that talks to a running server, or prints what it has to be told."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import urllib.error
+import urllib.request
+from typing import Annotated, Any
+
+import typer
+
+from engine.cli.agents import AGENTS, Agent, ServedModel
+from engine.cli.command import one_line_errors
+from engine.core.errors import ConfigError, printable
+
+KEY_VARIABLE = "TALON_API_KEY"
+_PATIENCE_S = 10
+
+
+def connect(
+    name: Annotated[str, typer.Argument(help=f"The client: {', '.join(AGENTS)}.", show_default=False)],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="What follows -- goes to the client.", show_default=False)
+    ] = None,
+    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
+    key: Annotated[
+        str | None, typer.Option(help=f"The server's API key; or {KEY_VARIABLE}.", show_default="none")
+    ] = None,
+    print_: Annotated[bool, typer.Option("--print", help="Print the settings, and start nothing.")] = False,
+) -> None:
+    """Start a client that works with a running server, or print its settings.
+
+    talon connect claude
+
+    talon connect codex -- exec "What does this project do?"
+    """
+    with one_line_errors():
+        if (agent := AGENTS.get(name)) is None:
+            raise ConfigError(f"connect {printable(name, 64)}: is no client known here; there are {', '.join(AGENTS)}")
+        server = served_model(url.rstrip("/").removesuffix("/v1"), key or os.environ.get(KEY_VARIABLE) or "none")
+        if agent.own_tokens > server.context // 2:
+            line = f"begins with about {agent.own_tokens} tokens of its own, and {server.model} holds {server.context}"
+            print(f"talon: {name} {line}", file=sys.stderr)
+        if print_ or not agent.command:
+            where = [f"# {agent.place}"] if agent.place else []
+            print("\n".join([*where, *agent.lines(server)]))
+        else:
+            _start(agent, server, arguments or [])
+
+
+def served_model(url: str, key: str) -> ServedModel:
+    """Ask a server for its model. Raises ConfigError if there is none, or the key is wrong."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url {printable(url, 100)}: is no address; give one such as http://127.0.0.1:8000")
+    try:
+        asked = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+        with urllib.request.urlopen(asked, timeout=_PATIENCE_S) as answer:
+            found: dict[str, Any] = json.load(answer)["data"][0]
+        return ServedModel(url, key, found["id"], found["context_length"])
+    except urllib.error.HTTPError as error:
+        if error.code == 401:
+            raise ConfigError(f"--url {url}: wants an API key: give --key or {KEY_VARIABLE}") from None
+        raise ConfigError(f"--url {url}: answers /v1/models with status {error.code}: is this talon serve?") from None
+    except (OSError, ValueError) as error:
+        reason = printable(str(getattr(error, "reason", error)), 200)
+        raise ConfigError(f"--url {url}: no server answers ({reason}): start one with: talon serve") from None
+    except (KeyError, IndexError, TypeError):
+        raise ConfigError(f"--url {url}: /v1/models does not tell the context: is this talon serve?") from None
+
+
+def _start(agent: Agent, server: ServedModel, arguments: list[str]) -> None:
+    """Become the client's process."""
+    command = [*agent.started_by(server), *arguments]
+    if (program := shutil.which(command[0])) is None:
+        raise ConfigError(f"connect {agent.name}: {command[0]} is not installed: {agent.install}")
+    print(f"talon: {agent.name} asks {server.model} at {server.url}", file=sys.stderr, flush=True)
+    os.execve(program, command, os.environ | agent.variables(server))

@@ -1,0 +1,115 @@
+"""What the engine emits as llama.cpp's completions: events of a stream, and whole answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from engine.answer import Piece, Result
+from engine.server.answers import Chunk, JsonObject
+from engine.server.errors import ApiError
+from engine.server.infill.schema import InfillRequest
+from engine.server.translate import ChoiceRequest
+from engine.server.vocabulary import Vocabulary
+
+_REASONS = {"eos": "eos", "stop": "eos", "length": "limit"}
+_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed")
+
+
+class InfillRenderer:
+    """One answer; see `Renderer`. context: the model's. Of `n_predict` 0 nothing is shown."""
+
+    done = b""
+
+    def __init__(
+        self, model: str, body: InfillRequest, wanted: ChoiceRequest, vocabulary: Vocabulary, context: int
+    ) -> None:
+        self._model, self._body, self._wanted, self._vocabulary = model, body, wanted, vocabulary
+        self._context = context
+        self._sent = 0  # tokens
+
+    def opening(self) -> list[Chunk]:
+        return []
+
+    def piece(self, choice: int, piece: Piece) -> list[Chunk]:
+        self._sent += len(piece.token_ids)
+        if not self._body.n_predict:
+            return []
+        counts = {"tokens_predicted": self._sent, "tokens_evaluated": len(self._wanted.prompt)}
+        said = {"index": 0, "content": piece.text, "tokens": list(piece.token_ids), "stop": False}
+        return [said | counts]
+
+    def closing(self, choice: int, result: Result) -> list[Chunk]:
+        return [self._chosen(self._final(result) | {"content": ""})]
+
+    def ending(self, results: Sequence[Result]) -> list[Chunk]:
+        return []
+
+    def whole(self, results: Sequence[Result]) -> JsonObject:
+        return JsonObject(self._chosen(self._final(results[0])))
+
+    def failure(self, error: ApiError) -> Chunk:
+        return error.body.model_dump()
+
+    def event(self, chunk: Chunk) -> bytes:
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+    def _final(self, result: Result) -> dict[str, Any]:
+        shown = result.token_ids if self._body.n_predict else []
+        content = result.text if self._body.n_predict else ""
+        rest = self._vocabulary.texts(result.token_ids)[len(result.text) :]
+        stops = (self._body.stop or ()) if result.finish_reason == "stop" else ()
+        stopped = next((stop for stop in stops if rest.startswith(stop)), "")
+        return {
+            "index": 0,
+            "content": content,
+            "tokens": list(shown) if self._body.return_tokens else [],
+            "stop": True,
+            "model": self._model,
+            "tokens_predicted": len(shown),
+            "tokens_evaluated": len(self._wanted.prompt),
+            "tokens_cached": min(result.metrics.cached_tokens, len(self._wanted.prompt)),
+            "generation_settings": self._settings(),
+            "prompt": self._vocabulary.texts(self._wanted.prompt),
+            "has_new_line": "\n" in content,
+            "truncated": False,
+            "stop_type": "word" if stopped else _REASONS[result.finish_reason] if self._body.n_predict else "limit",
+            "stopping_word": stopped,
+            "timings": _timings(result, len(self._wanted.prompt), len(shown)),
+        }
+
+    def _settings(self) -> dict[str, Any]:
+        own = {"n_ctx": self._context, "n_predict": self._body.n_predict, "repeat_penalty": self._body.repeat_penalty}
+        used = {name: getattr(self._wanted.sampling, name) for name in _SETTINGS}
+        return own | used | {"stop": self._body.stop or [], "stream": self._body.stream}
+
+    def _chosen(self, final: dict[str, Any]) -> dict[str, Any]:
+        """The fields that the client wants. One within another gets its own name."""
+        if self._body.response_fields is None:
+            return final
+        found = {}
+        for path in self._body.response_fields:
+            value: Any = final
+            for name in path.split("/"):
+                value = value.get(name) if isinstance(value, dict) else None
+            if value is not None:
+                found[path.rpartition("/")[2]] = value
+        return found
+
+
+def _timings(result: Result, prompt: int, answer: int) -> dict[str, float]:
+    """How long prompt and answer have taken, with llama.cpp's names."""
+    cached = min(result.metrics.cached_tokens, prompt)
+    read_ms = result.metrics.time_to_first_token_s * 1e3
+    answer_ms = sum(round_.round_us for round_ in result.rounds[1:]) / 1e3
+    timings: dict[str, float] = {"cache_n": cached}
+    for name, count, spent_ms in (("prompt", prompt - cached, read_ms), ("predicted", answer, answer_ms)):
+        timings |= {
+            f"{name}_n": count,
+            f"{name}_ms": spent_ms,
+            f"{name}_per_token_ms": spent_ms / max(1, count),
+            f"{name}_per_second": 1e3 * count / max(1e-3, spent_ms),
+        }
+    return timings

@@ -1,0 +1,134 @@
+"""llama.cpp's /infill, as editors ask it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.text.fill_in import FillIn
+from tests.conftest import tiny_tokenizer
+from tests.engine.server.figures import until
+from tests.engine.server.process import ServerProcess
+from tests.engine.server.tool_model import FILL_IN
+
+VIM: dict[str, Any] = {
+    "id_slot": 0,
+    "input_prefix": "def f(",
+    "input_suffix": "): pass\n",
+    "input_extra": [{"text": "x = 1", "time": 12, "filename": "a.py"}],
+    "prompt": "a, ",
+    "n_predict": 12,
+    "n_indent": 4,
+    "top_k": 40,
+    "top_p": 0.9,
+    "samplers": ["top_k", "top_p", "infill"],
+    "cache_prompt": True,
+    "t_max_prompt_ms": 500,
+    "t_max_predict_ms": 1000,
+    "seed": 5,
+}
+
+
+def post(server: ServerProcess, **more: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/infill", json=VIM | {"ignore_eos": True} | more, timeout=60)
+
+
+def test_an_editor_gets_a_text_and_its_figures(tool_server: ServerProcess) -> None:
+    found = post(tool_server).json()
+    assert found["content"] and (found["stop"], found["stop_type"]) == (True, "limit")
+    assert (found["tokens_predicted"], found["timings"]["predicted_n"], found["truncated"]) == (12, 12, False)
+    assert found["generation_settings"]["n_ctx"] == 4096 and found["generation_settings"]["seed"] == 5
+    assert found["timings"]["predicted_ms"] > 0 and found["timings"]["prompt_ms"] > 0
+
+
+def test_the_text_is_that_of_a_completion_of_the_same_prompt(tool_server: ServerProcess) -> None:
+    found = post(tool_server, return_tokens=True).json()
+    spelled = "\n\n--- snippet ---\n\nx = 1" + FILL_IN[0] + "def f(a, " + FILL_IN[1] + "): pass\n" + FILL_IN[2]
+    assert found["prompt"] == spelled
+    same = {name: VIM[name] for name in ("top_k", "top_p", "seed")} | {"temperature": 0.8, "min_p": 0.05}
+    asked = {"model": "tiny", "prompt": spelled, "max_tokens": 12, "ignore_eos": True, **same}
+    choice = httpx.post(f"{tool_server.url}/v1/completions", json=asked, timeout=60).json()["choices"][0]
+    assert choice["text"] == found["content"] and len(found["tokens"]) == 12
+
+
+def test_the_parts_of_a_stream_add_up_and_the_last_one_has_the_figures(tool_server: ServerProcess) -> None:
+    text = post(tool_server, stream=True).text
+    parts = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+    assert "".join(part["content"] for part in parts) == post(tool_server).json()["content"]
+    assert [part["stop"] for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1]["tokens_predicted"] == parts[-2]["tokens_predicted"] == 12
+
+
+def test_only_the_fields_that_are_wanted_come_back(tool_server: ServerProcess) -> None:
+    wanted = ["content", "timings/predicted_n", "generation_settings/n_ctx", "nothing/there", "tokens_cached"]
+    found = post(tool_server, response_fields=wanted).json()
+    assert {*found} == {"content", "predicted_n", "n_ctx", "tokens_cached"} and found["n_ctx"] == 4096
+
+
+def test_a_request_for_no_token_shows_none(tool_server: ServerProcess) -> None:
+    found = post(tool_server, n_predict=0).json()
+    assert (found["content"], found["tokens_predicted"], found["stop_type"]) == ("", 0, "limit")
+    events = post(tool_server, n_predict=0, stream=True).text.splitlines()
+    (last,) = [json.loads(line.removeprefix("data: ")) for line in events if line.startswith("data: ")]
+    assert (last["content"], last["stop"]) == ("", True)
+
+
+def test_the_next_request_finds_the_prompt_in_the_prefix_cache(tool_server: ServerProcess) -> None:
+    more = {"input_prefix": "class Warm:\n" + "    x = 1\n" * 20}
+    post(tool_server, **more)
+    assert post(tool_server, **more).json()["tokens_cached"] > 150
+
+
+def test_a_text_that_ends_the_answer_is_named(tool_server: ServerProcess) -> None:
+    text = post(tool_server).json()["content"]
+    found = post(tool_server, stop=["\0", text[3]]).json()
+    assert (found["stop_type"], found["stopping_word"]) == ("word", text[3])
+    assert found["content"] == text.partition(text[3])[0]
+
+
+def test_what_has_no_effect_is_named_in_the_log(tool_server: ServerProcess) -> None:
+    post(tool_server)
+    for name in ("n_indent", "samplers", "t_max_predict_ms"):
+        text = f"ignored field: {name}:"
+        until(lambda text=text: any(text in line.get("event", "") for line in tool_server.lines), 10)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"input_prefix": None}, "input_prefix"),
+        ({"input_prefix": "x" * 5000}, "input_prefix"),
+        ({"n_probs": 3}, "n_probs"),
+        ({"model": "another"}, "model"),
+        ({"mirostat": 1}, "mirostat"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_its_name(tool_server: ServerProcess, more: dict[str, Any], named: str) -> None:
+    answer = post(tool_server, **more)
+    assert answer.status_code in (400, 404) and answer.json()["error"]["param"] == named
+
+
+def test_a_model_without_tokens_for_filling_in_says_so(server: ServerProcess) -> None:
+    error = post(server).json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported", "input_suffix")
+
+
+def test_other_files_stand_before_the_prompt_as_in_a_repository_and_the_last_ones_fit() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([*FILL_IN, "<|repo_name|>", "<|file_sep|>"], special_tokens=True)
+    fill_in = FillIn.of(tokenizer)
+    assert fill_in is not None
+    files = [("a.py", "a = 1\n"), ("b.py", "b = 2\n")]
+    texts = ["<|repo_name|>myproject\n", "<|file_sep|>a.py\na = 1\n", "<|file_sep|>b.py\nb = 2\n"]
+    last = "<|file_sep|>filename\n"
+
+    def read(most: int) -> str:
+        return str(tokenizer.decode(fill_in.before(files, most), clean_up_tokenization_spaces=False))
+
+    whole = len(fill_in.before(files, 1000))
+    assert read(whole) == "".join(texts) + last
+    assert read(whole - 1) == texts[0] + texts[2] + last
+    assert read(20) == ""
