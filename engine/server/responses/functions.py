@@ -108,11 +108,13 @@ def has_free_grammar(tools: Sequence[AskedTool]) -> bool:
 def _shown(
     tool: FunctionTool | CustomTool, path: str, namespace: str | None = None, about: str | None = None
 ) -> ShownTool:
-    is_function = isinstance(tool, FunctionTool)
-    function = _function(tool) if is_function else _one_text(tool)
+    if isinstance(tool, FunctionTool):
+        function, field = _function(tool), "parameters"
+    else:
+        function, field = _one_text(tool), "format"
     said = [text for text in (about, function["description"]) if text]
     function |= {"name": flat(tool.name, namespace), "description": "\n".join(said)}
-    return ShownTool(tool.type, tool.name, function, f"{path}.{'parameters' if is_function else 'format'}", namespace)
+    return ShownTool(tool.type, tool.name, function, f"{path}.{field}", namespace)
 
 
 def _function(tool: FunctionTool) -> dict[str, Any]:
