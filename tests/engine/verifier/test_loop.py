@@ -274,6 +274,50 @@ def test_a_head_gets_the_hidden_states_of_what_others_have_read_and_written() ->
     assert other.cached == 16 and positions_sent(stage.verdicts(), 2) == [*range(10, 27)]
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_what_was_read_of_a_prompt_is_kept_however_short_its_answer(tokens: int) -> None:
+    stage = Stage()
+    stage.submit(1, [*range(10, 27)], max_tokens=tokens)
+    while len(stage.tokens(1)) < tokens:
+        stage.step()
+    again = stage.submit(2, [*range(10, 27)])
+    stage.step()
+    assert again.cached == 16 and stage.target.pool.free == BLOCKS - 2, "and the first holds no block"
+
+
+def test_the_last_tree_of_an_answer_is_kept_too() -> None:
+    stage = Stage(Hello())
+    request = stage.submit(1, [*range(10, 22)], max_tokens=6)
+    stage.step()
+    stage.draft(request, TokenTree.chain(22, [23, 24, 25, 26], [0.9] * 4))
+    stage.step()
+    assert stage.emitted()[-1].finish_reason == "length"
+    again = stage.submit(2, [*range(10, 28)])
+    stage.step()
+    assert again.cached == 16
+
+
+def test_what_was_read_of_a_prompt_is_kept_when_the_client_leaves() -> None:
+    stage = Stage()
+    stage.verifier.requests.chunk = 16
+    stage.submit(1, [*range(10, 30)])
+    stage.step()
+    stage.control.inbox.append((Cancel(request=1), []))
+    stage.verifier._receive()
+    again = stage.submit(2, [*range(10, 30)])
+    stage.step()
+    assert again.cached == 16
+
+
+def test_a_head_gets_the_hidden_states_of_a_prompt_whose_answer_was_one_token() -> None:
+    stage = Stage(HEAD)
+    stage.submit(1, [*range(10, 27)], max_tokens=1)
+    stage.step()
+    again = stage.submit(2, [*range(10, 27)])
+    stage.step()
+    assert again.cached == 16 and positions_sent(stage.verdicts(), 2) == [*range(10, 27)]
+
+
 def test_a_head_gets_no_hidden_states_again_after_a_preemption() -> None:
     stage = Stage(HEAD)
     request = after_a_block(stage)
