@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from engine.server.answers import AnthropicError, InputTokens
+from engine.server.messages.billing import BILLING_LINE, has_billing_line
 from engine.server.messages.render import MessagesRenderer
 from engine.server.messages.schema import CountRequest, MessagesRequest
 from engine.server.messages.translate import chat_fields
@@ -29,7 +30,7 @@ def add_messages(app: FastAPI, serving: Serving, stream: Responses, refusals: Re
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer messages, as Anthropic's API does."""
         chat = chat_request(chat_fields(body))
-        serving.note(body.ignored)
+        serving.note([*body.ignored, *([f"system: {BILLING_LINE}"] if has_billing_line(body.system) else [])])
 
         def renderer(wanted: list[ChoiceRequest], calling: Calling) -> MessagesRenderer:
             return MessagesRenderer(serving.settings.model, wanted, serving.vocabulary, calling)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from engine.server.messages.billing import without_billing_line
 from engine.server.messages.schema import (
     CountRequest,
     InputMessage,
@@ -47,7 +48,8 @@ def chat_fields(body: CountRequest) -> dict[str, Any]:
 
 
 def _messages(body: CountRequest) -> list[dict[str, Any]]:
-    system = [] if body.system is None else [{"role": "system", "content": _text(body.system)}]
+    texts = without_billing_line(body.system)
+    system = [{"role": "system", "content": "\n".join(texts)}] if texts else []
     return [*system, *(one for message in body.messages for one in _plain(message))]
 
 
