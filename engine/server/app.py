@@ -19,6 +19,7 @@ from engine.server.answers import (
     Error,
     Model,
     ModelList,
+    Prompts,
     Status,
     TextCompletion,
     Tokenized,
@@ -29,6 +30,7 @@ from engine.server.http.connection import ClientGone
 from engine.server.http.guard import CLIENT_GONE, Guard
 from engine.server.http.owner_names import OwnerNames
 from engine.server.messages.routes import add_messages
+from engine.server.reading.state import prompts_so_far
 from engine.server.render import ChatRenderer, TextRenderer, unnamed_sources
 from engine.server.responses.routes import add_responses
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
@@ -126,6 +128,11 @@ def create_app(serving: Serving) -> FastAPI:
             check_model(body.model, settings)
         tokens = await engine.tokenize(asked, raw=True, rendering=body.rendering)
         return Tokenized(tokens=tokens, count=len(tokens), max_model_len=engine.target.context)
+
+    @app.get("/prompts", responses=_only(401))
+    async def prompts() -> Prompts:
+        """How much of all prompts was found in the prefix cache, what kept the rest from it, and what is being read."""
+        return prompts_so_far(engine, serving.changed)
 
     @app.get("/health", responses=_only(503))
     async def health() -> Status:

@@ -115,6 +115,7 @@ class Verifier:
         if not (trees or chunks):
             return
         started_ns = time.perf_counter_ns()
+        self.front_end.send_progress(plan.reading, self.timer.costs, self.requests.chunk, started_ns)
         try:
             logits, hidden_states = self.target.run([*trees, *chunks], self.drafter.wants.feature_layers)
         except torch.AcceleratorError:

@@ -33,6 +33,8 @@ from engine.wire.messages import (
     Failed,
     Finish,
     Hello,
+    PromptProgress,
+    PromptsRead,
     Rejoin,
     RoundVerdict,
     Stop,
@@ -156,6 +158,10 @@ class Stage:
         return [
             tokens for message, *_ in self.control.sent if isinstance(message, Emitted) for tokens in message.tokens
         ]
+
+    def progress(self) -> list[PromptProgress]:
+        """What the front end was told of prompts under way."""
+        return [one for message, *_ in self.control.sent if isinstance(message, PromptsRead) for one in message.prompts]
 
     def tokens(self, number: int) -> list[int]:
         """What that one has emitted."""
@@ -609,3 +615,34 @@ def test_a_drafter_that_slept_comes_back_by_itself() -> None:
         assert stage.verifier.drafter.present and request.has_draft
         router.close()
         line.close()
+
+
+def test_the_front_end_hears_how_far_a_long_prompt_is_before_each_of_its_forwards_but_the_last() -> None:
+    stage = Stage()
+    stage.verifier.requests.chunk = 8
+    stage.submit(1, [*range(10, 27)], max_tokens=1)
+    while not stage.tokens(1):
+        stage.step()
+    told = [(one.request, one.read, one.total, one.cached) for one in stage.progress()]
+    assert told == [(1, 0, 17, 0), (1, 8, 17, 0)]
+    assert [round(one.left_us / 1e6) for one in stage.progress()] == [3, 2], "a second for each forward"
+
+
+def test_a_prompt_begins_with_what_was_found_in_the_prefix_cache() -> None:
+    stage = Stage()
+    stage.submit(1, [*range(10, 27)], max_tokens=1)
+    stage.step()
+    stage.verifier.requests.chunk = 4
+    stage.submit(2, [*range(10, 32)], max_tokens=1)
+    stage.step()
+    assert [(one.read, one.cached) for one in stage.progress()] == [(16, 16)]
+
+
+def test_a_prompt_of_one_forward_and_an_answer_that_is_read_again_are_no_news() -> None:
+    stage = Stage()
+    request = stage.submit(1, [*range(10, 22)])
+    stage.step()
+    stage.verifier.requests._preempt_youngest()
+    stage.verifier.requests.chunk = 4
+    stage.step()
+    assert request.has_answer and stage.progress() == []
