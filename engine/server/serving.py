@@ -190,6 +190,8 @@ class Results:
             record["completion_tokens"] = record.get("completion_tokens", 0) + len(arrival.token_ids)
             return
         self._results[choice] = arrival
+        found = min(arrival.metrics.cached_tokens, arrival.prompt_tokens)
+        record["cached_tokens"] = record.get("cached_tokens", 0) + found
         reason = "length" if arrival.finish_reason == "length" else "stop"
         self.latencies.ended(self.started_s, arrival, reason)
         record["finish_reasons"] = [*record.get("finish_reasons", []), reason]
