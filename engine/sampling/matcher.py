@@ -32,6 +32,25 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 """Keywords of a schema whose keys are names."""
 _VALUES = ("const", "enum", "default", "examples")
 """Keywords of a schema that hold values."""
+_ALWAYS_TRUE: dict[str, tuple[Any, ...]] = {
+    "propertyNames": (True, {}, {"type": "string"}),
+    "uniqueItems": (False,),
+    "not": (False,),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+}
+"""Keywords that the library may not know, with the values with which they say nothing."""
+_NEEDS = {
+    "if": ("then", "else"),
+    "then": ("if",),
+    "else": ("if",),
+    "minContains": ("contains",),
+    "maxContains": ("contains",),
+}
+"""Keywords that say nothing unless one of these is beside them."""
 _REFUSALS = {
     "oneOf constraints are not supported": "oneOf is supported where its options exclude each other; use anyOf",
 }
@@ -44,8 +63,15 @@ _FORESEEN = 16  # tokens
 @functools.lru_cache(maxsize=_KEPT)
 def check(grammar: Grammar) -> None:
     """Raise RequestError, with the library's reason, if there is no matcher for `grammar`."""
-    if reason := _library().LLMatcher.validate_grammar(_source(grammar), limits=_limits()):
+    if reason := refusal_of(grammar):
         raise _refused(grammar, reason)
+
+
+def refusal_of(grammar: Grammar) -> str:
+    """Return the library's reason for having no matcher for `grammar`, "" if it has one. Raises RequestError for text
+    that cannot be converted.
+    """
+    return str(_library().LLMatcher.validate_grammar(_source(grammar), limits=_limits()))
 
 
 class Matchers:
@@ -194,30 +220,39 @@ def _schema(grammar: Grammar) -> str:
 
 @functools.lru_cache(maxsize=_KEPT)
 def without_annotations(schema: str) -> str:
-    """The schema without the `format`s that the library does not know, which it would refuse: to JSON Schema they are
-    annotations.
+    """The schema without what the library would refuse although it says nothing: `format`s that it does not know, which
+    are annotations to JSON Schema, and keywords that are always true.
     """
     try:
         whole = json.loads(schema)
-        return json.dumps(whole) if _drop_formats(whole) else schema
+        return json.dumps(whole) if _drop_annotations(whole) else schema
     except RecursionError:  # the library refuses it
         return schema
 
 
-def _drop_formats(schema: Any) -> bool:
-    """Drop unknown formats from the schema itself. Returns whether there were any."""
+def _drop_annotations(schema: Any) -> bool:
+    """Drop from the schema itself what says nothing. Returns whether there was any."""
     waiting, dropped = [(schema, False)], False
     while waiting:
         value, named = waiting.pop()
         if isinstance(value, list):
             waiting += ((item, False) for item in value)
         elif isinstance(value, dict):
-            if not named and isinstance(value.get("format"), str) and value["format"] not in _known_formats():
-                del value["format"]
+            for key in [key for key in value if not named and _says_nothing(key, value)]:
+                del value[key]
                 dropped = True
             names = () if named else _NAMED
             waiting += ((item, key in names) for key, item in value.items() if named or key not in _VALUES)
     return dropped
+
+
+def _says_nothing(key: str, schema: dict[str, Any]) -> bool:
+    value = schema[key]
+    if key == "format":
+        return isinstance(value, str) and value not in _known_formats()
+    if key in _NEEDS:
+        return not any(other in schema for other in _NEEDS[key])
+    return any(type(value) is type(one) and value == one for one in _ALWAYS_TRUE.get(key, ()))
 
 
 @functools.cache

@@ -14,6 +14,7 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
     "tool_calls": ([],),
     "annotations": ([],),
     "functions": ([],),
+    "mcp_servers": ([],),
     "function_call": ("none",),
     "store": (False,),
     "service_tier": ("auto", "default"),

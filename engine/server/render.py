@@ -88,6 +88,7 @@ class _Format:
         unnamed: frozenset[str] = frozenset(),
     ):
         self.wanted, self.vocabulary, self.body, self.unnamed = wanted, vocabulary, body, unnamed
+        self.left_out: Sequence[str] = ()  # keywords of schemas that no grammar follows
         self._sent = 0  # tokens of all answers so far
         self._head = {
             "id": f"{self.letters}-{uuid.uuid4().hex}",
@@ -121,7 +122,7 @@ class _Format:
         return Usage(prompt_tokens=self._prompts, completion_tokens=answers, total_tokens=self._prompts + answers)
 
     def _metrics(self, results: Sequence[Result]) -> AnswerMetrics:
-        return _metrics(results, self.body.ignored)
+        return _metrics(results, [*self.body.ignored, *self.left_out])
 
     def _see(self, choice: int, piece: Piece) -> None:
         """Count what is about to be sent."""
@@ -167,7 +168,7 @@ class ChatRenderer(_Format):
         calling: Calling,
     ):
         super().__init__(model, wanted, vocabulary, body, unnamed)
-        self._calls = bool(calling.wanted.tools)
+        self._calls, self.left_out = bool(calling.wanted.tools), calling.left_out
         self._messages = [ChatAnswer(calling.reader(one.thinking), calling.format) for one in wanted]
 
     def opening(self) -> list[Chunk]:

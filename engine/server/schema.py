@@ -70,7 +70,7 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    """The schema that an answer must follow. It is always followed strictly."""
+    """The schema that an answer must follow. strict: whether it is refused if a grammar cannot follow all of it."""
 
     name: str = Field("answer", min_length=1, max_length=64)
     description: str | None = None

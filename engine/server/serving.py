@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import anyio.to_thread
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry
@@ -28,7 +29,7 @@ from engine.server.reading.progress import comment
 from engine.server.render import Renderer
 from engine.server.schema import ChatRequest
 from engine.server.settings import Settings
-from engine.server.tools.calling import Calling
+from engine.server.tools.calling import Calling, SchemaPaths
 from engine.server.traces import Traces
 from engine.server.translate import ChoiceRequest, chat_choices, names_of, owned, places_for
 from engine.server.vocabulary import Vocabulary
@@ -41,6 +42,10 @@ _FIRST = (
     SamplingParams(max_tokens=8, grammar=Grammar(json_object=True)),
 )
 """Together they need everything made on first use: the chat template, noise, a grammar's tokenizer."""
+
+_NO_EFFECT = "clients send it, and it changes no answer"
+_NOT_IN_GRAMMARS = "a grammar cannot follow it, so answers are only compared with it; with strict it is refused"
+_MOST_IGNORED = 4096  # names that are remembered: clients choose some of them
 
 
 class Serving:
@@ -80,18 +85,28 @@ class Serving:
         request: Request,
         body: ChatRequest,
         renderer: Callable[[list[ChoiceRequest], Calling], Renderer],
+        paths: SchemaPaths | None = None,
     ) -> Response:
-        """Answer a chat request; `renderer` says in which API's form. Raises TalonError for what refuses it."""
+        """Answer a chat request; `renderer` says in which API's form, and `paths` what the client calls its schemas.
+        Raises TalonError for what refuses it.
+        """
         self.check()
         request.state.names = names_of(body)
         with places_for(body, body.n, self.engine, self.settings) as places:
-            calling = Calling.of(body, self.answers)
+            calling = await anyio.to_thread.run_sync(Calling.of, body, self.answers, paths)
             choices = await chat_choices(body, self.engine, self.settings, self.vocabulary, calling)
             wanted = owned(choices, request.state.owner, self.engine.config)
-            return await self.answer(request, body, wanted, renderer(wanted, calling), places)
+            self.note(calling.left_out, _NOT_IN_GRAMMARS)
+            return await self.answer(request, body, wanted, renderer(wanted, calling), places, calling)
 
     async def answer(
-        self, request: Request, body: Any, wanted: Sequence[ChoiceRequest], format_: Renderer, places: Reservation
+        self,
+        request: Request,
+        body: Any,
+        wanted: Sequence[ChoiceRequest],
+        format_: Renderer,
+        places: Reservation,
+        calling: Calling | None = None,
     ) -> Response:
         """A stream begins once the engine has accepted the request, so that refusals get their own HTTP status."""
         choices = RunningChoices(self.engine, wanted, self.latencies, places)
@@ -102,18 +117,21 @@ class Serving:
             record["request"] = body.model_dump(exclude_unset=True, by_alias=True)
         self.note(body.ignored)
         self._compare(wanted[0].prompt)
-        results = Results(self.latencies, record, self.log.prompts, len(wanted))
+        results = Results(self.latencies, record, self.log.prompts, wanted, calling)
         if body.stream:
             events = self._stream(choices, format_, results, request.state.names)
             opening = await while_there(request, anext(events))
             return EventStream(events, opening, lambda: comment(results.progress))
         await while_there(request, results.collect(choices))
+        await results.compare()
         return JSONResponse(format_.whole(results.complete).model_dump(exclude_none=False))
 
-    def note(self, ignored: Sequence[str]) -> None:
+    def note(self, ignored: Sequence[str], why: str = _NO_EFFECT) -> None:
         """Say in the log, once a field, that clients send what has no effect."""
-        for name in set(ignored) - self._ignored:
-            self.log.warn(f"ignored field: {name}: clients send it, and it changes no answer")
+        for name in sorted(set(ignored) - self._ignored):
+            self.log.warn(f"ignored field: {name}: {why}")
+        if len(self._ignored) > _MOST_IGNORED:
+            self._ignored.clear()
         self._ignored.update(ignored)
 
     def _compare(self, prompt: list[int]) -> None:
@@ -139,6 +157,7 @@ class Serving:
                     if chunks := results.rendered(event, format_):  # what sends nothing must not put off a comment
                         yield _events(format_, chunks)
                 yield _events(format_, format_.ending(results.complete))
+                await results.compare()
             except Exception as error:
                 refusal = api_error(error, names)
                 if refusal.status == 500:
@@ -150,15 +169,24 @@ class Serving:
 
 
 class Results:
-    """The results of a request's choices as they arrive, counted and added to its record for the log. progress: how far
-    the prompt is, while it is read in several forwards.
+    """The results of a request's choices as they arrive, counted and added to its record for the log. texts: whether
+    that holds answers. calling: what they may call, if anything. progress: how far the prompt is, while it is read in
+    several forwards.
     """
 
-    def __init__(self, latencies: Latencies, record: dict[str, Any], texts: bool, choices: int):
+    def __init__(
+        self,
+        latencies: Latencies,
+        record: dict[str, Any],
+        texts: bool,
+        wanted: Sequence[ChoiceRequest],
+        calling: Calling | None = None,
+    ):
         self.latencies, self.record, self.texts = latencies, record, texts
         self.started_s = time.perf_counter()
+        self._wanted, self._calling = wanted, calling
         self.progress: PromptProgress | None = None
-        self._results: list[Result | None] = [None] * choices
+        self._results: list[Result | None] = [None] * len(wanted)
 
     @property
     def complete(self) -> list[Result]:
@@ -177,6 +205,17 @@ class Results:
         if isinstance(arrival, PromptProgress):
             return format_.progress(choice, arrival)
         return format_.piece(choice, arrival) if isinstance(arrival, Piece) else format_.closing(choice, arrival)
+
+    async def compare(self) -> None:
+        """Say in the record which keywords of the client's schemas the finished answers do not follow."""
+        if self._calling is not None and self._calling.left_out:
+            found = await anyio.to_thread.run_sync(self._differences, self._calling)
+            self.record |= {"not_followed": found} if found else {}
+
+    def _differences(self, calling: Calling) -> list[str]:
+        answers = zip(self.complete, self._wanted, strict=True)
+        found = (path for result, one in answers for path in calling.differences(result.text, one.thinking))
+        return list(dict.fromkeys(found))
 
     def _see(self, event: Event) -> None:
         choice, arrival = event

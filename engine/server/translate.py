@@ -88,6 +88,8 @@ async def chat_choices(
     more: dict[str, Any] = {"max_tokens": limit, "logprobs": logprobs}
     if calling.needs_grammar:
         more["grammar"] = await anyio.to_thread.run_sync(calling.grammar)
+    elif calling.answer is not None:
+        more["grammar"] = {"json_schema": calling.answer.followed}
     sampling = _sampling(body, **more)
     thinking = calling.wanted.thinking and (calling.needs_grammar or sampling.grammar is None)
     choices = (sampling.of_choice(choice) for choice in range(body.n))

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine.core.errors import ConfigError
+from engine.text.token_pieces import special_tokens
 
 Style = Literal["json", "parameters", "gemma"]
+BLANKS = r"[ \t\r\n]*"
+"""Regular expression of what may stand before a call with which an answer begins."""
 
 
 @dataclass(frozen=True)
@@ -214,12 +217,13 @@ REASONING_FORMATS = (
 @dataclass(frozen=True)
 class AnswerFormat:
     """How a model's answers are written. tools: None where its chat template takes none. added: the texts of the
-    tokenizer's added tokens, with their ids.
+    tokenizer's added tokens, with their ids. special: the ids of its special tokens, which are added tokens too.
     """
 
     tools: ToolFormat | None
     reasoning: ReasoningFormat | None
     added: dict[str, int]
+    special: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, tokenizer: Any, name: str | None = None) -> AnswerFormat:
@@ -232,7 +236,13 @@ class AnswerFormat:
             raise ConfigError(f"--tool-format {name}: is no format; there are {', '.join(sorted(named))}")
         tools = _tools_of(template) if name is None else named[name]
         added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
-        return cls(tools if "tools" in template else None, _reasoning_of(template), added)
+        special = frozenset(special_tokens(tokenizer))
+        return cls(tools if "tools" in template else None, _reasoning_of(template), added, special)
+
+    @property
+    def unread(self) -> frozenset[int]:
+        """The control tokens that an answer's text leaves out where it may call."""
+        return self.special - self.marks(calls=True)
 
     def marks(self, calls: bool) -> frozenset[int]:
         """The added tokens that reasoning, and `calls`, are written with."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from engine.text.answer_format import BARE_FORMS, AnswerFormat
+from engine.text.answer_format import BARE_FORMS, BLANKS, AnswerFormat, ToolFormat
 from engine.text.call_arguments import ArgumentsReader, GemmaReader, JsonReader, ParametersReader, begun
 from engine.text.tool_grammar import Tool, is_text
 
@@ -73,10 +73,10 @@ class AnswerReader:
         """A message begins: whom it is to, if it is to a tool."""
         if self._recipient is not None:
             begin = self._recipient.begin
-            if self._held.startswith(begin):
+            if (found := re.match(BLANKS + re.escape(begin), self._held)) is not None:
                 self._middles = self._recipient.middles
-                return self._expect(begin, self._names)
-            if begin.startswith(self._held):
+                return self._expect(found[0], self._names)
+            if begin.lstrip()[:-1].startswith(_unblanked(self._held)):
                 return None
         self._state = self._talks
         return []
@@ -87,7 +87,7 @@ class AnswerReader:
         marks: dict[str, Callable[[], list[AnswerPart] | None] | None] = dict.fromkeys(self._skipped)
         if self._reasoning is not None:
             marks[self._reasoning.begin] = self._thinks
-        if self._tools is not None and not (self._tools.leading and self._said):
+        if self._tools is not None and self._may_call(self._tools):
             marks[self._tools.trigger] = self._begins
         at, mark = _first(self._held, marks)
         if not mark:
@@ -100,6 +100,13 @@ class AnswerReader:
         elif self._recipient is not None and mark == self._recipient.header:
             self._state = self._opens
         return parts
+
+    def _may_call(self, tools: ToolFormat) -> bool:
+        """Return whether a trigger that follows begins a call: where calls lead, only blanks may be before it."""
+        if not tools.leading:
+            return True
+        held = _unblanked(self._held)
+        return not self._said and (held.startswith(tools.trigger) or tools.trigger.startswith(held))
 
     def _say(self, text: str, held: int) -> list[AnswerPart] | None:
         """The text's part; blanks wait for what follows, and do not begin or end a part where others are beside it."""
@@ -126,7 +133,7 @@ class AnswerReader:
 
     def _maybe_bare(self) -> list[AnswerPart] | Literal[True] | None:
         """The bare call that comes next, None if it may be one yet, True if it is none."""
-        held = self._held.lstrip() if self._thought else self._held
+        held = _unblanked(self._held)
         for form, lead in self._bare:
             if (match := lead.match(held)) is not None:
                 self._held, self._arguments, self._bare_end = held[match.end() :], JsonReader(), re.compile(form.end)
@@ -208,6 +215,11 @@ class AnswerReader:
             properties: Mapping[str, object] = schema.get("properties", {})
             return ParametersReader({key for key, value in properties.items() if is_text(value, schema)})
         return GemmaReader(self._tools.quote) if self._tools.arguments == "gemma" else JsonReader()
+
+
+def _unblanked(text: str) -> str:
+    """Return the text without the blanks that it begins with."""
+    return re.sub(f"^{BLANKS}", "", text)
 
 
 def _first(text: str, marks: Mapping[str, object]) -> tuple[int, str]:

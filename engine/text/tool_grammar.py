@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.core.grammar import JSON_WHITESPACE
-from engine.text.answer_format import BARE_FORMS, AnswerFormat, ReasoningFormat, ToolFormat
+from engine.text.answer_format import BARE_FORMS, BLANKS, AnswerFormat, ReasoningFormat, ToolFormat
 
 MOST_CALLS = 64  # in one answer: a small model may repeat itself
 MOST_BEHIND = 16  # characters behind the last call of an answer
@@ -67,22 +67,23 @@ class _Writer:
         tools, ways = self.format.tools, []
         reasoning = self._reasoning(wanted.thinking)
         leads = wanted.calls == "required" or wanted.answer is not None
+        self._write_lead()
         if wanted.calls != "none" and tools is not None:
             self._calls(tools, wanted)
-            ways.append(self._literal(tools.trigger) + " calls" if leads or tools.leading else "opened calls")
-            if not leads and not tools.leading:
-                self._opened(tools.trigger)
+            ways.append(self._literal(tools.trigger) + " calls" if leads else self._opened(tools) + " calls")
             if tools.bare and not leads:
-                ways.append(self._bare_calls(wanted))
+                ways.append(f"lead {self._bare_calls(wanted)}")
         if wanted.calls != "required":
             ways.append(self._answer(tools, wanted))
         if tools is not None and tools.skipped:
             skips = " | ".join(f"({self._literal(text)})" for text in tools.skipped)
             self.rules.append(f"skipped: ({skips}){{0,3}}")
-            ways = [f"skipped {way}" for way in ways]
-        if wanted.calls != "none" and tools is not None and tools.recipient is not None:
-            lead = "skipped" if leads else "skipped (OTHER skipped)?"
-            ways.append(f"({lead} {self._literal(tools.recipient.header)})? {self._call_to(tools, wanted)}")
+            skipped = "skipped" if leads else "lead skipped"
+            ways = [f"{skipped} {way}" for way in ways]
+            if wanted.calls != "none" and tools.recipient is not None:
+                before = skipped if leads else f"{skipped} (OTHER skipped)?"
+                header = f"({before} {self._literal(tools.recipient.header)})?"
+                ways.append(f"{'' if leads else 'lead'} {header} {self._call_to(tools, wanted)}")
         self.rules.append(f"start: {reasoning} ({' | '.join(ways)})")
         return "\n".join(["%llguidance {}", *reversed(self.rules)])
 
@@ -110,36 +111,62 @@ class _Writer:
         else:
             self.rules.append(f"{name}[lazy]: {_ANY} {json.dumps(reasoning.end)}")
 
-    def _opened(self, trigger: str) -> None:
-        """A rule for text up to the first call. The text of a trigger that is one token may also come in several."""
+    def _opened(self, tools: ToolFormat) -> str:
+        """Return an expression for what precedes the first call, its trigger included. The text of a trigger that is
+        one token may also come in several.
+        """
+        trigger = tools.trigger
+        if tools.leading:
+            self.rules.append(f"opened[lazy]: /{BLANKS}{re.escape(trigger)}/")
+            return "lead opened"
         ways = []
-        if (lead := self._added.match(trigger)) is not None:
-            tools = self.format.tools
-            free = "(OTHER skipped)?" if tools is not None and tools.skipped else self._free(lead[0])
+        if (first := self._added.match(trigger)) is not None:
+            free = "(OTHER skipped)?" if tools.skipped else self._free(first[0])
             ways.append(f"{free} {self._literal(trigger)}")
-        if lead is None or lead[0] == trigger:
+        if first is None or first[0] == trigger:
             self.rules.append(f"spelled[lazy]: {_ANY} {json.dumps(trigger)}")
-            ways.append("spelled")
+            others = self._others("" if first is None else trigger)
+            ways.append(f"(OTHER? ({others}))* spelled" if others and not tools.skipped else "spelled")
         self.rules.append(f"opened: {' | '.join(ways)}")
+        return "opened"
+
+    def _write_lead(self) -> None:
+        """Add the rule for what an answer may begin with unread: hidden control tokens, and blanks before each. Blanks
+        after them are part of what follows.
+        """
+        self.rules += [f"GAP: /{BLANKS}/", f"lead: (GAP? {unread})*" if (unread := self._unread()) else 'lead: ""']
 
     def _answer(self, tools: ToolFormat | None, wanted: Wanted) -> str:
         """An answer that calls nothing."""
         if wanted.answer is not None:
             return f"%json {_dumps(wanted.answer)}"
         if wanted.calls == "auto" and tools is not None and tools.leading:
-            self.rules.append(f"OUTRIGHT: /([^{re.escape(tools.trigger[0])}](.|\\n)*)?/")
-            return "OUTRIGHT"
+            self.rules.append(f"OUTRIGHT: /{BLANKS}([^ \\t\\r\\n{re.escape(tools.trigger[0])}](.|\\n)*)?/")
+            return "lead OUTRIGHT"
         return self._free(tools.trigger if tools is not None and wanted.calls == "auto" else "")
 
     def _free(self, without: str) -> str:
         """Any text, and any of the added tokens but those of reasoning and `without`, with which something begins."""
-        reasoning, tools = self.format.reasoning, self.format.tools
-        closed = [without] + ([reasoning.begin, reasoning.end] if reasoning is not None else [])
-        first = {found[0] for text in closed if (found := self._added.match(text)) is not None}
+        tools = self.format.tools
         if tools is not None and tools.skipped:  # the tokens of headers begin many things
             return "OTHER?"
-        others = sorted(number for text, number in self.format.added.items() if text not in first)
-        return f"(OTHER | <[{','.join(map(str, others))}]>)*" if others else "OTHER?"
+        others = self._others(without)
+        return f"(OTHER | {others})*" if others else "OTHER?"
+
+    def _others(self, without: str) -> str:
+        """Return an expression for one of the added tokens but those of reasoning and `without`; "" if there is none.
+
+        The library takes a token for one set of tokens alone, so sets are the same wherever they may meet, or disjoint.
+        """
+        reasoning = self.format.reasoning
+        closed = [without] + ([reasoning.begin, reasoning.end] if reasoning is not None else [])
+        first = {found[0] for text in closed if (found := self._added.match(text)) is not None}
+        others = {number for text, number in self.format.added.items() if text not in first}
+        return " | ".join(filter(None, (self._unread(), _any_token(others - self.format.unread))))
+
+    def _unread(self) -> str:
+        """Return an expression for a control token that an answer's text leaves out."""
+        return _any_token(self.format.unread)
 
     def _calls(self, tools: ToolFormat, wanted: Wanted) -> None:
         """Rules for calls, from the trigger's end on."""
@@ -161,7 +188,7 @@ class _Writer:
         for number, tool in enumerate(wanted.tools):
             arguments = self._arguments(tools, tool, f"to_{number}")
             ways.append(f"{self._literal(tool.name)} ({middles}) {arguments} {self._literal(tools.end)}")
-        self.rules.append(f"to[lazy]: /{re.escape(tools.recipient.begin)}/")  # lazy: it is no other text
+        self.rules.append(f"to[lazy]: /{BLANKS}{re.escape(tools.recipient.begin)}/")  # lazy: it is no other text
         return f"to ({' | '.join(ways)})"
 
     def _bare_calls(self, wanted: Wanted) -> str:
@@ -173,7 +200,7 @@ class _Writer:
                 fence = " fence?" if form.indented else ""
                 self.rules.append(f"bare_{number}_{place}: {arguments} /{form.end}/{fence}")
         self.rules.append("fence[lazy]: /[ \\n]*```/")
-        first = self._bare_call("bare", "", wanted)
+        first = self._bare_call("bare", BLANKS, wanted)
         if not wanted.many:
             return first
         following = self._bare_call("next", r"\n\n?", wanted)
@@ -277,6 +304,11 @@ class _Writer:
             parts += [json.dumps(text[end : found.start()]), f"<[{self.format.added[found[0]]}]>"]
             end = found.end()
         return " ".join(part for part in [*parts, json.dumps(text[end:])] if part != '""') or '""'
+
+
+def _any_token(ids: Collection[int]) -> str:
+    """Return an expression for one of the tokens; "" if there is none."""
+    return f"<[{','.join(map(str, sorted(ids)))}]>" if ids else ""
 
 
 def is_text(schema: Any, root: dict[str, Any]) -> bool:

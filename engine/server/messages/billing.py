@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.server.messages.schema import TextBlock
+from engine.server.messages.schema import CountRequest, TextBlock
 
 BILLING_LINE = "x-anthropic-billing-header"
 
@@ -24,3 +24,8 @@ def has_billing_line(system: str | Sequence[TextBlock] | None) -> bool:
     """Whether the system text begins with the billing line."""
     first = system if isinstance(system, str) else system[0].text if system else ""
     return first.startswith(f"{BILLING_LINE}:")
+
+
+def without_effect(body: CountRequest) -> list[str]:
+    """The request's fields that change no answer, the billing line among them."""
+    return [*body.ignored, *([f"system: {BILLING_LINE}"] if has_billing_line(body.system) else [])]

@@ -26,15 +26,23 @@ _DELTAS = {
 
 
 class MessagesRenderer:
-    """One message; see `Renderer`."""
+    """One message; see `Renderer`. ignored: the request's fields that had no effect."""
 
     done = b""
 
-    def __init__(self, model: str, wanted: Sequence[ChoiceRequest], vocabulary: Vocabulary, calling: Calling):
+    def __init__(
+        self,
+        model: str,
+        wanted: Sequence[ChoiceRequest],
+        vocabulary: Vocabulary,
+        calling: Calling,
+        ignored: Sequence[str] = (),
+    ):
         self._wanted, self._vocabulary = wanted[0], vocabulary
         self._answer = ChatAnswer(calling.reader(wanted[0].thinking), calling.format)
         self._blocks = Blocks()
-        self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
+        head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
+        self._head: Chunk = head | {"metrics": {"ignored": [*ignored, *calling.left_out]}}
 
     def opening(self) -> list[Chunk]:
         usage = self._usage(0)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from engine.server.answers import AnthropicError, InputTokens
-from engine.server.messages.billing import BILLING_LINE, has_billing_line
+from engine.server.messages.billing import without_effect
 from engine.server.messages.render import MessagesRenderer
 from engine.server.messages.schema import CountRequest, MessagesRequest
-from engine.server.messages.translate import chat_fields
+from engine.server.messages.translate import chat_fields, schema_paths
 from engine.server.schema import ChatRequest
 from engine.server.serving import Serving
 from engine.server.tools.calling import Calling
@@ -30,17 +31,19 @@ def add_messages(app: FastAPI, serving: Serving, stream: Responses, refusals: Re
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer messages, as Anthropic's API does."""
         chat = chat_request(chat_fields(body))
-        serving.note([*body.ignored, *([f"system: {BILLING_LINE}"] if has_billing_line(body.system) else [])])
+        ignored = without_effect(body)
+        serving.note(ignored)
 
         def renderer(wanted: list[ChoiceRequest], calling: Calling) -> MessagesRenderer:
-            return MessagesRenderer(serving.settings.model, wanted, serving.vocabulary, calling)
+            return MessagesRenderer(serving.settings.model, wanted, serving.vocabulary, calling, ignored)
 
-        return await serving.chat(request, chat, renderer)
+        return await serving.chat(request, chat, renderer, schema_paths(body))
 
     @app.post("/v1/messages/count_tokens", responses=refusals)
     async def count_tokens(body: CountRequest) -> InputTokens:
         """Count the tokens of messages."""
         chat: ChatRequest = chat_request(chat_fields(body))
         check_model(chat.model, serving.settings)
-        calling = Calling.of(chat, serving.answers)
+        serving.note(without_effect(body))
+        calling = await anyio.to_thread.run_sync(Calling.of, chat, serving.answers, schema_paths(body))
         return InputTokens(input_tokens=len(await chat_prompt(chat, serving.engine, serving.settings, calling)))

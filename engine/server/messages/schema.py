@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from engine.core.params import LONGEST_STOP, MOST_STOPS
 from engine.server.body import Body, Ignored, SentBack
@@ -12,8 +12,20 @@ from engine.server.schema import SpeculationFields
 from engine.server.tools.schema import ToolName
 
 
+class LeftOut(Body):
+    """A part that this server has nothing for, whatever is in it. It is left out, and named by its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+    @property
+    def ignored(self) -> list[str]:
+        return [self.type]
+
+
 class TextBlock(Body):
-    """Text. Pictures and documents are not supported."""
+    """Text. Pictures and documents are taken as results of tools alone, where a text stands for them."""
 
     type: Literal["text"]
     text: str
@@ -35,6 +47,13 @@ class RedactedThinkingBlock(Body):
 
     type: Literal["redacted_thinking"]
     data: SentBack = False
+    cache_control: Ignored = False
+
+
+class ServerToolBlock(LeftOut):
+    """What a tool of another server's did in an earlier answer."""
+
+    type: str = Field(pattern=r"^(server_tool_use|mcp_tool_use|[a-z_]{1,64}_tool_result)$")
 
 
 class ToolUseBlock(Body):
@@ -48,18 +67,91 @@ class ToolUseBlock(Body):
     caller: SentBack = False
 
 
+class ImageBlock(LeftOut):
+    """A picture that a call has brought: its place is kept."""
+
+    type: Literal["image"]
+
+    @property
+    def text(self) -> str:
+        return "[an image was here: this model reads text alone]"
+
+
+class DocumentBlock(LeftOut):
+    """A document that a call has brought: its place is kept."""
+
+    type: Literal["document"]
+    title: str | None = None
+
+    @property
+    def text(self) -> str:
+        title = f" {self.title!r}" if self.title else ""
+        return f"[a document{title} was here: this model reads text alone]"
+
+
+class SearchResultBlock(Body):
+    """A text that a call has found, and where."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: list[TextBlock]
+    citations: Ignored = False
+    cache_control: Ignored = False
+
+    @property
+    def text(self) -> str:
+        return "\n".join([self.title, self.source, *(block.text for block in self.content)])
+
+
+class ToolReferenceBlock(Body):
+    """A tool that a search has found. All tools are in the prompt, so its name is enough."""
+
+    type: Literal["tool_reference"]
+    tool_name: ToolName
+    cache_control: Ignored = False
+
+    @property
+    def text(self) -> str:
+        return f"The tool {self.tool_name} can be called."
+
+
+ResultPart = Annotated[
+    TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock, Field(discriminator="type")
+]
+
+
 class ToolResultBlock(Body):
     """What a call has brought."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[ResultPart] | None = None
     is_error: bool = False
     cache_control: Ignored = False
+    toolset_name: SentBack = False
+
+
+_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+def _kind(block: Any) -> Any:
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return kind if kind in _BLOCKS else "server" if isinstance(kind, str) and "tool" in kind else kind
 
 
 ContentBlock = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[ServerToolBlock, Tag("server")],
+    Discriminator(
+        _kind,
+        custom_error_type="unknown_block",
+        custom_error_message=f"type: is none of {', '.join(_BLOCKS)}",
+    ),
 ]
 
 
@@ -80,15 +172,18 @@ class InputMessage(Body):
 
 
 class ClientTool(Body):
-    """A tool of the client's. Anthropic's own, such as web search, are not there."""
+    """A tool of the client's."""
 
     type: Literal["custom"] = "custom"
     name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
+    allowed_callers: Ignored = False
     cache_control: Ignored = False
+    defer_loading: Ignored = False
     eager_input_streaming: Ignored = False
+    input_examples: Ignored = False
 
     @field_validator("input_schema")
     @classmethod
@@ -96,6 +191,23 @@ class ClientTool(Body):
         if value.get("type", "object") != "object":
             raise ValueError('should be the schema of an object: {"type": "object", "properties": {...}}')
         return value
+
+
+class ServerTool(LeftOut):
+    """A tool of Anthropic's own, such as web search, of which the model is not told."""
+
+    type: str = Field(pattern=r"^([a-z_]{1,64}_[0-9]{8}|mcp_toolset)$")
+
+
+def _side(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "client" if kind in (None, "custom") else "server"
+
+
+AnyTool = Annotated[
+    Annotated[ClientTool, Tag("client")] | Annotated[ServerTool, Tag("server")],
+    Discriminator(_side),
+]
 
 
 class ToolUse(Body):
@@ -116,6 +228,7 @@ class Thinking(Body):
     """Whether to reason, for chat templates with the variable enable_thinking. The budget changes nothing."""
 
     type: Literal["enabled", "disabled", "adaptive"]
+    block_binding: Ignored = False
     budget_tokens: Ignored = False
     display: Ignored = False
 
@@ -130,6 +243,7 @@ class OutputConfig(Body):
 
     format: JsonOutput | None = None
     effort: Ignored = False
+    task_budget: Ignored = False
 
 
 class CountRequest(Body):
@@ -138,18 +252,26 @@ class CountRequest(Body):
     model: str
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
     system: str | list[TextBlock] | None = None
-    tools: Annotated[list[ClientTool], Field(max_length=512)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=512)] | None = None
     tool_choice: ToolUse | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
     # Without effect.
+    betas: Ignored = False
     cache_control: Ignored = False
     context_management: Ignored = False
+    diagnostics: Ignored = False
+    speed: Ignored = False
+
+    @property
+    def client_tools(self) -> dict[int, ClientTool]:
+        """The client's own tools, by their places."""
+        return {place: tool for place, tool in enumerate(self.tools or ()) if isinstance(tool, ClientTool)}
 
     @model_validator(mode="after")
     def _names_one_of_the_tools(self) -> CountRequest:
-        names = [tool.name for tool in self.tools or ()]
+        names = [tool.name for tool in self.client_tools.values()]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"tools: has {twice!r} twice; name each tool once")
         if self.tool_choice is not None and self.tool_choice.type in ("any", "tool") and not names:

@@ -8,14 +8,17 @@ from typing import Any
 
 from engine.server.messages.billing import without_billing_line
 from engine.server.messages.schema import (
+    ClientTool,
     CountRequest,
     InputMessage,
     MessagesRequest,
+    ResultPart,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
+from engine.server.tools.calling import SchemaPaths
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _SAME = ("temperature", "top_p", "top_k", "seed", "stream", "max_tokens")
@@ -24,27 +27,32 @@ _SAME = ("temperature", "top_p", "top_k", "seed", "stream", "max_tokens")
 def chat_fields(body: CountRequest) -> dict[str, Any]:
     """The fields of a chat request."""
     fields: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
-    if body.tools:
-        fields["tools"] = [
-            {
-                "type": "function",
-                "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
-            }
-            for tool in body.tools
-        ]
-    if (choice := body.tool_choice) is not None and body.tools:
+    if body.client_tools:
+        fields["tools"] = [_tool(tool) for tool in body.client_tools.values()]
+    if (choice := body.tool_choice) is not None and body.client_tools:
         named = {"type": "function", "function": {"name": choice.name}}
         fields["tool_choice"] = named if choice.type == "tool" else _CHOICES[choice.type]
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if body.thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
     if body.output_config is not None and body.output_config.format is not None:
-        schema = {"name": "answer", "schema": body.output_config.format.schema_}
+        schema = {"name": "answer", "schema": body.output_config.format.schema_, "strict": True}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(body, MessagesRequest):
         fields |= {name: getattr(body, name) for name in _SAME} | {"stop": body.stop_sequences}
         fields["speculation"] = None if body.speculation is None else body.speculation.model_dump()
     return fields
+
+
+def schema_paths(body: CountRequest) -> SchemaPaths:
+    """Return what the client calls its schemas."""
+    tools = [f"tools[{place}].input_schema" for place in body.client_tools]
+    return SchemaPaths(tools, "output_config.format.schema")
+
+
+def _tool(tool: ClientTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function | {"strict": tool.strict}}
 
 
 def _messages(body: CountRequest) -> list[dict[str, Any]]:
@@ -81,5 +89,5 @@ def _result(block: ToolResultBlock) -> dict[str, Any]:
     }
 
 
-def _text(content: str | Sequence[TextBlock]) -> str:
+def _text(content: str | Sequence[ResultPart]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)

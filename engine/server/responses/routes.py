@@ -12,7 +12,7 @@ from engine.server.answers import JsonObject
 from engine.server.responses.render import ResponsesRenderer
 from engine.server.responses.schema import ResponsesRequest
 from engine.server.responses.store import ResponseStore
-from engine.server.responses.translate import Message, chat_fields, conversation_of
+from engine.server.responses.translate import Message, chat_fields, conversation_of, schema_paths
 from engine.server.serving import Serving
 from engine.server.tools.blocks import Block
 from engine.server.tools.calling import Calling
@@ -44,7 +44,7 @@ def add_responses(app: FastAPI, serving: Serving, stream: Responses, refusals: R
         def renderer(wanted: list[ChoiceRequest], calling: Calling) -> ResponsesRenderer:
             return ResponsesRenderer(serving.settings.model, body, wanted, calling, completed)
 
-        return await serving.chat(request, chat, renderer)
+        return await serving.chat(request, chat, renderer, schema_paths(body))
 
     @app.get("/v1/responses/{response_id}", responses=refusals)
     async def response(response_id: str, request: Request) -> JsonObject:

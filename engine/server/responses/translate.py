@@ -16,6 +16,7 @@ from engine.server.responses.schema import (
     ReasoningItem,
     ResponsesRequest,
 )
+from engine.server.tools.calling import SchemaPaths
 
 Message = dict[str, Any]
 _SAME = ("model", "temperature", "top_p", "seed", "stream", "user", "chat_template_kwargs")
@@ -40,6 +41,11 @@ def chat_fields(body: ResponsesRequest, conversation: Sequence[Message]) -> dict
         fields["response_format"] = {"type": kind} | ({kind: plain} if isinstance(format_, JsonFormat) else {})
     fields["speculation"] = None if body.speculation is None else body.speculation.model_dump()
     return fields
+
+
+def schema_paths(body: ResponsesRequest) -> SchemaPaths:
+    """Return what the client calls its schemas."""
+    return SchemaPaths([f"tools[{place}].parameters" for place in range(len(body.tools or ()))], "text.format.schema")
 
 
 def conversation_of(given: str | Sequence[Item]) -> list[Message]:

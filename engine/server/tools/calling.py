@@ -3,36 +3,57 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.core.errors import RequestError
 from engine.core.grammar import JSON_WHITESPACE, Grammar
-from engine.sampling.matcher import check, without_annotations
+from engine.sampling.matcher import check
 from engine.server.errors import ApiError, field_of
 from engine.server.schema import ChatRequest, JsonObjectFormat, JsonSchemaFormat
+from engine.server.tools.asked_schema import AskedSchema
+from engine.server.tools.message import ChatAnswer
 from engine.text.answer_format import AnswerFormat
 from engine.text.answer_reader import AnswerReader
 from engine.text.tool_grammar import Tool, Wanted, tool_grammar
 
+_STYLE = {"x-guidance": JSON_WHITESPACE}
+
+
+@dataclass(frozen=True)
+class SchemaPaths:
+    """What the client calls the schemas of its request. tools: of each tool, in their order in the chat request; None:
+    as a chat request does. answer: of the answer's.
+    """
+
+    tools: Sequence[str] | None = None
+    answer: str = "response_format.json_schema.schema"
+
+    def of_tool(self, number: int) -> str:
+        return f"tools[{number}].function.parameters" if self.tools is None else self.tools[number]
+
 
 @dataclass(frozen=True)
 class Calling:
-    """format: of the model. shown: tools as its chat template takes them. tools: that may be called. wanted: what the
-    answer may be.
+    """format: of the model. shown: tools as its chat template takes them. wanted: what the answer may be. schemas: of
+    the tools that may be called, by their names. answer: the schema of an answer that calls nothing, if there is one.
     """
 
     format: AnswerFormat
     shown: Sequence[dict[str, Any]]
     wanted: Wanted
+    schemas: Mapping[str, AskedSchema] = field(default_factory=dict)
+    answer: AskedSchema | None = None
 
     @classmethod
-    def of(cls, body: ChatRequest, format_: AnswerFormat) -> Calling:
-        """Raises ApiError or RequestError for tools that the model, or the grammar's library, cannot take."""
+    def of(cls, body: ChatRequest, format_: AnswerFormat, paths: SchemaPaths | None = None) -> Calling:
+        """Read a request. Takes milliseconds. Raises ApiError for tools that the model cannot take."""
+        paths = paths or SchemaPaths()
         choice = body.tool_choice or "auto"
+        answer, wanted = _answer(body, paths)
         if body.tools is None or choice == "none":
-            return cls(format_, [], Wanted(answer=_answer(body)))
+            return cls(format_, [], Wanted(answer=wanted), answer=answer)
         if format_.tools is None:
             raise ApiError(
                 400,
@@ -42,18 +63,37 @@ class Calling:
                 param="tools",
             )
         named = body.chosen_tool
-        tools = tuple(
-            Tool(tool.function.name, json.loads(without_annotations(json.dumps(tool.function.parameters or {}))))
-            for tool in body.tools
+        schemas = {
+            tool.function.name: AskedSchema.of(
+                paths.of_tool(number), tool.function.parameters or {}, tool.function.strict
+            )
+            for number, tool in enumerate(body.tools)
             if named in (None, tool.function.name)
-        )
-        wanted = Wanted(
-            tools=tools,
+        }
+        may = Wanted(
+            tools=tuple(Tool(name, schema.followed) for name, schema in schemas.items()),
             calls="auto" if choice == "auto" else "required",
             many=body.parallel_tool_calls and named is None,
-            answer=_answer(body),
+            answer=wanted,
         )
-        return cls(format_, [tool.plain() for tool in body.tools], wanted)
+        return cls(format_, [tool.plain() for tool in body.tools], may, schemas, answer)
+
+    @property
+    def left_out(self) -> list[str]:
+        """The keywords of the client's schemas that the grammar does not follow."""
+        asked = [*self.schemas.values(), *([] if self.answer is None else [self.answer])]
+        return [path for schema in asked for path in schema.left_out]
+
+    def differences(self, text: str, thinking: bool) -> list[str]:
+        """Return the keywords of the client's schemas that a finished answer does not follow. thinking: it begins
+        within reasoning.
+        """
+        message = ChatAnswer(self.reader(thinking), self.format).whole(text)
+        calls = [call["function"] for call in message.calls]
+        finished = [(self.schemas[call["name"]], call["arguments"]) for call in calls if call["name"] in self.schemas]
+        if self.answer is not None and not calls:
+            finished = [(self.answer, message.content)]
+        return [path for schema, value in finished for path in _differences(schema, value)]
 
     def after(self, prompt: str) -> Calling:
         """The same, after the end of a prompt: it may begin reasoning."""
@@ -74,8 +114,8 @@ class Calling:
         try:
             check(Grammar(grammar=text).validate())
         except RequestError:
-            for number, tool in enumerate(self.wanted.tools):
-                _check(tool, number, self.shown)
+            for tool in self.wanted.tools:
+                _check(tool, self.schemas[tool.name].path)
             raise
         return {"grammar": text}
 
@@ -97,22 +137,29 @@ class Calling:
         return AnswerReader(self.format, self.wanted.tools, thinking)
 
 
-def _check(tool: Tool, number: int, shown: Sequence[dict[str, Any]]) -> None:
+def _check(tool: Tool, path: str) -> None:
     try:
         check(Grammar(json_schema=tool.closed_schema).validate())
     except RequestError as error:
-        place = next((at for at, one in enumerate(shown) if one["function"]["name"] == tool.name), number)
-        field = f"tools[{place}].function.parameters"
         message = str(error)
         reason = message[len(field_of(message)) :] or f": {message}"
-        raise ApiError(400, field + reason, param=field) from None
+        raise ApiError(400, path + reason, param=path) from None
 
 
-def _answer(body: ChatRequest) -> dict[str, Any] | None:
-    """The JSON schema of an answer that calls nothing, if it is to follow one."""
+def _answer(body: ChatRequest, paths: SchemaPaths) -> tuple[AskedSchema | None, dict[str, Any] | None]:
+    """Return the schema of an answer that calls nothing, as the client sent it and as a grammar follows it, if the
+    answer is to follow one.
+    """
     format_ = body.response_format
-    style = {"x-guidance": JSON_WHITESPACE}
     if isinstance(format_, JsonSchemaFormat):
-        schema: dict[str, Any] = json.loads(without_annotations(json.dumps(format_.json_schema.schema_)))
-        return schema | style
-    return {"type": "object"} | style if isinstance(format_, JsonObjectFormat) else None
+        asked = AskedSchema.of(paths.answer, format_.json_schema.schema_, format_.json_schema.strict)
+        return asked, asked.followed | _STYLE
+    return None, {"type": "object"} | _STYLE if isinstance(format_, JsonObjectFormat) else None
+
+
+def _differences(schema: AskedSchema, text: str) -> list[str]:
+    """Return the keywords that a value does not follow; none if it was cut off."""
+    try:
+        return schema.differences(json.loads(text))
+    except ValueError:
+        return []

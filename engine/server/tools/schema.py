@@ -13,8 +13,8 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class AskedFunction(Body):
-    """A function that an answer may call. parameters: JSON schema of an object; none: it takes none. Calls always
-    follow it, `strict` or not.
+    """A function that an answer may call. parameters: JSON schema of an object; none: it takes none. strict: whether a
+    schema that a grammar cannot follow as a whole is refused.
     """
 
     name: ToolName

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,14 @@ class ServerProcess:
     def requests(self) -> list[dict[str, Any]]:
         """What the log says of requests."""
         return [line for line in self.lines if line.get("event") == "request"]
+
+    def logged(self, before: int, timeout_s: float = 30) -> dict[str, Any]:
+        """What the log says of the latest request, once it says more than `before` of them."""
+        until_s = time.monotonic() + timeout_s
+        while len(self.requests()) <= before and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert len(self.requests()) > before, "".join(self.raw)
+        return self.requests()[-1]
 
     def _read(self) -> None:
         assert self.process.stderr is not None

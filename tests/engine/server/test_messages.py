@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.server.messages import schema as messages_schema
+from engine.server.messages.translate import chat_fields
 from tests.engine.server.process import KEY, ServerProcess
 from tests.engine.server.tool_model import WEATHER
 
@@ -104,6 +106,95 @@ def test_tokens_are_counted_as_an_answers_prompt_has_them(tool_server: ServerPro
     assert tokens == post(tool_server, body).json()["usage"]["input_tokens"] > 100
 
 
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+DOCUMENT = {"type": "document", "title": "Plan", "source": {"type": "url", "url": "http://a/b.pdf"}}
+FOUND = {
+    "type": "search_result", "title": "Weather today", "source": "http://a",
+    "content": [{"type": "text", "text": "It is clear."}], "citations": {"enabled": True},
+}  # fmt: skip
+CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+
+def agents_request(**more: Any) -> dict[str, Any]:
+    """What a coding agent sends in a later turn: fields of Anthropic's that this server has nothing for, and a history
+    with results that are no text.
+    """
+    offered = {"defer_loading": True, "input_examples": [{"city": "Rome", "days": 1}], "allowed_callers": ["direct"]}
+    parts: list[dict[str, Any]] = [IMAGE, DOCUMENT, FOUND, {"type": "tool_reference", "tool_name": "weather"}]
+    results = [{"type": "tool_result", "tool_use_id": "a", "content": [part | CACHED for part in parts]} | CACHED]
+    call = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Rome", "days": 1}}
+    search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}}
+    searched = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    said = [
+        {"role": "user", "content": [{"type": "text", "text": "Weather?"} | CACHED]},
+        {"role": "assistant", "content": [hidden | CACHED, search, searched, call | CACHED]},
+        {"role": "user", "content": results},
+    ]
+    server_tools = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5} | CACHED]
+    server_tools += [{"type": "mcp_toolset", "mcp_server_name": "a"}]
+    usual = asked(
+        messages=said,
+        tools=[*server_tools, TOOLS[0] | offered | CACHED],
+        system=[{"type": "text", "text": "Go."} | CACHED],
+    )
+    plain = {
+        "mcp_servers": [],
+        "betas": ["a-2025-01-01"],
+        "speed": "fast",
+        "diagnostics": {"previous_message_id": None},
+    }
+    return usual | plain | CACHED | {"max_tokens": 1} | more
+
+
+IGNORED = {
+    "allowed_callers", "betas", "cache_control", "citations", "defer_loading", "diagnostics", "document", "image",
+    "input_examples", "mcp_toolset", "server_tool_use", "speed", "web_search_20250305", "web_search_tool_result",
+}  # fmt: skip
+
+
+def test_fields_that_this_server_has_nothing_for_are_named_and_refuse_nothing(tool_server: ServerProcess) -> None:
+    answer = post(tool_server, agents_request())
+    assert answer.status_code == 200, answer.text
+    assert set(answer.json()["metrics"]["ignored"]) == IGNORED
+    begun = events(tool_server, agents_request())[0]
+    assert set(begun["message"]["metrics"]["ignored"]) == IGNORED
+    warned = [line["event"] for line in tool_server.lines if line.get("level") == "warning"]
+    assert all(sum(f"field: {name}:" in event for event in warned) == 1 for name in IGNORED)
+
+
+def test_the_prompt_has_a_text_where_a_result_is_no_text(tool_server: ServerProcess) -> None:
+    body = messages_schema.MessagesRequest.model_validate(agents_request())
+    *_, asks, calls, result = chat_fields(body)["messages"]
+    assert (asks["content"], calls["content"], [call["id"] for call in calls["tool_calls"]]) == ("Weather?", "", ["a"])
+    assert result["content"].splitlines() == [
+        "[an image was here: this model reads text alone]",
+        "[a document 'Plan' was here: this model reads text alone]",
+        "Weather today",
+        "http://a",
+        "It is clear.",
+        "The tool weather can be called.",
+    ]
+    assert [one["function"]["name"] for one in chat_fields(body)["tools"]] == ["weather"]
+
+
+def test_all_of_it_is_counted(tool_server: ServerProcess) -> None:
+    body = agents_request()
+    counted = {name: value for name, value in body.items() if name not in ("max_tokens", "seed")}
+    tokens = post(tool_server, counted, "/v1/messages/count_tokens").json()["input_tokens"]
+    usage = post(tool_server, body).json()["usage"]
+    assert tokens == sum(usage[name] for name in usage if "input" in name)
+    shorter = post(tool_server, counted | {"messages": body["messages"][:2]}, "/v1/messages/count_tokens").json()
+    assert tokens - shorter["input_tokens"] > 150, "a byte is a token"
+
+
+def test_a_choice_of_a_tool_that_is_left_out_is_refused(tool_server: ServerProcess) -> None:
+    alone = {"tools": agents_request()["tools"][:1]}
+    for choice in ({"type": "any"}, {"type": "tool", "name": "web_search"}):
+        assert post(tool_server, agents_request(**alone, tool_choice=choice)).status_code == 400
+    assert post(tool_server, agents_request(**alone)).status_code == 200
+
+
 def test_a_stop_sequence_is_named(tool_server: ServerProcess) -> None:
     text = post(tool_server, asked(max_tokens=40)).json()["content"][0]["text"]
     body = post(tool_server, asked(max_tokens=40, stop_sequences=["\0", text[4]])).json()
@@ -116,7 +207,8 @@ def test_a_stop_sequence_is_named(tool_server: ServerProcess) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "no"}}, "tool_choice.name"),
         ({"tools": TOOLS * 2}, "tools"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "web_search", "name": "web_search"}]}, "tools[0]"),
+        ({"mcp_servers": [{"type": "url", "url": "http://a", "name": "a"}]}, "mcp_servers"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
         ({"container": "x"}, "container"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),

@@ -45,6 +45,7 @@ MARKS = [
 ]  # fmt: skip
 FORMATS = pytest.mark.parametrize("tools", TOOL_FORMATS, ids=lambda one: one.name)
 HERMES = next(one for one in TOOL_FORMATS if one.name == "hermes")
+FORMS = ("plain", "doubled", "indented", "fenced")  # of calls without their marks
 THINK = next(one for one in REASONING_FORMATS if one.begin == "<think>")
 
 
@@ -63,8 +64,10 @@ def matchers(marked: bool) -> Matchers:
 
 
 def format_of(tools: ToolFormat, marked: bool, reasoning: Any = None) -> AnswerFormat:
-    added = {token.content: number for number, token in tokenizer(marked).added_tokens_decoder.items()}
-    return AnswerFormat(tools, reasoning, added)
+    known = tokenizer(marked).added_tokens_decoder
+    added = {token.content: number for number, token in known.items()}
+    special = frozenset(number for number, token in known.items() if token.special)
+    return AnswerFormat(tools, reasoning, added, special)
 
 
 def matcher(format_: AnswerFormat, wanted: Wanted, marked: bool) -> Matcher:
@@ -219,6 +222,42 @@ def test_text_may_come_before_a_call_that_the_model_chooses_to_make(tools: ToolF
 
 
 @FORMATS
+@pytest.mark.parametrize("lead", ["\n", " \r\n", "<other>\n", "<other><other>", "\n<other> \n<other>\t"])
+def test_hidden_control_tokens_and_blanks_before_a_call_hide_no_call(tools: ToolFormat, lead: str) -> None:
+    """Models begin so after earlier calls."""
+    format_, wrong = format_of(tools, True), written(tools, [("weather", {"city": "x", "days": 10})])
+    bare_calls = [bare("weather", {"city": "x", "days": 9}, form) for form in FORMS] if tools.bare else []
+    for text in [written(tools, few(tools)), *bare_calls]:
+        assert takes(format_, Wanted(TOOLS, "auto"), lead + text) is None
+        shown = (lead + text).replace("<other>", "")
+        for size in (1, 4, 1000):
+            found = parts(AnswerReader(format_, TOOLS), (shown[at : at + size] for at in range(0, len(shown), size)))
+            assert {part.kind for part in found} == {"call", "arguments"} and calls_of(found)[0][0] == "weather"
+    for text in [wrong, *(call.replace("9", "10") for call in bare_calls)]:
+        assert takes(format_, Wanted(TOOLS, "auto"), lead + text) not in (None, len(lead + text))
+
+
+@pytest.mark.parametrize("before", ["<other>", "So<other> "])
+@pytest.mark.parametrize(("days", "fits"), [(9, True), (10, False)])
+def test_a_spelled_mark_after_a_control_token_begins_a_call_too(before: str, days: int, fits: bool) -> None:
+    rest = written(HERMES, [("weather", {"city": "x", "days": days})]).removeprefix(HERMES.trigger)
+    texts = ((True, before), (False, HERMES.trigger), (True, rest))
+    ids = [token for marked, text in texts for token in tokenizer(marked)(text)["input_ids"]]
+    state = matcher(format_of(HERMES, True), Wanted(TOOLS, "auto"), True)
+    assert all(state.allows(token) and state.accept(token) is None for token in ids) == fits
+
+
+@pytest.mark.parametrize("before", ["So ", "\nSo\n", ". "])
+def test_a_call_that_has_to_lead_is_text_behind_other_text(before: str) -> None:
+    llama = next(one for one in TOOL_FORMATS if one.leading)
+    text = before + written(llama, CALLS[1:2])
+    assert takes(format_of(llama, True), Wanted(TOOLS, "auto"), text) is None
+    for size in (1, 5, 1000):
+        pieces = (text[at : at + size] for at in range(0, len(text), size))
+        assert parts(AnswerReader(format_of(llama, True), TOOLS), pieces) == [AnswerPart("content", text)]
+
+
+@FORMATS
 def test_an_answer_without_calls_is_any_text_where_it_may_call(tools: ToolFormat) -> None:
     text = " Say <tool or [TOOL or call: {}\n\n"
     assert takes(format_of(tools, True), Wanted(TOOLS, "auto"), text) is None
@@ -349,7 +388,7 @@ def test_a_call_that_is_cut_off_is_as_far_as_it_came() -> None:
     assert parts(AnswerReader(format_of(HERMES, True), TOOLS), iter("<tool_call>\n")) == []
 
 
-BARE = pytest.mark.parametrize("form", ["plain", "doubled", "indented", "fenced"])
+BARE = pytest.mark.parametrize("form", FORMS)
 
 
 def bare(name: str, arguments: Any, form: str) -> str:

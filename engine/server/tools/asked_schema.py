@@ -1,0 +1,73 @@
+"""A JSON schema that a client sends: what of it a grammar follows, and whether a finished value follows all of it.
+
+The library is jsonschema-rs: it bounds the work of a regular expression, which a client chooses, and needs no others.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jsonschema_rs
+
+from engine.core.errors import first_line, printable
+from engine.sampling.matcher import without_annotations
+from engine.sampling.relaxed_schema import relaxed
+
+_KEPT = 64  # validators
+_MOST_LEFT_OUT = 32  # keywords of one schema that are named
+_MOST = 8  # keywords of one value that are named
+_MOST_PATH = 200  # characters: names in it are the client's
+
+
+@dataclass(frozen=True)
+class AskedSchema:
+    """path: what the client calls it. whole: as the client sent it. followed: what a grammar follows, which is all of
+    it but the keywords at the paths `left_out`.
+    """
+
+    path: str
+    whole: dict[str, Any]
+    followed: dict[str, Any]
+    left_out: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, path: str, schema: dict[str, Any], strict: bool | None) -> AskedSchema:
+        """Leave out what a grammar cannot follow, unless the client wants the schema followed strictly. Takes
+        milliseconds for a schema that is new.
+        """
+        if strict:
+            return cls(path, schema, json.loads(without_annotations(json.dumps(schema))))
+        followed, places = relaxed(schema)
+        left_out = [printable(path + place, _MOST_PATH) for place in places[:_MOST_LEFT_OUT]]
+        if len(places) > _MOST_LEFT_OUT:
+            left_out.append(f"{path}: {len(places) - _MOST_LEFT_OUT} more keywords")
+        return cls(path, schema, followed, left_out)
+
+    def differences(self, value: Any) -> list[str]:
+        """Return the paths of the keywords that a value does not follow, or why that cannot be told."""
+        if not self.left_out:
+            return []
+        try:
+            errors = _validator(json.dumps(self.whole)).iter_errors(value)
+            places = ["".join(map(_place, error.schema_path)) for error in errors]
+        except (ValueError, RecursionError) as error:
+            return [printable(f"{self.path}: {first_line(error)}", _MOST_PATH)]
+        return [printable(self.path + place, _MOST_PATH) for place in dict.fromkeys(places)][:_MOST]
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _validator(schema: str) -> Any:
+    """Return a validator of the schema. It fetches nothing."""
+    return jsonschema_rs.validator_for(json.loads(schema), retriever=_refuse)
+
+
+def _refuse(uri: str) -> Any:
+    raise ValueError("refers to another document")
+
+
+def _place(part: str | int) -> str:
+    return f"[{part}]" if isinstance(part, int) else f".{part}"

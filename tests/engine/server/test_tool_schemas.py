@@ -1,0 +1,162 @@
+"""Schemas of tools with keywords that a grammar cannot follow, in the APIs of chat, responses and messages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engine.server.process import ServerProcess
+from tests.engine.server.tool_model import tool
+
+jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema")
+from engine.server.tools.asked_schema import AskedSchema  # noqa: E402
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "tags": {"type": "array", "items": {"enum": ["a"]}, "minItems": 2, "maxItems": 2, "uniqueItems": True},
+        "notes": {"type": "object", "additionalProperties": False, "propertyNames": {"type": "string"}},
+    },
+    "required": ["tags", "notes"],
+    "additionalProperties": False,
+}
+ONLY_CALL = {"tags": ["a", "a"], "notes": {}}  # that a grammar allows
+OTHER = tool("other", {"type": "object", "properties": {}})
+
+
+def chat(strict: bool | None, schema: dict[str, Any] = SCHEMA) -> dict[str, Any]:
+    asked = tool("tag", schema)
+    asked["function"]["strict"] = strict
+    choice = {"type": "function", "function": {"name": "tag"}}
+    return {"messages": [{"role": "user", "content": "Tag."}], "tools": [OTHER, asked], "tool_choice": choice}
+
+
+def responses(strict: bool | None, schema: dict[str, Any] = SCHEMA) -> dict[str, Any]:
+    asked = {"type": "function", "name": "tag", "parameters": schema, "strict": strict}
+    other = {"type": "function", "name": "other", "parameters": {"type": "object", "properties": {}}}
+    return {"input": "Tag.", "tools": [other, asked], "tool_choice": {"type": "function", "name": "tag"}}
+
+
+def messages(strict: bool | None, schema: dict[str, Any] = SCHEMA) -> dict[str, Any]:
+    asked = {"name": "tag", "input_schema": schema, "strict": strict}
+    server = {"type": "web_search_20250305", "name": "web_search"}
+    said = [{"role": "user", "content": "Tag."}]
+    return {
+        "messages": said,
+        "max_tokens": 400,
+        "tools": [server, asked],
+        "tool_choice": {"type": "tool", "name": "tag"},
+    }
+
+
+ROUTES = pytest.mark.parametrize(
+    ("route", "body", "path"),
+    [
+        ("chat/completions", chat, "tools[1].function.parameters"),
+        ("responses", responses, "tools[1].parameters"),
+        ("messages", messages, "tools[1].input_schema"),
+    ],
+)
+
+
+def post(server: ServerProcess, route: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/{route}", json={"model": "tiny", "seed": 1} | body, timeout=120)
+
+
+def arguments(answer: dict[str, Any]) -> Any:
+    """Of the one call of an answer, whatever its API."""
+    if "choices" in answer:
+        return json.loads(answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])
+    return json.loads(answer["output"][0]["arguments"]) if "output" in answer else answer["content"][0]["input"]
+
+
+@ROUTES
+def test_a_keyword_that_no_grammar_follows_refuses_no_request(
+    tool_server: ServerProcess, route: str, body: Any, path: str
+) -> None:
+    for stream in (False, True):
+        before = len(tool_server.requests())
+        answer = post(tool_server, route, body(None) | {"stream": stream})
+        assert answer.status_code == 200, answer.text
+        if not stream:
+            assert arguments(answer.json()) == ONLY_CALL
+            if "metrics" in answer.json():
+                assert f"{path}.properties.tags.uniqueItems" in answer.json()["metrics"]["ignored"]
+        told = tool_server.logged(before)
+        assert told["not_followed"] == [f"{path}.properties.tags.uniqueItems"]
+    warned = [line["event"] for line in tool_server.lines if f"{path}.properties.tags.uniqueItems:" in line["event"]]
+    assert len(warned) == 1 and "propertyNames" not in warned[0]
+
+
+@ROUTES
+def test_a_strict_tool_is_followed_exactly_or_refused(
+    tool_server: ServerProcess, route: str, body: Any, path: str
+) -> None:
+    refused = post(tool_server, route, body(True))
+    assert refused.status_code == 400 and f'{path}: Unimplemented keys: ["uniqueItems"]' in refused.text.replace(
+        "\\", ""
+    )
+    exact = json.loads(json.dumps(SCHEMA).replace(', "uniqueItems": true', ""))
+    answer = post(tool_server, route, body(True, exact))
+    assert arguments(answer.json()) == ONLY_CALL and "not_followed" not in tool_server.requests()[-1]
+
+
+def test_the_schema_of_an_answer_is_followed_exactly_where_it_is_strict(tool_server: ServerProcess) -> None:
+    def asked(strict: bool | None, **more: Any) -> httpx.Response:
+        format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": strict}}
+        said = {"messages": [{"role": "user", "content": "Tag."}], "response_format": format_}
+        return post(tool_server, "chat/completions", said | more)
+
+    path = "response_format.json_schema.schema"
+    assert asked(True).json()["error"]["param"] == path
+    before = len(tool_server.requests())
+    answer = asked(None).json()
+    assert json.loads(answer["choices"][0]["message"]["content"]) == ONLY_CALL
+    assert answer["metrics"]["ignored"] == [f"{path}.properties.tags.uniqueItems"]
+    assert tool_server.logged(before)["not_followed"] == [f"{path}.properties.tags.uniqueItems"]
+
+
+def test_an_answer_that_follows_the_whole_schema_is_not_named(tool_server: ServerProcess) -> None:
+    schema = {**SCHEMA, "properties": SCHEMA["properties"] | {"tags": {"const": ["a", "b"], "uniqueItems": True}}}
+    before = len(tool_server.requests())
+    answer = post(tool_server, "chat/completions", chat(False, schema)).json()
+    assert arguments(answer)["tags"] == ["a", "b"] and len(answer["metrics"]["ignored"]) == 1
+    assert "not_followed" not in tool_server.logged(before)
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "keywords"),
+    [
+        ({"type": "array", "uniqueItems": True}, [1, 1], [".uniqueItems"]),
+        ({"type": "array", "uniqueItems": True}, [1, 2], []),
+        ({"not": {"type": "string"}}, "x", [".not"]),
+        ({"if": {"type": "string"}, "then": {"minLength": 3}}, "x", [".then.minLength"]),
+        ({"type": "string", "pattern": "^(?=.*b)a"}, "a", [".pattern"]),
+        ({"type": "string", "pattern": "^(?=.*b)a"}, "ab", []),
+        ({"items": [{"not": {}}]}, [1], [".items[0].not"]),
+        ({"oneOf": [{"type": "string"}, {"minLength": 1}]}, "x", [".oneOf"]),
+        ({"properties": {"a": {"minimum": 2}}}, {"a": 1}, []),  # a grammar follows it
+    ],
+)
+def test_a_finished_value_is_compared_with_the_whole_schema(schema: Any, value: Any, keywords: list[str]) -> None:
+    if isinstance(schema.get("items"), list):
+        schema = {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
+    assert AskedSchema.of("s", schema, None).differences(value) == [f"s{keyword}" for keyword in keywords]
+
+
+def test_a_schema_that_refers_elsewhere_or_is_hostile_costs_little() -> None:
+    away = AskedSchema.of("s", {"properties": {"a": {"$ref": "http://127.0.0.1:9/x"}}, "not": {}}, None)
+    assert "refers to another document" in away.differences({})[0]
+    slow = AskedSchema.of("s", {"type": "string", "pattern": "^(?=(x+x+)+y)(x+x+)+y$"}, None)
+    assert slow.differences("x" * 5000) == ["s.pattern"]
+    many = AskedSchema.of("s", {"properties": {f"p{number}": {"not": {}} for number in range(99)}}, None)
+    assert len(many.left_out) == 33 and many.left_out[-1] == "s: 67 more keywords"
+    assert len(many.differences({f"p{number}": 1 for number in range(99)})) == 8
+
+
+def test_a_clients_names_cannot_move_the_logs_cursor() -> None:
+    (name,) = AskedSchema.of("s", {"properties": {"\x1b[2J" + "x" * 500: {"not": {}}}}, None).left_out
+    assert name.isprintable() and len(name) < 300
