@@ -7,7 +7,7 @@ import functools
 import itertools
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Container, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from engine.text.stream import TextStream
 from engine.verifier.placement import settled
 from engine.weights.resolve import resolved, restore
 from engine.weights.tokenizer import tokenizer_of
-from engine.wire.messages import Ready
+from engine.wire.messages import PromptProgress, Ready
 
 
 class Stream:
@@ -52,8 +52,9 @@ class Stream:
         raw: bool,
         places: Reservation | None,
         visible: Container[int] = (),
+        on_progress: Callable[[PromptProgress], None] | None = None,
     ):
-        self._pieces = engine._answer(self, prompt, sampling, raw, places, visible)
+        self._pieces = engine._answer(self, prompt, sampling, raw, places, visible, on_progress)
         self._accepted = False
         self.result: Result | None = None
 
@@ -200,16 +201,18 @@ class Engine:
         raw: bool = False,
         places: Reservation | None = None,
         visible: Container[int] = (),
+        on_progress: Callable[[PromptProgress], None] | None = None,
     ) -> Stream:
         """Like `generate`, piece by piece: `async with engine.stream(...) as stream: async for piece in stream: ...`.
 
         Leaving the `async with` cancels a request that has not ended. places: a reservation, of which it takes one.
-        visible: special tokens that are part of the text.
+        visible: special tokens that are part of the text. on_progress: called with how far a prompt is that is read in
+        several forwards.
         """
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise RequestError(f"sampling={shown(sampling)}: give SamplingParams(max_tokens=...)")
-        return Stream(self, prompt, sampling.validate(), raw, places, visible)
+        return Stream(self, prompt, sampling.validate(), raw, places, visible, on_progress)
 
     def reserve(self, count: int) -> Reservation:
         """Take places in the queue before prompts are tokenised: `with engine.reserve(2) as places: ...`. Raises
@@ -236,6 +239,7 @@ class Engine:
         raw: bool,
         places: Reservation | None,
         visible: Container[int],
+        on_progress: Callable[[PromptProgress], None] | None,
     ) -> AsyncGenerator[Piece | None]:
         """A request's life at the front end. Yields None once it is accepted, then its pieces."""
         self._check_open()
@@ -250,7 +254,7 @@ class Engine:
             place = place or await self._places.wait()
             self._check_open()  # after every wait: close() reaches only the requests in _inflight
             number = next(self._numbers)
-            request = self._inflight[number] = InflightRequest(number, tokens, sampling)
+            request = self._inflight[number] = InflightRequest(number, tokens, sampling, on_progress)
             self.totals.prompt_tokens += len(tokens)
             try:
                 self._supervisor.hand_over()
@@ -311,6 +315,11 @@ class Engine:
     def failed(self) -> TalonError | None:
         """Why the engine cannot continue, None if it can. Only a new engine helps."""
         return self._supervisor.failed
+
+    @property
+    def reading(self) -> list[PromptProgress]:
+        """How far the prompts are that are read in several forwards."""
+        return [request.progress for request in self._inflight.values() if request.progress is not None]
 
     @property
     def requests(self) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from engine.core.errors import TalonError, WorkerDied
 from engine.core.params import SamplingParams
-from engine.wire.messages import Array, Submit, Tokens
+from engine.wire.messages import Array, PromptProgress, Submit, Tokens
 
 _SUSPECTED = 2  # verifiers that died with a request before emitting a token for it
 _GIVEN_UP = 5  # such verifiers in a row
@@ -17,15 +18,18 @@ _GIVEN_UP = 5  # such verifiers in a row
 
 @dataclass
 class InflightRequest:
-    """verifier: the worker that has the request, "" while none has. answer: the tokens received so far. lost:
-    consecutive verifiers that died with it without emitting a token for it.
+    """on_progress: called with how far the prompt is, while it is read in several forwards; progress: the latest of
+    these, None once the answer has begun. verifier: the worker that has the request, "" while none has. answer: the
+    tokens received so far. lost: consecutive verifiers that died with it without emitting a token for it.
     """
 
     number: int
     prompt: list[int]
     sampling: SamplingParams
+    on_progress: Callable[[PromptProgress], None] | None = None
     arrivals: asyncio.Queue[Tokens | TalonError] = field(default_factory=asyncio.Queue)
     answer: list[int] = field(default_factory=list)
+    progress: PromptProgress | None = None
     verifier: str = ""
     ended: bool = False
     lost: int = 0
@@ -37,6 +41,7 @@ class InflightRequest:
 
     def deliver(self, arrival: Tokens | TalonError) -> None:
         """Receive what a round emitted, or why there will be no more."""
+        self.progress = None
         if isinstance(arrival, Tokens):
             self.lost = 0
             self.answer += arrival.tokens
@@ -44,6 +49,12 @@ class InflightRequest:
         else:
             self.ended = True
         self.arrivals.put_nowait(arrival)
+
+    def note(self, progress: PromptProgress) -> None:
+        """Receive how far the prompt is."""
+        self.progress = progress
+        if self.on_progress is not None:
+            self.on_progress(progress)
 
     def submission(self, defaults: SamplingParams) -> tuple[Submit, list[Array]]:
         """The message that makes a verifier start or continue the request. defaults: the model's own."""
@@ -58,6 +69,11 @@ class InflightRequests(dict[int, InflightRequest]):
         """Messages for a request that has ended or is unknown are dropped."""
         if (request := self.get(number)) is not None and not request.ended:
             request.deliver(arrival)
+
+    def note(self, progress: PromptProgress) -> None:
+        """Pass on how far a prompt is."""
+        if (request := self.get(progress.request)) is not None and not request.ended:
+            request.note(progress)
 
     def fail(self, error: TalonError) -> None:
         """End all requests with that error."""

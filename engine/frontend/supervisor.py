@@ -28,11 +28,11 @@ from engine.frontend.processes import STOP_S, ProcessWorker, Workers
 from engine.frontend.tasks import cancel
 from engine.frontend.totals import Totals
 from engine.verifier.placement import oversubscription
-from engine.wire.messages import Cancel, Emitted, Failed, Heartbeat, Ready, Spans, Stop
+from engine.wire.messages import Cancel, Emitted, Failed, Heartbeat, PromptsRead, Ready, Spans, Stop
 from engine.wire.trace import Timeline
 from engine.wire.transport import Router
 
-FROM_WORKERS = (Ready, Emitted, Failed, Heartbeat, Spans)
+FROM_WORKERS = (Ready, Emitted, PromptsRead, Failed, Heartbeat, Spans)
 _WATCH_S = 0.05
 _TRIES = 3  # failed starts of a worker in a row
 _LOOK_S = 0.01
@@ -163,6 +163,9 @@ class Supervisor:
             for tokens in message.tokens:
                 self.totals.add(tokens)
                 self.inflight.deliver(tokens.request, tokens)
+        elif isinstance(message, PromptsRead):
+            for progress in message.prompts:
+                self.inflight.note(progress)
         elif isinstance(message, Failed):
             self._hear_failure(role, message)
         elif isinstance(message, Heartbeat) and role == "verifier":

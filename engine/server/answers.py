@@ -7,6 +7,8 @@ from typing import Any, Literal
 import msgspec
 from pydantic import BaseModel, RootModel
 
+from engine.server.reading.progress import Timings
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -134,6 +136,7 @@ class _Answer(BaseModel):
     model: str
     usage: Usage
     metrics: AnswerMetrics
+    timings: Timings
 
 
 class ChatCompletion(_Answer):
@@ -167,6 +170,39 @@ class Tokenized(BaseModel):
     tokens: list[int]
     count: int
     max_model_len: int
+
+
+class PromptState(BaseModel):
+    """A prompt that is being read: tokens read of how many, those found in the prefix cache, estimated seconds left."""
+
+    read: int
+    total: int
+    cached: int
+    left_s: float
+
+
+class ChangeSeen(BaseModel):
+    """A text that was another in an earlier prompt, though what is behind it was the same. at: tokens before it;
+    tokens: its own; behind: those behind it that were read again; times: how often. text: only with --log-prompts.
+    """
+
+    at: int
+    tokens: int
+    behind: int
+    times: int
+    text: str | None
+
+
+class Prompts(BaseModel):
+    """The prompts of all clients so far: their tokens, those found in the prefix cache and those read again behind a
+    change; the changes; and the long prompts that are being read.
+    """
+
+    tokens: int
+    cached: int
+    behind_changes: int
+    changes: list[ChangeSeen]
+    reading: list[PromptState]
 
 
 class AnthropicErrorDetail(BaseModel):

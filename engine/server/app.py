@@ -21,6 +21,7 @@ from engine.server.answers import (
     Error,
     Model,
     ModelList,
+    Prompts,
     Status,
     TextCompletion,
     Tokenized,
@@ -32,6 +33,7 @@ from engine.server.http.guard import CLIENT_GONE, Guard
 from engine.server.http.owner_names import OwnerNames
 from engine.server.infill.routes import add_infill
 from engine.server.messages.routes import add_messages
+from engine.server.reading.state import prompts_so_far
 from engine.server.render import ChatRenderer, TextRenderer, unnamed_sources
 from engine.server.responses.routes import add_responses
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
@@ -132,6 +134,11 @@ def create_app(serving: Serving) -> FastAPI:
         tools = [] if body.tools is None else shown_to(serving.answers, body.tools)
         tokens = await engine.tokenize(asked, raw=True, rendering=replace(body.rendering, tools=tools))
         return Tokenized(tokens=tokens, count=len(tokens), max_model_len=engine.target.context)
+
+    @app.get("/prompts", responses=_only(401))
+    async def prompts() -> Prompts:
+        """How much of all prompts was found in the prefix cache, what kept the rest from it, and what is being read."""
+        return prompts_so_far(engine, serving.changed)
 
     @app.get("/health", responses=_only(503))
     async def health() -> Status:

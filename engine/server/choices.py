@@ -13,23 +13,31 @@ from engine.frontend.admission import Reservation
 from engine.frontend.tasks import cancel, gather
 from engine.server.metrics import Latencies
 from engine.server.translate import ChoiceRequest
+from engine.wire.messages import PromptProgress
 
-Event = tuple[int, Piece | Result]
+Event = tuple[int, Piece | Result | PromptProgress]
 """The number of a choice, and what arrived for it."""
 
 
 class RunningChoices:
     """The answers of one request. `async with` begins once the engine has accepted all of them, and raises what refuses
-    one; it cancels those that have not ended when it is left. Iterating yields (choice, piece) as they arrive and
-    (choice, result) when a choice has ended; if one fails, its error is raised.
+    one; it cancels those that have not ended when it is left. Iterating yields (choice, progress) while
+    a long prompt is read, (choice, piece) as they arrive and (choice, result) when a choice has ended; if one fails,
+    its error is raised.
     """
 
     def __init__(self, engine: Engine, wanted: Sequence[ChoiceRequest], latencies: Latencies, places: Reservation):
-        self._streams = [engine.stream(one.prompt, one.sampling, places=places, visible=one.shown) for one in wanted]
+        self._arrivals: asyncio.Queue[tuple[int, Piece | Result | PromptProgress | Exception]] = asyncio.Queue()
+        self._streams = [self._stream(engine, choice, one, places) for choice, one in enumerate(wanted)]
         self._latencies = latencies
         self._started_s = time.perf_counter()
-        self._arrivals: asyncio.Queue[tuple[int, Piece | Result | Exception]] = asyncio.Queue()
         self._left = AsyncExitStack()
+
+    def _stream(self, engine: Engine, choice: int, one: ChoiceRequest, places: Reservation) -> Stream:
+        def note(progress: PromptProgress) -> None:
+            self._arrivals.put_nowait((choice, progress))
+
+        return engine.stream(one.prompt, one.sampling, places=places, visible=one.shown, on_progress=note)
 
     async def __aenter__(self) -> RunningChoices:
         async with AsyncExitStack() as left:

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from engine.answer import Result
 from engine.api import Engine
+from engine.server.reading.changes import ChangedText
 
 _FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -65,10 +66,10 @@ class Latencies:
 
 
 class EngineCollector(Collector):
-    """The engine's counters, read on request."""
+    """The engine's counters, read on request. changed: text of prompts that spoils the prefix cache."""
 
-    def __init__(self, engine: Engine, model: str):
-        self.engine, self.model = engine, model
+    def __init__(self, engine: Engine, model: str, changed: ChangedText):
+        self.engine, self.model, self.changed = engine, model, changed
 
     def collect(self) -> Iterator[Metric]:
         totals = self.engine.totals
@@ -82,6 +83,8 @@ class EngineCollector(Collector):
         queries, hits = totals.prefix_queries, totals.prefix_hits
         yield self._counter("vllm:prefix_cache_queries", "Tokens of prompts looked up in the prefix cache.", queries)
         yield self._counter("vllm:prefix_cache_hits", "Tokens of prompts found in the prefix cache.", hits)
+        about = "Tokens of prompts read again, behind a text that had changed."
+        yield self._counter("talon:prompt_tokens_behind_changes", about, self.changed.tokens)
         yield self._counter("vllm:generation_tokens", "Tokens of answers.", totals.tokens)
         yield self._counter("vllm:spec_decode_num_drafts", "Rounds that had a draft.", totals.drafts)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted and verified.", totals.draft_tokens)

@@ -34,13 +34,14 @@ from engine.server.answers import (
     Usage,
 )
 from engine.server.errors import ApiError
+from engine.server.reading.progress import progress_fields, timings
 from engine.server.schema import Generation
 from engine.server.tools.calling import Calling
 from engine.server.tools.message import REASONS, ChatAnswer, delta_of
 from engine.server.translate import ChoiceRequest
 from engine.server.vocabulary import Vocabulary, offset
 from engine.text.stream import TextStream
-from engine.wire.messages import TokenLogprob
+from engine.wire.messages import PromptProgress, TokenLogprob
 
 
 class Renderer(Protocol):
@@ -50,6 +51,9 @@ class Renderer(Protocol):
 
     def opening(self) -> list[Chunk]:
         """Chunks before the first token."""
+
+    def progress(self, choice: int, progress: PromptProgress) -> list[Chunk]:
+        """The chunks that say how far the prompt is."""
 
     def piece(self, choice: int, piece: Piece) -> list[Chunk]:
         """The chunks of one round of a choice."""
@@ -157,7 +161,8 @@ class _Format:
 
     def _envelope(self, results: Sequence[Result]) -> dict[str, Any]:
         head = {name: self._head[name] for name in ("id", "created", "model")}
-        return {**head, "usage": self._usage(results), "metrics": self._metrics(results)}
+        figures = {"usage": self._usage(results), "metrics": self._metrics(results), "timings": timings(results[0])}
+        return head | figures
 
 
 class ChatRenderer(_Format):
@@ -182,6 +187,10 @@ class ChatRenderer(_Format):
         content = None if self._calls else ""
         return [self._delta(choice, {"role": "assistant", "content": content}) for choice in range(len(self.wanted))]
 
+    def progress(self, choice: int, progress: PromptProgress) -> list[Chunk]:
+        shown = self._delta(choice, {"role": "assistant", "content": None}) | progress_fields(progress)
+        return [shown] if self.body.return_progress else []
+
     def piece(self, choice: int, piece: Piece) -> list[Chunk]:
         self._see(choice, piece)
         logprobs = self._logprobs(choice, piece)
@@ -192,7 +201,8 @@ class ChatRenderer(_Format):
     def closing(self, choice: int, result: Result) -> list[Chunk]:
         message = self._messages[choice]
         rest = [self._delta(choice, delta)] if (delta := delta_of(message.end())) else []
-        return [*rest, self._delta(choice, {}, finish_reason=message.reason(result))]
+        last = self._delta(choice, {}, finish_reason=message.reason(result))
+        return [*rest, last | {"timings": timings(result).model_dump()}]
 
     def whole(self, results: Sequence[Result]) -> ChatCompletion:
         choices = []
@@ -243,6 +253,9 @@ class TextRenderer(_Format):
     def opening(self) -> list[Chunk]:
         return []
 
+    def progress(self, choice: int, progress: PromptProgress) -> list[Chunk]:
+        return [self._text(choice, "") | progress_fields(progress)] if self.body.return_progress else []
+
     def piece(self, choice: int, piece: Piece) -> list[Chunk]:
         self._see(choice, piece)
         text, logprobs = self._shown(choice, piece, piece.text)
@@ -250,7 +263,8 @@ class TextRenderer(_Format):
         return [self._text(choice, text, logprobs=None if logprobs is None else logprobs.model_dump(), **fields)]
 
     def closing(self, choice: int, result: Result) -> list[Chunk]:
-        return [self._text(choice, "", finish_reason=self._reason(choice, result))]
+        last = self._text(choice, "", finish_reason=self._reason(choice, result))
+        return [last | {"timings": timings(result).model_dump()}]
 
     def whole(self, results: Sequence[Result]) -> TextCompletion:
         choices = []

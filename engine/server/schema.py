@@ -151,6 +151,7 @@ class Generation(Body):
     reasoning_effort: Ignored = False
     safety_identifier: Ignored = False
     service_tier: Ignored = False
+    timings_per_token: Ignored = False
     verbosity: Ignored = False
 
     # Beyond OpenAI.
@@ -162,6 +163,10 @@ class Generation(Body):
     ignore_eos: bool = False
     structured_outputs: StructuredOutputs | None = None
     speculation: SpeculationFields | None = None
+    return_progress: bool = Field(
+        False,
+        description="Say in a stream how far a long prompt is, as `prompt_progress` of a chunk, as llama.cpp does.",
+    )
     return_sources: bool = Field(False, description="Say of each token who proposed it, as `sources` of its choice.")
 
     @field_validator("top_k")

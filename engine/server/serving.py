@@ -24,6 +24,8 @@ from engine.server.errors import ApiError, api_error, returning
 from engine.server.http.connection import EventStream, while_there
 from engine.server.log import Log
 from engine.server.metrics import EngineCollector, Latencies
+from engine.server.reading.changes import ChangedText
+from engine.server.reading.progress import comment
 from engine.server.render import Renderer
 from engine.server.schema import ChatRequest
 from engine.server.settings import Settings
@@ -33,6 +35,7 @@ from engine.server.translate import ChoiceRequest, chat_choices, names_of, owned
 from engine.server.vocabulary import Vocabulary
 from engine.text.answer_format import AnswerFormat
 from engine.text.fill_in import FillIn
+from engine.wire.messages import PromptProgress
 
 _FIRST = (
     SamplingParams(max_tokens=8, temperature=1.0, logprobs=1, ignore_eos=True),
@@ -52,7 +55,8 @@ class Serving:
         self.engine, self.settings = engine, settings
         self.log, self.traces = Log(settings.log_prompts), Traces(settings.traces)
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(engine, settings.model))
+        self.changed = ChangedText()
+        self.registry.register(EngineCollector(engine, settings.model, self.changed))
         self.latencies = Latencies(self.registry, settings.model)
         self.vocabulary = Vocabulary(engine.tokenizer)
         self.fill_in = FillIn.of(engine.tokenizer)
@@ -112,11 +116,12 @@ class Serving:
         if self.log.prompts:
             record["request"] = body.model_dump(exclude_unset=True, by_alias=True)
         self.note(body.ignored)
+        self._compare(wanted[0].prompt)
         results = Results(self.latencies, record, self.log.prompts, wanted, calling)
         if body.stream:
             events = self._stream(choices, format_, results, request.state.names)
             opening = await while_there(request, anext(events))
-            return EventStream(events, opening)
+            return EventStream(events, opening, lambda: comment(results.progress))
         await while_there(request, results.collect(choices))
         await results.compare()
         return JSONResponse(format_.whole(results.complete).model_dump(exclude_none=False))
@@ -129,6 +134,19 @@ class Serving:
             self._ignored.clear()
         self._ignored.update(ignored)
 
+    def _compare(self, prompt: list[int]) -> None:
+        """Count a change that keeps a long part of the prompt from being found in the prefix cache; the log says it
+        once of each place.
+        """
+        if (change := self.changed.compare(prompt)) is None:
+            return
+        text = self.vocabulary.texts(prompt[change.at : change.at + change.tokens]) if self.log.prompts else None
+        if self.changed.add(change, text):
+            self.log.warn(
+                f"prefix cache: behind {change.at} tokens of a prompt {change.tokens} differ from an earlier one, so "
+                f"the {change.behind} behind them, which do not, are read again: let what changes come later"
+            )
+
     async def _stream(
         self, choices: RunningChoices, format_: Renderer, results: Results, names: Mapping[str, str]
     ) -> AsyncGenerator[bytes]:
@@ -136,7 +154,8 @@ class Serving:
             try:
                 yield _events(format_, format_.opening())
                 async for event in choices:
-                    yield _events(format_, results.rendered(event, format_))
+                    if chunks := results.rendered(event, format_):  # what sends nothing must not put off a comment
+                        yield _events(format_, chunks)
                 yield _events(format_, format_.ending(results.complete))
                 await results.compare()
             except Exception as error:
@@ -151,7 +170,8 @@ class Serving:
 
 class Results:
     """The results of a request's choices as they arrive, counted and added to its record for the log. texts: whether
-    that holds answers. calling: what they may call, if anything.
+    that holds answers. calling: what they may call, if anything. progress: how far the prompt is, while it is read in
+    several forwards.
     """
 
     def __init__(
@@ -165,6 +185,7 @@ class Results:
         self.latencies, self.record, self.texts = latencies, record, texts
         self.started_s = time.perf_counter()
         self._wanted, self._calling = wanted, calling
+        self.progress: PromptProgress | None = None
         self._results: list[Result | None] = [None] * len(wanted)
 
     @property
@@ -181,6 +202,8 @@ class Results:
         """The chunks of an event."""
         self._see(event)
         choice, arrival = event
+        if isinstance(arrival, PromptProgress):
+            return format_.progress(choice, arrival)
         return format_.piece(choice, arrival) if isinstance(arrival, Piece) else format_.closing(choice, arrival)
 
     async def compare(self) -> None:
@@ -197,12 +220,17 @@ class Results:
     def _see(self, event: Event) -> None:
         choice, arrival = event
         record = self.record
+        self.progress = arrival if isinstance(arrival, PromptProgress) else None
+        if isinstance(arrival, PromptProgress):
+            return
         if isinstance(arrival, Piece):
             if "first_token_s" not in record:
                 record["first_token_s"] = round(time.perf_counter() - self.started_s, 4)
             record["completion_tokens"] = record.get("completion_tokens", 0) + len(arrival.token_ids)
             return
         self._results[choice] = arrival
+        found = min(arrival.metrics.cached_tokens, arrival.prompt_tokens)
+        record["cached_tokens"] = record.get("cached_tokens", 0) + found
         reason = "length" if arrival.finish_reason == "length" else "stop"
         self.latencies.ended(self.started_s, arrival, reason)
         record["finish_reasons"] = [*record.get("finish_reasons", []), reason]

@@ -129,6 +129,11 @@ class CostModel:
         more_s = max((_PAUSE - 1) * round_s, 2 * self.forward.read_s * past)
         return max(1, self._fitting(round_s + more_s, rows, keys, most, past))
 
+    def reading_s(self, count: int, past: int, most: int) -> float:
+        """The time that reading `count` more tokens after `past` takes, in forwards of at most `most` rows."""
+        chunks = ((begin, min(most, past + count - begin)) for begin in range(past, past + count, most))
+        return sum(self.forward.seconds(rows, Attended(begin, rows * (begin + rows / 2))) for begin, rows in chunks)
+
     def rows_while_waiting(self, waited_s: float, most: int, past: int = 0) -> int:
         """Prompt rows that can be read while all requests wait for drafts and have waited `waited_s`: none if the
         drafts will arrive first.

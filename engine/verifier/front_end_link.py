@@ -12,11 +12,12 @@ from engine.core.errors import NotANumber, ProtocolError, RequestError, first_li
 from engine.core.params import own_defaults
 from engine.model.target import Target
 from engine.sampling.matcher import Matcher, Matchers
+from engine.verifier.cost_model import CostModel
 from engine.verifier.request import Request
 from engine.verifier.scheduler import Scheduler
 from engine.verifier.step_result import StepResult
 from engine.weights.tokenizer import load_tokenizer
-from engine.wire.messages import Array, Cancel, Emitted, Failed, Heartbeat, Ready, Stop, Submit, Tokens
+from engine.wire.messages import Array, Cancel, Emitted, Failed, Heartbeat, PromptsRead, Ready, Stop, Submit, Tokens
 from engine.wire.transport import Dealer
 
 FROM_FRONT_END = (Submit, Cancel, Stop)
@@ -130,6 +131,16 @@ class FrontEndLink:
         """Send the tokens of a round. forward_ns: of this round's forward; busy_ns: of all so far."""
         if results:
             self.dealer.send(Emitted(tokens=tuple(_tokens(one, forward_ns, busy_ns, now_ns) for one in results)))
+
+    def send_progress(self, reading: Sequence[tuple[Request, int]], costs: CostModel, most: int, now_ns: int) -> None:
+        """Send how far prompts are whose next chunk, of so many tokens, is not their last. most: rows of a chunk."""
+        prompts = []
+        for request, count in reading:
+            past, left = request.cache.length, request.read_to - request.cache.length
+            if count < left and not request.has_answer:
+                prompts.append(request.progress(now_ns, costs.reading_s(left, past, most)))
+        if prompts:
+            self.dealer.send(PromptsRead(prompts=tuple(prompts)))
 
     def refuse(self, number: int, error: BaseException) -> None:
         """End the request of that number with an error."""

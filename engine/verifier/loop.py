@@ -115,6 +115,7 @@ class Verifier:
         if not (trees or chunks):
             return
         started_ns = time.perf_counter_ns()
+        self.front_end.send_progress(plan.reading, self.timer.costs, self.requests.chunk, started_ns)
         try:
             logits, hidden_states = self.target.run([*trees, *chunks], self.drafter.wants.feature_layers)
         except torch.AcceleratorError:
@@ -200,17 +201,15 @@ class Verifier:
             result.request.end_round(now_ns)
 
     def _commit(self, requests: Sequence[Request]) -> None:
-        """Keep the keys and values of what was read or accepted, or release all. Done last, while the drafter already
-        works.
+        """Keep the keys and values of what was read or accepted, also for an answer that ends here: whoever sends its
+        text again finds them. Done last, while the drafter already works.
         """
         running = [request for request in requests if request in self.requests.running]  # the others have failed
-        going_on = [request for request in running if request.sampler.finish_reason is None]
-        self.target.commit([(request.cache, request.rows_kept) for request in going_on])
+        self.target.commit([(request.cache, request.rows_kept) for request in running])
         for request in running:
+            request.publish()
             if request.sampler.finish_reason is not None:
                 self._forget(request)
-            else:
-                request.publish()
 
     def _beat(self) -> None:
         if self.front_end.beat(self.requests):

@@ -16,7 +16,7 @@ from engine.model.target import Target
 from engine.sampling.matcher import Matcher
 from engine.sampling.sampler import Sampler
 from engine.verifier.draft_choice import DraftChoice
-from engine.wire.messages import Array, Draft, TokenLogprob
+from engine.wire.messages import Array, Draft, PromptProgress, TokenLogprob
 
 Outcome = tuple[int, int, int, int]
 """Key of a draft: (round, previous draft, last accepted node, bonus token)."""
@@ -160,6 +160,17 @@ class Request:
             self.cache.trim()
 
     # Its text and cache.
+
+    def progress(self, now_ns: int, left_s: float) -> PromptProgress:
+        """How far its prompt is. left_s: the estimated time until the first token."""
+        return PromptProgress(
+            request=self.number,
+            read=self.cache.length,
+            total=self._prompt_length,
+            cached=self.cached,
+            elapsed_us=(now_ns - self.since_ns) // 1000 - (self.queued_us or 0),
+            left_us=round(left_s * 1e6),
+        )
 
     @property
     def left(self) -> int:

@@ -1,6 +1,7 @@
 """The whole protocol on one page: who says what to whom.
 
-    front end -> verifier   Submit, Cancel, Stop      verifier -> front end   Ready, Emitted, Failed, Heartbeat, Spans
+    front end -> verifier   Submit, Cancel, Stop      verifier -> front end   Ready, Emitted, PromptsRead, Failed,
+                                                                              Heartbeat, Spans
     verifier  -> drafter    Start, Verdict, Finish,   drafter  -> verifier    Hello, Draft
                             Rejoin
     front end -> drafter    Stop                      drafter  -> front end   Ready, Failed, Heartbeat, Spans
@@ -120,6 +121,27 @@ class Emitted(Message, frozen=True, kw_only=True):
     """What a round emitted for all requests that took part: one message, since each wakes the front end."""
 
     tokens: tuple[Tokens, ...]
+
+
+class PromptProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a prompt is. read: tokens of `total` whose keys and values are there, `cached` of them from the prefix
+    cache. elapsed_us: since the request ran first; left_us: the estimated time until its first token.
+    """
+
+    request: int
+    read: int
+    total: int
+    cached: int
+    elapsed_us: int
+    left_us: int
+
+
+class PromptsRead(Message, frozen=True, kw_only=True):
+    """How far the prompts are that the forward to come reads a part of. Those that it reads to the end are left out:
+    their tokens follow.
+    """
+
+    prompts: tuple[PromptProgress, ...]
 
 
 class Failed(Message, frozen=True, kw_only=True):
@@ -246,8 +268,9 @@ class Draft(Message, frozen=True, kw_only=True):
 
 
 AnyMessage = Union[  # noqa: UP007 - msgspec reads the union at run time, on Python 3.10 too
-    Submit, Cancel, Stop, Ready, Emitted, Failed, Heartbeat, Spans, Hello, Start, RoundVerdict, Finish, Rejoin, Draft
-]
+    Submit, Cancel, Stop, Ready, Emitted, PromptsRead, Failed, Heartbeat, Spans, Hello, Start, RoundVerdict, Finish,
+    Rejoin, Draft,
+]  # fmt: skip
 
 # dtype and dimensions; arrays stay aligned as long as smaller numbers come last
 ARRAYS: dict[type, tuple[tuple[str, int], ...]] = {

@@ -52,6 +52,25 @@ async def test_the_second_turn_of_a_conversation_finds_the_first_after_a_restart
     assert turn.token_ids == plain.token_ids
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2])
+@pytest.mark.parametrize("name", ["none", "suffix"])
+async def test_a_probe_of_one_token_keeps_the_whole_prompt_in_memory_and_on_disk(
+    tiny: str, tmp_path: Path, name: str, max_tokens: int
+) -> None:
+    probe = msgspec.structs.replace(SAMPLED, max_tokens=max_tokens)
+    [plain] = await answers(tiny, None, (PROMPT, SAMPLED), name="none")
+    _, again = await answers(tiny, tmp_path, (PROMPT, probe), (PROMPT, probe), name=name)
+    [later] = await answers(tiny, tmp_path, (PROMPT, SAMPLED), name=name)
+    assert (again.metrics.cached_tokens, later.metrics.cached_tokens) == (WHOLE, WHOLE)
+    assert later.token_ids == plain.token_ids
+
+
+async def test_an_echo_without_an_answer_keeps_what_it_read(tiny: str) -> None:
+    echo = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    _, again = await answers(tiny, None, (PROMPT, echo), (PROMPT, GREEDY))
+    assert again.metrics.cached_tokens == WHOLE
+
+
 async def test_another_type_finds_nothing(tiny: str, tmp_path: Path) -> None:
     await answers(tiny, tmp_path, (PROMPT, GREEDY), dtype="float32")
     [other] = await answers(tiny, tmp_path, (PROMPT, GREEDY), dtype="bfloat16")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -19,7 +19,7 @@ QUIET_S = 3.0
 """After so long without an event a stream gets a comment: proxies and clients give up on connections that are silent,
 and only what is sent shows that a client has gone.
 """
-_COMMENT = b": the answer goes on\n\n"
+_GOES_ON = "the answer goes on"
 
 
 class ClientGone(Exception):
@@ -33,15 +33,17 @@ async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 class EventStream(Response):
     """Server-sent events: `opening` at once, then `events`, which are closed when the stream ends and, within a round,
-    when the client disconnects.
+    when the client disconnects. comment: what a silent stream says, None if it has nothing to say but that it goes on.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], opening: bytes = b""):
+    def __init__(
+        self, events: AsyncGenerator[bytes], opening: bytes = b"", comment: Callable[[], str | None] = lambda: None
+    ):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self.events, self.opening = events, opening
+        self.events, self.opening, self.comment = events, opening, comment
         self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,7 +69,7 @@ class EventStream(Response):
         while True:
             quiet_s = time.monotonic() - self._sent_s
             if quiet_s >= QUIET_S:
-                await self._send_part(send, _COMMENT)
+                await self._send_part(send, f": {self.comment() or _GOES_ON}\n\n".encode())
             else:
                 await asyncio.sleep(QUIET_S - quiet_s)
 

@@ -16,6 +16,7 @@ from engine.server.tools.calling import Calling
 from engine.server.tools.message import ChatAnswer
 from engine.server.translate import ChoiceRequest
 from engine.server.vocabulary import Vocabulary
+from engine.wire.messages import PromptProgress
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CACHED = ("cache_creation_input_tokens", "cache_read_input_tokens")
@@ -49,6 +50,9 @@ class MessagesRenderer:
         usage = {"input_tokens": len(self._wanted.prompt), "output_tokens": 0, **dict.fromkeys(_CACHED, 0)}
         message: Chunk = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return [{"type": "message_start", "message": message}]
+
+    def progress(self, choice: int, progress: PromptProgress) -> list[Chunk]:
+        return []
 
     def piece(self, choice: int, piece: Piece) -> list[Chunk]:
         return self._events(self._blocks.add(self._answer.feed(piece.text)))

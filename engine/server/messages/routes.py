@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from engine.server.answers import AnthropicError, InputTokens
+from engine.server.messages.billing import without_effect
 from engine.server.messages.render import MessagesRenderer
 from engine.server.messages.schema import CountRequest, MessagesRequest
 from engine.server.messages.translate import chat_fields, schema_paths
@@ -30,10 +31,11 @@ def add_messages(app: FastAPI, serving: Serving, stream: Responses, refusals: Re
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer messages, as Anthropic's API does."""
         chat = chat_request(chat_fields(body))
-        serving.note(body.ignored)
+        ignored = without_effect(body)
+        serving.note(ignored)
 
         def renderer(wanted: list[ChoiceRequest], calling: Calling) -> MessagesRenderer:
-            return MessagesRenderer(serving.settings.model, wanted, serving.vocabulary, calling, body.ignored)
+            return MessagesRenderer(serving.settings.model, wanted, serving.vocabulary, calling, ignored)
 
         return await serving.chat(request, chat, renderer, schema_paths(body))
 
@@ -42,6 +44,6 @@ def add_messages(app: FastAPI, serving: Serving, stream: Responses, refusals: Re
         """Count the tokens of messages."""
         chat: ChatRequest = chat_request(chat_fields(body))
         check_model(chat.model, serving.settings)
-        serving.note(body.ignored)
+        serving.note(without_effect(body))
         calling = await anyio.to_thread.run_sync(Calling.of, chat, serving.answers, schema_paths(body))
         return InputTokens(input_tokens=len(await chat_prompt(chat, serving.engine, serving.settings, calling)))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from engine.server.messages.billing import without_billing_line
 from engine.server.messages.schema import (
     ClientTool,
     CountRequest,
@@ -55,7 +56,8 @@ def _tool(tool: ClientTool) -> dict[str, Any]:
 
 
 def _messages(body: CountRequest) -> list[dict[str, Any]]:
-    system = [] if body.system is None else [{"role": "system", "content": _text(body.system)}]
+    texts = without_billing_line(body.system)
+    system = [{"role": "system", "content": "\n".join(texts)}] if texts else []
     return [*system, *(one for message in body.messages for one in _plain(message))]
 
 

@@ -18,6 +18,7 @@ from engine.server.tools.blocks import Block, Blocks, Change
 from engine.server.tools.calling import Calling
 from engine.server.tools.message import ChatAnswer
 from engine.server.translate import ChoiceRequest
+from engine.wire.messages import PromptProgress
 
 _ECHOED = (
     "instructions", "previous_response_id", "store", "parallel_tool_calls", "max_output_tokens", "temperature",
@@ -80,6 +81,9 @@ class ResponsesRenderer:
             {"type": "response.created", "response": response},
             {"type": "response.in_progress", "response": response},
         ]
+
+    def progress(self, choice: int, progress: PromptProgress) -> list[Chunk]:
+        return []
 
     def piece(self, choice: int, piece: Piece) -> list[Chunk]:
         return self._events(self._blocks.add(self._answer.feed(piece.text)))

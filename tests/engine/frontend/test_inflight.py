@@ -7,7 +7,7 @@ import pytest
 from engine.core.errors import WorkerDied
 from engine.core.params import SamplingParams
 from engine.frontend.inflight import InflightRequest, InflightRequests
-from engine.wire.messages import Tokens
+from engine.wire.messages import PromptProgress, Tokens
 
 
 @pytest.fixture
@@ -71,3 +71,25 @@ def test_a_suspect_that_was_cancelled_holds_nobody_up(inflight: InflightRequests
     assert hand_over(inflight, "three") == [0]
     del inflight[0]
     assert hand_over(inflight, "three") == [1]
+
+
+def progress(number: int, read: int) -> PromptProgress:
+    return PromptProgress(request=number, read=read, total=64, cached=0, elapsed_us=0, left_us=0)
+
+
+def test_how_far_a_prompt_is_is_told_until_its_answer_begins() -> None:
+    told: list[int] = []
+    request = InflightRequest(0, [5], SamplingParams(), lambda progress: told.append(progress.read))
+    inflight = InflightRequests({0: request})
+    for read in (16, 32):
+        inflight.note(progress(0, read))
+    assert told == [16, 32] and request.progress == progress(0, 32)
+    token(inflight, 0)
+    assert request.progress is None
+
+
+def test_how_far_a_prompt_was_that_has_been_cancelled_is_told_to_nobody(inflight: InflightRequests) -> None:
+    inflight[1].deliver(WorkerDied("it failed"))
+    for number in (1, 7):
+        inflight.note(progress(number, 16))
+    assert inflight[1].progress is None

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from tests.engine.server.figures import until
 from tests.engine.server.process import ServerProcess, serving
 
 FIRST = {"role": "user", "content": "Tell me of the cat that sat on the mat, and of the dog that ate the hat. " * 2}
@@ -43,7 +44,10 @@ def test_a_conversation_goes_on_after_a_restart_for_its_own_key_alone(tiny: str,
     with serving(*options(tiny, tmp_path), TALON_API_KEYS="one,two") as server:
         other, others = ask(server, turn, "two")
         again, cached = ask(server, turn, "one", "a session")
+        until(lambda: len(server.requests()) > 2)
     assert others == 0 and cached >= len(FIRST["content"]) // 16 * 16 and again == other
+    told = [line["cached_tokens"] for line in server.requests() if line["path"] == "/v1/chat/completions"]
+    assert told == [others, cached], "the log says it of each request"
 
 
 def test_a_server_killed_while_it_writes_leaves_nothing_that_changes_a_text(

@@ -20,6 +20,7 @@ ROUTES = [
     ("POST", "/v1/messages/count_tokens"),
     ("POST", "/infill"),
     ("POST", "/tokenize"),
+    ("GET", "/prompts"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
     ("GET", "/health"),

@@ -299,3 +299,11 @@ def test_of_rows_that_are_padded_as_many_are_verified_as_fill_the_least_forward_
     model = costs({16: 0.01, 64: 0.02, 256: 0.08}, forward_sizes=SIZES)
     assert model.nodes_worth(np.array([1.0] * 4 + [0.01] * 200, np.float32), 4) == 16
     assert model.nodes_worth(np.array([1.0] * 4 + [0.1] * 200, np.float32), 4) == 64
+
+
+def test_a_prompt_takes_as_long_as_the_forwards_that_read_it() -> None:
+    model = costs(STEEP, seen_s=1e-6, read_s=1e-5)
+    chunks = [(16, 64), (80, 64), (144, 20)]
+    expected = sum(model.forward.seconds(rows, Attended(past, rows * (past + rows / 2))) for past, rows in chunks)
+    assert model.reading_s(148, 16, 64) == pytest.approx(expected)
+    assert model.reading_s(0, 16, 64) == 0

@@ -33,6 +33,8 @@ from engine.wire.messages import (
     Failed,
     Finish,
     Hello,
+    PromptProgress,
+    PromptsRead,
     Rejoin,
     RoundVerdict,
     Stop,
@@ -157,6 +159,10 @@ class Stage:
             tokens for message, *_ in self.control.sent if isinstance(message, Emitted) for tokens in message.tokens
         ]
 
+    def progress(self) -> list[PromptProgress]:
+        """What the front end was told of prompts under way."""
+        return [one for message, *_ in self.control.sent if isinstance(message, PromptsRead) for one in message.prompts]
+
     def tokens(self, number: int) -> list[int]:
         """What that one has emitted."""
         return [token for round_ in self.emitted() if round_.request == number for token in round_.tokens]
@@ -272,6 +278,50 @@ def test_a_head_gets_the_hidden_states_of_what_others_have_read_and_written() ->
     other = stage.submit(2, [*range(10, 27)])
     stage.step()
     assert other.cached == 16 and positions_sent(stage.verdicts(), 2) == [*range(10, 27)]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_what_was_read_of_a_prompt_is_kept_however_short_its_answer(tokens: int) -> None:
+    stage = Stage()
+    stage.submit(1, [*range(10, 27)], max_tokens=tokens)
+    while len(stage.tokens(1)) < tokens:
+        stage.step()
+    again = stage.submit(2, [*range(10, 27)])
+    stage.step()
+    assert again.cached == 16 and stage.target.pool.free == BLOCKS - 2, "and the first holds no block"
+
+
+def test_the_last_tree_of_an_answer_is_kept_too() -> None:
+    stage = Stage(Hello())
+    request = stage.submit(1, [*range(10, 22)], max_tokens=6)
+    stage.step()
+    stage.draft(request, TokenTree.chain(22, [23, 24, 25, 26], [0.9] * 4))
+    stage.step()
+    assert stage.emitted()[-1].finish_reason == "length"
+    again = stage.submit(2, [*range(10, 28)])
+    stage.step()
+    assert again.cached == 16
+
+
+def test_what_was_read_of_a_prompt_is_kept_when_the_client_leaves() -> None:
+    stage = Stage()
+    stage.verifier.requests.chunk = 16
+    stage.submit(1, [*range(10, 30)])
+    stage.step()
+    stage.control.inbox.append((Cancel(request=1), []))
+    stage.verifier._receive()
+    again = stage.submit(2, [*range(10, 30)])
+    stage.step()
+    assert again.cached == 16
+
+
+def test_a_head_gets_the_hidden_states_of_a_prompt_whose_answer_was_one_token() -> None:
+    stage = Stage(HEAD)
+    stage.submit(1, [*range(10, 27)], max_tokens=1)
+    stage.step()
+    again = stage.submit(2, [*range(10, 27)])
+    stage.step()
+    assert again.cached == 16 and positions_sent(stage.verdicts(), 2) == [*range(10, 27)]
 
 
 def test_a_head_gets_no_hidden_states_again_after_a_preemption() -> None:
@@ -565,3 +615,34 @@ def test_a_drafter_that_slept_comes_back_by_itself() -> None:
         assert stage.verifier.drafter.present and request.has_draft
         router.close()
         line.close()
+
+
+def test_the_front_end_hears_how_far_a_long_prompt_is_before_each_of_its_forwards_but_the_last() -> None:
+    stage = Stage()
+    stage.verifier.requests.chunk = 8
+    stage.submit(1, [*range(10, 27)], max_tokens=1)
+    while not stage.tokens(1):
+        stage.step()
+    told = [(one.request, one.read, one.total, one.cached) for one in stage.progress()]
+    assert told == [(1, 0, 17, 0), (1, 8, 17, 0)]
+    assert [round(one.left_us / 1e6) for one in stage.progress()] == [3, 2], "a second for each forward"
+
+
+def test_a_prompt_begins_with_what_was_found_in_the_prefix_cache() -> None:
+    stage = Stage()
+    stage.submit(1, [*range(10, 27)], max_tokens=1)
+    stage.step()
+    stage.verifier.requests.chunk = 4
+    stage.submit(2, [*range(10, 32)], max_tokens=1)
+    stage.step()
+    assert [(one.read, one.cached) for one in stage.progress()] == [(16, 16)]
+
+
+def test_a_prompt_of_one_forward_and_an_answer_that_is_read_again_are_no_news() -> None:
+    stage = Stage()
+    request = stage.submit(1, [*range(10, 22)])
+    stage.step()
+    stage.verifier.requests._preempt_youngest()
+    stage.verifier.requests.chunk = 4
+    stage.step()
+    assert request.has_answer and stage.progress() == []

@@ -1,0 +1,71 @@
+"""How far a prompt has been read, and what an answer took, with llama.cpp's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from engine.answer import Result
+from engine.wire.messages import PromptProgress
+
+
+class Timings(BaseModel):
+    """What an answer took. cache_n: prompt tokens found in the prefix cache; prompt_n, prompt_ms: those read, and the
+    time until the first token; predicted_n, predicted_ms: of the answer, and the time from its first token on.
+    """
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+    draft_n: int
+    draft_n_accepted: int
+
+
+def timings(result: Result) -> Timings:
+    """The timings of a finished answer."""
+    metrics = result.metrics
+    cached = min(metrics.cached_tokens, result.prompt_tokens)
+    prompt_n, predicted_n = result.prompt_tokens - cached, len(result.token_ids)
+    prompt_ms = 1000 * metrics.time_to_first_token_s
+    predicted_ms = sum(round_.round_us for round_ in result.rounds[1:]) / 1000
+    return Timings(
+        cache_n=cached,
+        prompt_n=prompt_n,
+        prompt_ms=prompt_ms,
+        prompt_per_token_ms=prompt_ms / max(1, prompt_n),
+        prompt_per_second=1000 * prompt_n / prompt_ms if prompt_ms else 0.0,
+        predicted_n=predicted_n,
+        predicted_ms=predicted_ms,
+        predicted_per_token_ms=predicted_ms / max(1, predicted_n - 1),
+        predicted_per_second=1000 * (predicted_n - 1) / predicted_ms if predicted_ms else 0.0,
+        draft_n=metrics.speculative_decoding.draft_tokens,
+        draft_n_accepted=metrics.speculative_decoding.accepted_tokens,
+    )
+
+
+def progress_fields(progress: PromptProgress) -> dict[str, Any]:
+    """The field of a stream's chunk; `left_ms` is ours."""
+    return {
+        "prompt_progress": {
+            "total": progress.total,
+            "cache": progress.cached,
+            "processed": progress.read,
+            "time_ms": progress.elapsed_us // 1000,
+            "left_ms": progress.left_us // 1000,
+        }
+    }
+
+
+def comment(progress: PromptProgress | None) -> str | None:
+    """What a silent stream says of its prompt; None if that is not being read."""
+    if progress is None:
+        return None
+    seconds = -(-progress.left_us // 10**6)
+    return f"{progress.read} of {progress.total} tokens of the prompt are read, about {seconds} s to go"
