@@ -17,7 +17,7 @@ from engine.sampling.matcher import refusal_of, without_annotations
 
 _KEPT = 128  # schemas
 _PATTERNS = 1024
-_KEYWORDS: dict[str, dict[str, Any]] = {
+KEYWORDS: dict[str, dict[str, Any]] = {
     "propertyNames": {"propertyNames": {"maxLength": 9}},
     "uniqueItems": {"uniqueItems": True},
     "not": {"not": {}},
@@ -115,7 +115,7 @@ def _followed(key: str, value: Any) -> bool:
 @functools.cache
 def _unknown() -> frozenset[str]:
     """Return the keywords that the library does not know."""
-    return frozenset(key for key, schema in _KEYWORDS.items() if not _fits(schema))
+    return frozenset(key for key, schema in KEYWORDS.items() if not _fits(schema))
 
 
 @functools.lru_cache(maxsize=_PATTERNS)

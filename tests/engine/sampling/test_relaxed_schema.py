@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ pytest.importorskip("llguidance", reason="pip install 'talon-decoding[grammar]'"
 from engine.core.errors import RequestError
 from engine.core.grammar import Grammar
 from engine.sampling.matcher import check
-from engine.sampling.relaxed_schema import relaxed
+from engine.sampling.relaxed_schema import KEYWORDS, relaxed
 
 TEXT = {"type": "string"}
 AHEAD = {"type": "string", "pattern": "^(?=.*a).*$"}
@@ -121,3 +122,8 @@ def test_large_schemas_take_no_long_time() -> None:
     started_s = time.perf_counter()
     assert len(relaxed(of(**{f"p{number}": AHEAD for number in range(3000)})).left_out) == 3000
     assert time.perf_counter() - started_s < 20
+
+
+def test_the_page_of_what_is_ignored_names_every_keyword() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "ignored.md").read_text("utf8")
+    assert [keyword for keyword in KEYWORDS if f"`{keyword}`" not in page] == []
