@@ -17,6 +17,7 @@ from engine.sampling.matcher import refusal_of, without_annotations
 
 _KEPT = 128  # schemas
 _PATTERNS = 1024
+_MOST_ASKED = 256  # keywords of one schema about which the library is asked one by one; with more it is left as it is
 KEYWORDS: dict[str, dict[str, Any]] = {
     "propertyNames": {"propertyNames": {"maxLength": 9}},
     "uniqueItems": {"uniqueItems": True},
@@ -62,11 +63,11 @@ def relaxed(schema: dict[str, Any]) -> RelaxedSchema:
 
 @functools.lru_cache(maxsize=_KEPT)
 def _relaxed(text: str) -> tuple[str, tuple[str, ...]]:
-    schema = json.loads(without_annotations(text))
-    if _fits(schema):
-        return json.dumps(schema), ()
     left_out: list[str] = []
     try:
+        schema = json.loads(without_annotations(text))
+        if _fits(schema) or sum(map(text.count, ('"oneOf"', '"pattern"', '"patternProperties"'))) > _MOST_ASKED:
+            return json.dumps(schema), ()
         schema = _without_unknown(schema, "", left_out)
         if not _fits(schema):
             schema = _with_any_of(schema, schema, "", left_out)
