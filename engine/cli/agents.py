@@ -1,5 +1,5 @@
-"""Clients that work with this server as they are installed, and what each has to be told. docs/serving.md shows the same
-lines, and a test compares them.
+"""Clients that work with this server as they are installed, and what each has to be told. docs/serving.md shows the
+same lines, and a test compares them.
 """
 
 from __future__ import annotations

@@ -328,3 +328,60 @@ def test_plain_reasoning_is_no_ignored_field() -> None:
 @pytest.mark.parametrize("empty", [[], "", None])
 def test_an_empty_input_is_answered(tool_server: ServerProcess, empty: Any, more: dict[str, Any]) -> None:
     assert post(tool_server, input=empty, max_output_tokens=2, **more)["usage"]["output_tokens"] == 2
+
+
+# A coding client, in the shape of Codex 0.171's requests.
+
+
+def said(role: str, text: str, **more: Any) -> dict[str, Any]:
+    kind = "output_text" if role == "assistant" else "input_text"
+    return {"type": "message", "role": role, "id": "msg_1", "content": [{"type": kind, "text": text}], **more}
+
+
+CODEX: dict[str, Any] = {
+    "model": "tiny",
+    "stream": True,
+    "input": [
+        said("developer", "Be brief."),
+        said("developer", "Use tools."),
+        said("user", "/tmp"),
+        said("user", "Go."),
+    ],
+    "tools": [WEATHER_TOOL, SKY, *OF_OPENAI],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "0",
+    "client_metadata": {"turn_id": "0", "x-codex-window-id": "0:0"},
+}
+CODEX_CALLS = [
+    {
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "Hm."}],
+        "encrypted_content": None,
+    },
+    {
+        "type": "function_call",
+        "id": "fc_1",
+        "call_id": "1",
+        "name": "weather",
+        "namespace": "sky",
+        "arguments": "{}",
+        "status": "completed",
+    },
+    {"type": "function_call_output", "id": "fco_1", "call_id": "1", "output": "clear"},
+    said("assistant", "Clear.", phase="final_answer"),
+    said("user", "And now?"),
+]
+
+
+@pytest.mark.parametrize("more", [[], CODEX_CALLS], ids=["first turn", "second turn"])
+def test_a_coding_clients_turn_is_answered(tool_server: ServerProcess, more: list[dict[str, Any]]) -> None:
+    body = CODEX | {"input": [*CODEX["input"], *more], "max_output_tokens": 5}
+    answer = httpx.post(f"{tool_server.url}/v1/responses", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    kinds = [line.removeprefix("event: ") for line in answer.text.splitlines() if line.startswith("event: ")]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.incomplete"

@@ -1,0 +1,108 @@
+"""`talon connect`: what a client is told, and the client that it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.cli.agents import AGENTS, ServedModel
+from tests.command import talon
+from tests.engine.server.process import KEY, ROOT, ServerProcess
+
+CLIENT = """#!{python}
+import json, os, sys
+with open({told!r}, "w") as file:
+    json.dump({{"arguments": sys.argv[1:], "environment": dict(os.environ)}}, file)
+sys.exit(3)
+"""
+LOCAL = ServedModel("http://127.0.0.1:8000", "none", "coder", 32768)
+
+
+def install(folder: Path, name: str) -> Path:
+    """A client that writes down how it was started."""
+    told = folder / "told.json"
+    program = folder / name
+    program.write_text(CLIENT.format(python=sys.executable, told=str(told)))
+    program.chmod(0o755)
+    return told
+
+
+def connect(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run it in a process of its own, which the client takes over."""
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    command = [sys.executable, "-m", "engine", "connect", *arguments]
+    more = os.environ | {"PATH": path, **environment}
+    return subprocess.run(command, cwd=ROOT, env=more, capture_output=True, text=True, timeout=120)
+
+
+def test_codex_is_started_with_the_servers_model_and_its_context(tool_server: ServerProcess, tmp_path: Path) -> None:
+    told = install(tmp_path, "codex")
+    done = connect(tmp_path, "codex", "--url", f"{tool_server.url}/v1/", "--", "exec", "--json", "Hi")
+    assert done.returncode == 3, done.stderr
+    started = json.loads(told.read_text())
+    assert started["arguments"][-3:] == ["exec", "--json", "Hi"]
+    settings = [one.partition("=") for one in started["arguments"][1:-3:2]]
+    assert {name: value for name, _, value in settings[:-1]} == {
+        "model_provider": '"talon"',
+        "model": '"tiny"',
+        "model_context_window": "4096",
+    }
+    assert settings[-1][0] == "model_providers.talon" and f'base_url="{tool_server.url}/v1"' in settings[-1][2]
+    assert "begins with about 8700 tokens of its own, and tiny holds 4096" in done.stderr
+
+
+def test_claude_gets_the_key_and_learns_the_context(one_place: ServerProcess, tmp_path: Path) -> None:
+    told = install(tmp_path, "claude")
+    assert connect(tmp_path, "claude", "--url", one_place.url, TALON_API_KEY=KEY).returncode == 3
+    environment = json.loads(told.read_text())["environment"]
+    wanted = {
+        "ANTHROPIC_BASE_URL": one_place.url,
+        "ANTHROPIC_AUTH_TOKEN": KEY,
+        "ANTHROPIC_MODEL": "tiny",
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "32768",
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "4096",
+    }
+    assert {name: environment[name] for name in wanted} == wanted
+
+
+def test_settings_are_printed_where_nothing_is_started(tool_server: ServerProcess) -> None:
+    for arguments in (["claude", "--print"], ["langgraph"]):
+        done = talon("connect", *arguments, "--url", tool_server.url)
+        assert done.exit_code == 0 and tool_server.url in done.stdout and "tiny" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nobody"], "connect nobody: is no client known here; there are claude, codex,"),
+        (["codex", "--url", "here"], "--url here: is no address"),
+        (["codex", "--url", "http://127.0.0.1:1"], "--url http://127.0.0.1:1: no server answers"),
+    ],
+)
+def test_what_is_wrong_is_one_line(arguments: list[str], said: str) -> None:
+    done = talon("connect", *arguments)
+    assert done.exit_code == 2 and done.stderr.startswith(f"talon: {said}") and done.stderr.count("\n") == 1
+
+
+def test_a_key_that_is_wrong_and_a_client_that_is_not_there_are_one_line(one_place: ServerProcess) -> None:
+    wrong = talon("connect", "codex", "--url", one_place.url, "--key", "wrong")
+    assert (wrong.exit_code, wrong.stderr) == (
+        2,
+        f"talon: --url {one_place.url}: wants an API key: give --key or TALON_API_KEY\n",
+    )
+    env = {"PATH": str(Path(sys.executable).parent)}
+    absent = connect(Path("/nowhere"), "opencode", "--url", one_place.url, "--key", KEY, **env)
+    assert absent.returncode == 2 and absent.stderr.startswith(
+        "talon: connect opencode: opencode is not installed: npm"
+    )
+
+
+def test_the_documentation_shows_every_clients_lines() -> None:
+    text = (ROOT / "docs" / "serving.md").read_text("utf8")
+    missing = {name: line for name, agent in AGENTS.items() for line in agent.lines(LOCAL) if line not in text}
+    assert missing == {}
