@@ -48,7 +48,7 @@ def test_a_changing_text_before_a_long_one_that_stays_is_found(before: int, now:
         "other question",
         "the same",
         "short",
-        "short, and then others",
+        "short, then others",
         "another text",
         "the first",
         "tiny",
