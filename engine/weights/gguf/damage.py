@@ -58,7 +58,7 @@ def _has_numbers(raw: NDArray[np.uint8], tensor: GgufTensor) -> bool:
 
 
 def _scales_of(layout: QuantLayout) -> list[int]:
-    """Where a block has its numbers of 16 bits."""
+    """List where a block has its numbers of 16 bits."""
     return [layout.scale] if layout.offset is None else [layout.scale, layout.offset]
 
 
