@@ -82,8 +82,8 @@ def read_source(file: Path, name: str) -> tuple[GgufSource, States]:
 
 
 def current_source(file: Path, name: str, folders: Iterable[Path]) -> tuple[GgufSource, States]:
-    """Find the source that a file is now, and its states. It is read only if none of these directories has seen it as it
-    is. Raises OSError. name: as the directories call it.
+    """Find the source that a file is now, and its states. It is read only if none of these directories has seen it as
+    it is. Raises OSError. name: as the directories call it.
     """
     states = _states(file)
     for folder in folders:
