@@ -32,7 +32,7 @@ _PAGE = 4096  # a file takes whole pages of the disk
 _PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN}
 """Errors of a disk or a network, not of the folder that the configuration names."""
 
-Task = Callable[[], None]
+Task = Callable[[], object]
 
 
 class CacheFolder:

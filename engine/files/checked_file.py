@@ -73,7 +73,7 @@ def read_checked(path: Path, key: bytes, room: memoryview) -> memoryview:
 
 
 def read_whole(path: Path, key: bytes) -> memoryview:
-    """The same, of a file whose length is not known. Raises Damaged if it is longer than any that is written."""
+    """Read a file whose length is not known, as `read_checked` does. Raises Damaged if it is longer than any."""
     if (length := path.stat().st_size) > _LARGEST:
         raise Damaged(f"has {length} bytes")
     return read_checked(path, key, memoryview(bytearray(length)))

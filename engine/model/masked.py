@@ -38,7 +38,7 @@ class MaskedForward:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo: its window counts cache slots, not positions
-            raise refusal(model, name)
+            raise refusal(model, name, "its windows count slots of the cache, not positions")
         types, options = get_layer_types_and_kwargs(config)
         self._windows = {kind: option.get("sliding_window") for kind, option in zip(types, options, strict=True)}
         if not windowed and self._windows.pop("sliding_attention", None) is not None:
@@ -198,6 +198,8 @@ class MaskedForward:
             self.records = self.records and self._owner.captures and not Recorded.stuck
 
 
-def refusal(model: Any, name: str) -> ModelError:
-    """The family attends in a way that neither exact attention nor a mask can express."""
-    return ModelError(f"model={name}: the {model.config.model_type} family cannot take a tree mask; use another target")
+def refusal(model: Any, name: str, reason: str) -> ModelError:
+    """The family attends in a way that neither exact attention nor a mask can express. reason: what was found."""
+    return ModelError(
+        f"model={name}: the {model.config.model_type} family cannot take a tree mask ({reason}); use another target"
+    )

@@ -220,7 +220,8 @@ class Target(Runner):
 
 def _facts_of(model: Any, name: str) -> Facts:
     if (facts := facts_of(model)) is None:
-        from engine.model.masked import refusal
-
-        raise refusal(model, name)
+        raise ModelError(
+            f"model={name}: the {model.config.model_type} family names no max_position_embeddings, and has no "
+            "positions that a tree could be given; use another target"
+        )
     return facts

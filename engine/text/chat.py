@@ -248,8 +248,8 @@ def _without_others(tokenizer: Any, text: str, own: Sequence[tuple[int, int]]) -
 
 
 def _tokens_at(tokenizer: Any, text: str, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Those places at which the tokenizer finds the special token that is written there: some are none within a word,
-    or after other text.
+    """Keep the places at which the tokenizer finds the special token that is written there: some are none within a
+    word, or after other text.
     """
     encoded, special = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False), special_tokens(tokenizer)
     found = [(*span, special[i]) for i, span in zip(encoded.ids, encoded.offsets, strict=True) if i in special]
@@ -258,6 +258,6 @@ def _tokens_at(tokenizer: Any, text: str, places: Sequence[tuple[int, int]]) -> 
         """Spans hold the white space that a token takes with it."""
         before = bisect_right(found, start, key=itemgetter(0))
         _, end, name = found[before - 1] if before else (0, 0, "")
-        return end >= stop and name == text[start:stop]
+        return bool(end >= stop and name == text[start:stop])
 
     return [place for place in places if is_token(*place)]

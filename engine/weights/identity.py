@@ -36,7 +36,7 @@ def model_identity(model: str, kinds: Sequence[str] = _KINDS) -> bytes:
 
 
 def _settings(folder: Path) -> bytes:
-    """The hash of what a directory says of a model besides its weights: configuration and tokenizer."""
+    """Hash what a directory says of a model besides its weights: configuration and tokenizer."""
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.json")):
         if file.name != SOURCE and file.is_file():

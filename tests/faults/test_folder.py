@@ -1,4 +1,4 @@
-"""The folder of the ipc sockets is removed under a running engine: it is made again, and every worker found again."""
+"""Folders are removed under a running engine, that of the ipc sockets or the cache: they are made again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import shutil
 import signal
 from pathlib import Path
 
-from engine import Engine
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from engine import Engine, SamplingParams
+from tests.engine.weights.tiny_gguf import write_gguf
 from tests.faults.test_endurance import is_running
 from tests.faults.test_faults import LONG, PROMPT, _own_temporary_folder, expected_text, pid_of, replaced
 from tests.faults.test_tcp import drafts_arrive
@@ -38,3 +42,18 @@ async def test_removing_the_sockets_folder_changes_no_text_whoever_is_killed_the
             pids |= {pid_of(engine, role) for role in ("verifier", "drafter")}
     assert not folder.exists()
     assert not any(is_running(pid) for pid in pids)
+
+
+async def test_removing_the_cache_of_models_changes_no_text_and_a_killed_verifier_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TALON_HOME", str(tmp_path / "home"))
+    write_gguf(tmp_path / "tiny.gguf", kind=Kind.Q8_0)
+    sampling = SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0, seed=3)
+    async with await Engine.start({"model": str(tmp_path / "tiny.gguf")}, method="suffix") as engine:
+        expected = (await engine.generate("ab 48", sampling)).token_ids
+        first = pid_of(engine, "verifier")
+        shutil.rmtree(tmp_path / "home")
+        os.kill(first, signal.SIGKILL)
+        assert (await engine.generate("ab 48", sampling)).token_ids == expected
+        assert pid_of(engine, "verifier") != first and (Path(engine.config.model) / "config.json").is_file()

@@ -235,9 +235,9 @@ class ForwardChoice:
             runner = self._runner(masked, None)
             agrees = agrees and trial.agrees_anywhere(runner)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise refusal(self.model, self.name) from error
+            raise refusal(self.model, self.name, first_line(error)) from error
         if not agrees:
-            raise refusal(self.model, self.name)
+            raise refusal(self.model, self.name, "its logits with one differ from those without")
         return runner
 
     def _make_pool(self, kv_type: KVType = "auto", weights: int = 0) -> tuple[KVPool, int]:

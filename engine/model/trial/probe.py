@@ -46,6 +46,11 @@ class ModelProbe:
                 f"model={name}: the logits of a short text are not numbers (NaN) in {name_of(model.dtype)}: "
                 "the model overflows, or its weights are damaged; use dtype: float32 or get the checkpoint again"
             )
+        if self.expected.std() == 0:
+            raise ModelError(
+                f"model={name}: the logits of a short text are all the same: weights that decide them are zeros; get "
+                "the checkpoint again"
+            )
 
     @property
     def heeds_windows(self) -> bool:

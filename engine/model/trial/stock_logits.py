@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from engine.core.errors import ModelError, first_line
 from engine.kernels.attention.attention import Rule
 from engine.kernels.quant.stored import StoredMatrix
-from engine.model.masked import refusal
 from engine.model.stock import NAME
 
 _HEAD_ROWS = 1 << 14  # outputs of the last matrix that are in memory together
@@ -47,7 +47,10 @@ class WholeStock:
         try:
             logits: Tensor = self.model(torch.tensor([tokens], device=device), **places).logits[0].float()
         except (TypeError, ValueError, RuntimeError) as error:
-            raise refusal(self.model, self.name) from error
+            raise ModelError(
+                f"model={self.name}: its own forward fails, of the {self.model.config.model_type} family in "
+                f"transformers ({first_line(error)}); get the checkpoint again, or use another target"
+            ) from error
         return logits
 
 

@@ -1,7 +1,8 @@
 """`python -m engine.weights.gguf.describe FILE FOLDER TITLE ORIGIN`: configuration and tokenizer of a GGUF file.
 
 It runs as its own process, because transformers trusts the file and takes seconds to import. It exits when its standard
-input closes. Lines that start with "talon: " are for the user; if it fails, the last one says why.
+input closes. Lines that start with "talon: " are for the user; if it fails, the last one says why. Its tensors are
+looked at too, once, since nobody does it later.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.core.errors import ModelError, first_line, shown
 from engine.text.chat import turn_end
+from engine.weights.gguf.damage import DamagedTensors, check_tensors
 from engine.weights.gguf.families import completed
 from engine.weights.gguf.file import GgufFile, read_gguf
 from engine.weights.gguf.reader import MODEL, read_by_transformers
@@ -94,7 +96,9 @@ def _card(file: GgufFile, title: str, origin: str) -> str:
 
 
 def main() -> None:
-    """Describe the file; on failure, print the reason in one line. On a full disk, exit with the error's number."""
+    """Describe the file; on failure, print the reason in one line. On a full disk, exit with the error's number, and
+    for a damaged file with that of a bad message.
+    """
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -105,7 +109,13 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     file, folder, title, origin = sys.argv[1:]
     try:
-        describe(read_gguf(Path(file), "file"), Path(folder), title, origin)
+        gguf = read_gguf(Path(file), "file")
+        if zeros := check_tensors(gguf):
+            print(f"talon: {title}: {len(zeros)} tensors hold zeros alone, {shown(zeros[0])} first", flush=True)
+        describe(gguf, Path(folder), title, origin)
+    except DamagedTensors as error:
+        print(f"talon: {error}", flush=True)
+        sys.exit(errno.EBADMSG)
     except Exception as error:  # every family's code raises its own errors
         reason = first_line(error)
         if getattr(error, "errno", None) == errno.ENOSPC or f"(os error {errno.ENOSPC})" in reason:  # tokenizers' own

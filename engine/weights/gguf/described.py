@@ -75,6 +75,8 @@ def describe(file: Path, folder: Path, field: str, title: str, origin: str, repo
     if process.returncode == errno.ENOSPC:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     reason = lines[-1].removeprefix("talon: ") if lines else _how_it_ended(process.returncode)
+    if process.returncode == errno.EBADMSG:
+        raise ModelError(f"{field}: {printable(reason)}")
     raise ModelError(
         f"{field}: cannot be read from GGUF ({printable(gguf.architecture, 60)}): {reason}; use the Hugging Face "
         "directory of this model, or another model"

@@ -49,7 +49,7 @@ class GgufSource:
 
     @classmethod
     def of(cls, file: Path, name: str) -> GgufSource:
-        """Of a file as it is now, which the directory calls `name`. Reads all of it. Raises OSError."""
+        """Read all of a file, which the directory calls `name`. Raises OSError."""
         return read_source(file, name)[0]
 
     @property
@@ -72,7 +72,7 @@ def source_of(folder: Path) -> GgufSource | None:
 
 
 def read_source(file: Path, name: str) -> tuple[GgufSource, States]:
-    """The source that a file is now, and its states before it was read. Raises OSError."""
+    """Read all of a file: the source that it is, and its states before it was read. Raises OSError."""
     states, digest = States(), hashlib.sha256()
     for part in parts_of(file):
         with part.open("rb") as content:
@@ -82,8 +82,8 @@ def read_source(file: Path, name: str) -> tuple[GgufSource, States]:
 
 
 def current_source(file: Path, name: str, folders: Iterable[Path]) -> tuple[GgufSource, States]:
-    """The source that a file is now, and its states. It is read only if none of these directories has seen it as it is.
-    Raises OSError. name: as the directories call it.
+    """Find the source that a file is now, and its states. It is read only if none of these directories has seen it as
+    it is. Raises OSError. name: as the directories call it.
     """
     states = _states(file)
     for folder in folders:
@@ -144,7 +144,7 @@ def _state(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def _seen(folder: Path, source: GgufSource) -> States | None:
-    """What the file system said of the file when its content was last found to be that of the source."""
+    """Return what the file system said of the file when its content was last found to be that of the source."""
     try:
         return msgspec.msgpack.decode(read_whole(folder / SEEN, _key(source)), type=States)
     except (OSError, Damaged, msgspec.MsgspecError):
@@ -156,7 +156,7 @@ def _key(source: GgufSource) -> bytes:
 
 
 def _hash(content: BinaryIO, size: int) -> bytes:
-    """A hash of the hashes of its parts, which all cores take."""
+    """Hash the hashes of its parts, which all cores take."""
 
     def hash_part(start: int) -> bytes:
         return hashlib.sha256(os.pread(content.fileno(), _HASHED_AT_ONCE, start)).digest()

@@ -1,0 +1,142 @@
+"""GGUF files with tensors that no model has: of NaN, and of the zeros of a download that was not finished."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from engine.core.errors import ModelError
+from engine.model.target import Target
+from engine.weights.gguf.damage import DamagedTensors, check_tensors
+from engine.weights.gguf.describe import main
+from engine.weights.gguf.described import described
+from engine.weights.gguf.file import GgufFile, read_gguf
+from tests.engine.weights.tiny_gguf import tiny_llama, write_gguf
+
+KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1]
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TALON_HOME", str(tmp_path / "home"))
+
+
+def written(folder: Path, **changes: object) -> GgufFile:
+    write_gguf(folder / "tiny.gguf", **changes)  # type: ignore[arg-type]
+    return read_gguf(folder / "tiny.gguf", "model=tiny")
+
+
+def place_of(file: GgufFile, name: str) -> int:
+    """Where a tensor begins in its file."""
+    tensor = file.tensor(name)
+    assert tensor is not None
+    return file.parts[tensor.part].start + tensor.offset
+
+
+def overwrite(path: Path, at: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(content)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_whole_file_is_not_damaged(tmp_path: Path, kind: Kind) -> None:
+    assert check_tensors(written(tmp_path, kind=kind)) == []
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_tensor_with_a_number_that_is_none_is_named(tmp_path: Path, kind: Kind, value: float) -> None:
+    """In a block of quantised weights, its scale is none."""
+    file = written(tmp_path, kind=kind)
+    numbers = {
+        Kind.F32: np.float32(value).tobytes(),
+        Kind.BF16: np.float32(value).tobytes()[2:],
+    }
+    overwrite(file.path, place_of(file, "blk.1.ffn_up.weight"), numbers.get(kind, np.float16(value).tobytes()))
+    with pytest.raises(
+        DamagedTensors, match=r"^tensor 'blk.1.ffn_up.weight' holds NaN or infinity; get the file again$"
+    ):
+        check_tensors(file)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q5_1])
+def test_an_offset_that_is_no_number_is_found_too(tmp_path: Path, kind: Kind) -> None:
+    file = written(tmp_path, kind=kind)
+    overwrite(file.path, place_of(file, "blk.1.ffn_up.weight") + 2, np.float16(np.nan).tobytes())
+    with pytest.raises(DamagedTensors, match=r"blk\.1\.ffn_up\.weight"):
+        check_tensors(file)
+
+
+@pytest.mark.parametrize("part", [None, 0, 1, 2])
+def test_a_file_or_part_that_ends_in_zeros_is_told_to_be_a_download_that_was_not_finished(
+    tmp_path: Path, part: int | None
+) -> None:
+    whole = written(tmp_path, kind=Kind.Q8_0, part_tensors=0 if part is None else 9) if part is None else None
+    if whole is None:
+        write_gguf(tmp_path / "tiny.gguf", kind=Kind.Q8_0, part_tensors=9)
+        whole = read_gguf(tmp_path / "tiny-00001-of-00003.gguf", "model=tiny")
+    path = whole.parts[part or 0].path
+    last = [tensor for tensor in whole.tensors if tensor.part == (part or 0)][-2:]
+    start = place_of(whole, last[0].name)
+    overwrite(path, start - 40, bytes(path.stat().st_size - start + 40))
+    told = f"^{path.name} ends in zeros: 2 of its tensors, '{last[0].name}' first, hold nothing else"
+    with pytest.raises(DamagedTensors, match=told):
+        check_tensors(whole)
+
+
+def test_other_tensors_of_zeros_are_named_and_biases_are_not(tmp_path: Path) -> None:
+    zeros = {"blk.0.attn_q.weight": np.zeros((64, 64), np.float32), "blk.0.attn_q.bias": np.zeros(64, np.float32)}
+    file = written(tmp_path, tensors={**zeros, "z": np.ones(4, np.float32)})
+    assert check_tensors(file) == ["blk.0.attn_q.weight"]
+
+
+def test_a_download_that_was_not_finished_is_refused_for_what_it_is(tmp_path: Path) -> None:
+    file = written(tmp_path, kind=Kind.Q8_0)
+    half = file.path.stat().st_size // 2
+    overwrite(file.path, half, bytes(file.path.stat().st_size - half))
+    with pytest.raises(ModelError) as caught:
+        described(file.path, f"model={file.path}", lambda *_: None)
+    told = str(caught.value)
+    assert told.startswith(f"model={file.path}: tiny.gguf ends in zeros: ") and told.endswith("; get the file again")
+    assert "\n" not in told and "use another" not in told
+
+
+def test_the_reader_ends_with_a_number_of_its_own_for_damage_and_tells_of_zeros(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "read", lambda *_: b"")  # standard input, which closes with the parent
+    monkeypatch.setattr(os, "_exit", lambda _: None)
+    path = tmp_path / "tiny.gguf"
+    (tmp_path / "made").mkdir()
+    monkeypatch.setattr(sys, "argv", ["describe", str(path), str(tmp_path / "made"), "tiny", "Made for a test."])
+    written(tmp_path, tensors={"blk.0.attn_q.weight": np.zeros((64, 64), np.float32)})
+    main()
+    assert "talon: tiny: 1 tensors hold zeros alone, 'blk.0.attn_q.weight' first" in capsys.readouterr().out
+    overwrite(path, path.stat().st_size - 300, bytes(300))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == errno.EBADMSG and "ends in zeros" in capsys.readouterr().out
+
+
+def test_a_model_whose_logits_are_all_the_same_is_told_to_have_weights_of_zeros() -> None:
+    model = tiny_llama()
+    torch.nn.init.zeros_(model.model.norm.weight)
+    with pytest.raises(
+        ModelError, match=r"^model=tiny: the logits of a short text are all the same: weights that decide"
+    ):
+        Target.of_model(model, "tiny")
+
+
+def test_a_forward_that_fails_is_told_with_its_own_reason() -> None:
+    model = tiny_llama()
+    model.model.layers[1].self_attn.k_proj = torch.nn.Linear(7, 32)
+    with pytest.raises(ModelError, match=r"^model=tiny: its own forward fails, of the llama family .*mat1 and mat2"):
+        Target.of_model(model, "tiny")
