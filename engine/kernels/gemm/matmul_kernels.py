@@ -257,11 +257,17 @@ def _multiply_blocks(layout: int, work: Any, part: Any, panel: int, end: int) ->
         for step in range(0, steps, BLOCK_STEPS):
             count = min(BLOCK_STEPS, steps - step)
             next_panels = step + BLOCK_STEPS >= steps
-            later = width * part.panel_bytes - tile_offset(layout, step) if next_panels else tile_offset(layout, BLOCK_STEPS)
+            later = (
+                width * part.panel_bytes - tile_offset(layout, step)
+                if next_panels
+                else tile_offset(layout, BLOCK_STEPS)
+            )
             for i in range(0, width, PANELS):
                 weights = part.weights + (panel + i) * part.panel_bytes
                 some = min(PANELS, width - i)
-                _add_block(layout, work, weights, part.panel_bytes, step, count, some, unpacked, sums + i * apart, later)
+                _add_block(
+                    layout, work, weights, part.panel_bytes, step, count, some, unpacked, sums + i * apart, later
+                )
         for tile in range(tiles):
             begin = min(tile * TILE_ROWS, work.rows - TILE_ROWS)
             put_sums(work, begin, TILE_ROWS, part.first + panel, width, sums + tile * TILE_BYTES, LINE_BYTES, apart)
