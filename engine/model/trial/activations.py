@@ -27,7 +27,7 @@ from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.gemm.int8.layout import has_integer_codes
 from engine.kernels.gemm.matmul import Unit, units
 from engine.kernels.gemm.product import Product, multiplies
-from engine.kernels.quant.layouts import has_layout
+from engine.kernels.quant.layouts import has_layout, layout_of
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.simd import features
 from engine.model.trial.proof import described_by
@@ -81,29 +81,31 @@ class ActivationsRecord:
         """Choose by the model's speed and write it down. Where that is not possible, choose by the instructions alone,
         so that the next start does the same.
         """
-        chosen = by_instructions()
         if os.access(self._folder, os.W_OK):
             chosen = faster(stored)
             with contextlib.suppress(OSError):
                 write_checked(self._file, self._key, [chosen.encode()])
                 return chosen
-        return by_instructions()
+        return by_instructions(stored)
 
 
-def by_instructions() -> Activations:
-    """What fits most models on this processor."""
+def by_instructions(stored: GgufFile | QuantisedCheckpoint) -> Activations:
+    """What fits most models of its type on this processor."""
     tiles = units()[:1] == (Unit.AMX,)
-    return "int8" if instruction_sets() and not tiles else "bfloat16"
+    return "int8" if has_choice(stored) and not tiles else "bfloat16"
 
 
 def faster(stored: GgufFile | QuantisedCheckpoint) -> Activations:
     """Time the model's own matrices: 8 bits if they are clearly faster, otherwise bfloat16."""
-    if stored.size < _SMALL or not instruction_sets() or not multiplies(torch.bfloat16):
+    if stored.size < _SMALL or not has_choice(stored):
         return "bfloat16"
-    matrices = _sample(stored)
-    if not any(has_integer_codes(matrix.layout) for matrix in matrices):
-        return "bfloat16"
-    return preferred(_timed(matrices))
+    return preferred(_timed(_sample(stored)))
+
+
+def has_choice(stored: GgufFile | QuantisedCheckpoint) -> bool:
+    """Whether most of its matrices can be multiplied by rows of 8 bits and by bfloat16 here."""
+    ours = bool(instruction_sets()) and multiplies(torch.bfloat16)
+    return ours and has_layout(stored.kind) and has_integer_codes(layout_of(stored.kind))
 
 
 def preferred(seconds: Mapping[Activations, Mapping[int, float]]) -> Activations:
