@@ -48,14 +48,14 @@ class SmallModel(Head):
 
     @classmethod
     def load(cls, path: str, target: TargetWeights, device: str = "auto") -> SmallModel:
-        return cls(Target.load(path, device=device, activations="int8"))
+        return cls(Target.load(path, device=device, activations="int8", draft=True))
 
     @classmethod
     def from_config(cls, config: Config) -> HeadDrafter:
         path, options = weights_path(config), config.drafter
         with _told_of(path):
             vocabulary = common_vocabulary(path, config.model)
-            head = cls(Target.load(path, config.dtype, config.device, activations="int8"), vocabulary)
+            head = cls(Target.load(path, config.dtype, config.device, activations="int8", draft=True), vocabulary)
         widths = options.branches or (1,) * (options.length or 5)
         as_published = options.branches or options.length or not config.verifier.cut
         policy = policy_of(

@@ -22,7 +22,7 @@ from drafters.heads.stack import GrowingPool, StackLayer, StackSpec, norm_of
 from engine.core.batch import BLOCK, Batch, Int, Rows
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
-from engine.model.cuda.graphs import Recorded, uploaded
+from engine.model.cuda.graphs import CaptureOwner, Recorded, uploaded
 from engine.model.cuda.layer_kernels import entered, gated, normed
 from engine.model.cuda.padded_rows import PaddedRows, longs
 from engine.model.cuda.triton_attention import TritonAttention
@@ -75,6 +75,7 @@ class CudaStack:
         self._rule = Rule(first.head_dim**-0.5)
         self._recorded: dict[tuple[int, ...], Recorded] = {}  # by rows, attention chunks and ancestors listed
         self._over = self.pool.keys  # what the graphs were captured over
+        self.owner = CaptureOwner()
         self.cos_sin = self.first.rotary.halves(256)
 
     def reader(self, fc: Linear, norm: RMSNorm, layers: Sequence[tuple[DecoderLayer, Linear]]) -> CudaReader:
@@ -107,7 +108,7 @@ class CudaStack:
         filled[: len(picked)] = picked
         key = size, chunks, len(rows.ancestor_slots)
         if key not in self._recorded:
-            self._recorded[key] = Recorded(partial(self._run, chunks), device)
+            self._recorded[key] = Recorded(partial(self._run, chunks), device, owner=self.owner)
         (out,) = self._recorded[key](longs(filled), longs(read), longs(written), *rows)
         return out[: len(picked)].clone()  # the next call overwrites it
 
@@ -162,7 +163,7 @@ class CudaReader:
             written[: len(some)] = places[rows[: len(some)]]
             indexes = written, np.asarray(positions)[rows], sources, *np.divmod(places[rows], BLOCK)
             if size not in self._recorded:
-                self._recorded[size] = Recorded(self._run, stack.first.device)
+                self._recorded[size] = Recorded(self._run, stack.first.device, owner=stack.owner)
             filled = F.pad(some.to(stack.dtype), (0, 0, 0, size - len(some)))
             self._recorded[size](filled, *map(longs, indexes))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +26,25 @@ _PROBES = 16  # rows that are compared, in every place
 _LIBRARIES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}  # KiB: no room for parts of sums
 
 
+_HOLDERS: WeakSet[Any] = WeakSet()
+"""Forwards that were proved with the products of this process as they are now."""
+
+
+def hold_split_sums(forward: Any) -> None:
+    """Keep the products of this process as they are for as long as `forward` is there: it was proved with them."""
+    _HOLDERS.add(forward)
+
+
 def forbid_split_sums() -> bool:
-    """Have this process's products on CUDA use cuBLASLt without split-K. Returns whether torch can; if not, nothing is
-    changed.
+    """Have this process's products on CUDA use cuBLASLt without split-K. Returns whether they do then: nothing is
+    changed if torch cannot, or while there is a forward that was proved with others.
 
     For the whole process, since torch has no narrower setting: draft models in its threads are multiplied so too. The
     sizes of the workspaces are read at a process's first product, and are left alone where the user set them.
     """
     matmul: Any = torch.backends.cuda.matmul
+    if _HOLDERS:
+        return bool(matmul.allow_bf16_reduced_precision_reduction is not True)
     try:
         torch.backends.cuda.preferred_blas_library("cublaslt")
         matmul.allow_bf16_reduced_precision_reduction = (False, False)
@@ -44,11 +56,16 @@ def forbid_split_sums() -> bool:
     return True
 
 
-def allow_split_sums() -> None:
-    """Undo `forbid_split_sums`, but for the sizes of the workspaces."""
+def allow_split_sums() -> bool:
+    """Undo `forbid_split_sums`, but for the sizes of the workspaces. Returns whether that was done: not while a forward
+    was proved with products as they are.
+    """
+    if _HOLDERS:
+        return False
     matmul: Any = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = True
     torch.backends.cuda.preferred_blas_library("default")
+    return True
 
 
 def exact_sizes(linears: Sequence[nn.Linear], sizes: Sequence[int]) -> tuple[int, ...]:

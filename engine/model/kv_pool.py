@@ -4,6 +4,7 @@ A request has a block table. Blocks are reference-counted, and a full block is k
 cache): requests whose texts begin alike share blocks, at the same time or one after the other. Unreferenced blocks stay
 cached until their room is needed; the least recently used goes first. For a draft head a block's hidden states are
 kept with it. With a cache folder, full blocks are also written to it, and read back when the pool does not have them.
+A block with an infinity or NaN stays with its request, and so does what follows it.
 
 Layout: keys [layers, blocks, kv_heads, dims, 16], so that 16 keys are read at once, and values [layers, blocks,
 kv_heads, 16, dims]; dims is the head size rounded up to a multiple of 16, padded with zeros. Paired, for instructions
@@ -28,6 +29,7 @@ from engine.core.errors import OutOfBlocks
 from engine.core.hidden_states import States
 from engine.core.kv_shape import KVShape
 from engine.files.cache_folder import CacheFolder
+from engine.kernels.attention.finite_blocks import FiniteBlocks
 from engine.kernels.attention.kv_codes import move_codes_kernel
 from engine.kernels.fused import MOVE, move_kernel
 from engine.model.cuda.graphs import uploaded
@@ -58,6 +60,7 @@ class KVPool:
         self._states_room = blocks * shape.block_bytes // _STATES_SHARE
         self._state_layers: tuple[int, ...] = ()
         self._numbers = count(1)
+        self._finite = FiniteBlocks(shape, blocks, *self.addresses(0)) if device.type == "cpu" else None
         self.saved: SavedBlocks | None = None
 
     def save_to(self, folder: CacheFolder, identity: bytes) -> None:
@@ -116,8 +119,11 @@ class KVPool:
         elif self.free and (content := self.saved.read(key)) is not None:
             [block] = self.take(1)
             self.saved.place(content, block)
-            self.publish(ending, block)
+            if finite := self.finite([block])[0]:
+                self.publish(ending, block)
             self.give([block])
+            if not finite:
+                return None
         else:
             return None
         if states is not None:
@@ -142,6 +148,12 @@ class KVPool:
         self.saved.save(key, block)
         if layers:
             self.saved.save_states(key, layers, states)
+
+    def finite(self, blocks: Sequence[int]) -> list[bool]:
+        """Whether each block's keys and values are all finite: others must not be published."""
+        if not blocks:
+            return []
+        return finite_by_index(self.keys, self.values, blocks) if self._finite is None else self._finite(blocks)
 
     def publish(self, ending: Ending, block: int, states: States | None = None) -> int:
         """Register the full block that ends this text; returns the text's number. Of two blocks the first stays.
@@ -203,6 +215,14 @@ def move_by_index(keys: Tensor, values: Tensor, sources: Int, places: Int) -> No
     values[:, new, :, new_lane] = values[:, old, :, old_lane]
 
 
+@torch.inference_mode()
+def finite_by_index(keys: Tensor, values: Tensor, blocks: Sequence[int]) -> list[bool]:
+    """What `KVPool.finite` returns, for a pool on any device: one wait for all blocks."""
+    both = [part[:, list(blocks)].isfinite().movedim(1, 0).flatten(1).all(1) for part in (keys, values)]
+    found: list[bool] = (both[0] & both[1]).tolist()
+    return found
+
+
 def _untouched(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that take no CPU memory until they are written; `torch.zeros` would touch all of it."""
     if device.type != "cpu":
@@ -213,12 +233,14 @@ def _untouched(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 class KVCache:
     """One request's keys and values. length: committed positions; pending: rows after them that are still drafts.
-    tenant: whose blocks in the cache folder it shares.
+    tenant: whose blocks in the cache folder it shares. spoiled: whether the block after those that it has published is
+    not finite.
     """
 
     def __init__(self, pool: KVPool, tenant: str = ""):
         self.pool, self.saved = pool, pool.saved
         self.length = self.pending = 0
+        self.spoiled = False
         self.table: Int = np.zeros(0, np.int32)
         self._texts: list[int] = []  # the numbers of the texts that its first full blocks end
         self._keys = [] if self.saved is None else [self.saved.root(tenant)]  # in the cache folder, of the same texts
@@ -294,7 +316,11 @@ class KVCache:
         """Let other requests find the full blocks. text: at least the committed positions. states_of: the hidden states
         of a block, if they are known.
         """
-        for at in range(len(self._texts), self.length // BLOCK):
+        new = range(len(self._texts), len(self._texts) if self.spoiled else self.length // BLOCK)
+        for at, finite in zip(new, self.pool.finite(self.table[new.start : new.stop].tolist()), strict=True):
+            if not finite:
+                self.spoiled = True
+                return
             ending = (self._texts[-1] if at else 0), tuple(text[at * BLOCK : (at + 1) * BLOCK])
             self._note(ending, self.pool.publish(ending, int(self.table[at]), states_of(at)))
 
@@ -303,6 +329,7 @@ class KVCache:
         self.pool.give(self.table[::-1].tolist())  # evicted from its end: without its beginning a text is not found
         self.table, self._texts = np.zeros(0, np.int32), []
         self.length = self.pending = 0
+        self.spoiled = False
         if self.saved is not None:
             self.saved.used(self._keys[1:])
             del self._keys[1:]

@@ -19,7 +19,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from engine.core.batch import Segment
 from engine.core.errors import ModelError
 from engine.core.tree import TokenTree
-from engine.model.cuda.graphs import Recorded, Spare, bucket, rounded
+from engine.model.cuda.graphs import CaptureOwner, Recorded, Spare, bucket, rounded
 from engine.model.masked_cache import MaskedCache
 
 
@@ -45,6 +45,7 @@ class MaskedForward:
             self._windows["full_attention"] = None
         self.records = self.device.type == "cuda" and set(self._windows) == {"full_attention"}  # by graphs
         self._spare: Spare[MaskedCache] = Spare()
+        self._owner = CaptureOwner()
         if unknown := set(self._windows) - {"full_attention", "sliding_attention"}:
             raise ModelError(
                 f"model={name}: {config.model_type} has {sorted(unknown)} layers, which cannot take a tree mask"
@@ -141,7 +142,8 @@ class MaskedForward:
         mask[:, :, n:, : past + 1] = 0
         key = (rows, *feature_layers)
         if key not in cache.recorded:
-            cache.recorded[key] = Recorded(partial(self._forward_into, cache, feature_layers), self.device)
+            work = partial(self._forward_into, cache, feature_layers)
+            cache.recorded[key] = Recorded(work, self.device, owner=self._owner)
         logits, *features = cache.recorded[key](ids, places, mask, past + torch.arange(rows))
         return logits[:n], features[0][:n] if features else None
 
@@ -193,7 +195,7 @@ class MaskedForward:
                 self([Segment.of_tree(TokenTree.chain(0, [0], [1.0]), cache)])
             except RuntimeError:
                 self.records = False
-            self.records = self.records and Recorded.captures
+            self.records = self.records and self._owner.captures and not Recorded.stuck
 
 
 def refusal(model: Any, name: str) -> ModelError:

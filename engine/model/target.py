@@ -60,12 +60,14 @@ class Target(Runner):
         self.inexact, self.unlike = chosen.inexact, chosen.unlike
 
     @classmethod
-    def of_model(cls, model: Any, name: str, kv_memory: int | None = None, kv_type: KVType = "auto") -> Target:
-        """The target of a stock model in memory. kv_memory, kv_type: see `load`."""
+    def of_model(
+        cls, model: Any, name: str, kv_memory: int | None = None, kv_type: KVType = "auto", draft: bool = False
+    ) -> Target:
+        """The target of a stock model in memory. kv_memory, kv_type, draft: see `load`."""
         from engine.model.trial.forward_choice import ForwardChoice
 
         facts = _facts_of(model, name)
-        choice = ForwardChoice(model.eval(), name, facts.own_context, kv_memory, model.device, kv_type)
+        choice = ForwardChoice(model.eval(), name, facts.own_context, kv_memory, model.device, kv_type, draft)
         return cls(name, facts, choice.of_model(), model.device, name_of(model.dtype), model)
 
     @classmethod
@@ -77,15 +79,17 @@ class Target(Runner):
         kv_memory: int | None = None,
         activations: ActivationsOption = "bfloat16",
         kv_type: KVType = "auto",
+        draft: bool = False,
     ) -> Target:
         """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None: a share of free memory.
         activations: int8 for matrices in blocks, where there are any and the lean decoder runs them, or auto: see
         `Config`.
         kv_type: q8_0 for keys and values in 8 bits, where the lean decoder runs the model: see `kv_type`.
+        draft: whether it is a draft model, which need not be exact.
         """
         target = cls._load_stored(path, dtype, find_device(device), kv_memory, activations, kv_type)
         if target is None:
-            target = cls.of_model(load_model(path, dtype, find_device(device)), path, kv_memory, kv_type)
+            target = cls.of_model(load_model(path, dtype, find_device(device)), path, kv_memory, kv_type, draft)
         if target.model is None:
             return target
         if isinstance(target.forward, LeanDecoder):  # which has copies in its own layout

@@ -44,12 +44,10 @@ from engine.kernels.simd import (
     store,
     write,
 )
-from engine.kernels.threads import kernel
+from engine.kernels.threads import Kernel, kernel
 
-_USED = instruction_sets()[0] if instruction_sets() else InstructionSet.AVX2
-_SET, _SCORED, _LAYOUT = int(_USED), _USED.rows, layout_of(CODES_KIND).number
-_WEIGHED = 12 if _USED is InstructionSet.AVX512_VNNI else 2
-"""Queries whose sums of 32 dimensions fit into the registers."""
+FASTEST = instruction_sets()[0] if instruction_sets() else InstructionSet.AVX2
+_LAYOUT = layout_of(CODES_KIND).number
 _WEIGHT_BYTES = 4 * LANES
 _AHEAD = 4  # blocks by which one is prefetched ahead
 _WORD = ir.IntType(64)
@@ -60,21 +58,22 @@ def scratch_of_query(dims: int) -> int:
     return dims // GROUP * ROW_GROUP_BYTES + _WEIGHT_BYTES
 
 
-def scoring(width: int) -> Any:
+def scoring(width: int, used: InstructionSet) -> Any:
     """`score` for a kernel of codes. width: of the queries' numbers, BFLOAT16 or FLOAT32. `room` is for their codes."""
+    instructions, most = int(used), used.rows
 
     @njit
     def score(
         work: Any, queries: int, count: int, table: int, head: int, low: int, high: int, scores: int, room: int
     ) -> None:
         groups, step = work.dims // GROUP, work.step * 4
-        round_rows(_SCORED, queries, width, count, groups, room, 0, 1)
+        round_rows(most, queries, width, count, groups, room, 0, 1)
         for block in range(low, high):
             at, row = next_codes(work, work.keys, table, block, high - 1, head), 0
             while row < count:
-                rows = rows_at_once(count - row, _SCORED)
+                rows = rows_at_once(count - row, most)
                 codes, place = room + row * groups * ROW_GROUP_BYTES, scores + row * step + 4 * LANES * block
-                sum_groups(_SET, _LAYOUT, 0, rows, codes, at, groups, place, step)
+                sum_groups(instructions, _LAYOUT, 0, rows, codes, at, groups, place, step)
                 row += rows
 
     return score
@@ -147,32 +146,60 @@ def numbers(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.sitofp(builder.sext(builder.load(pointer(builder, address, kind), align=1), INTS), VECTOR)
 
 
-@njit
-def _weigh(
-    work: Any,
-    table: int,
-    head: int,
-    block: int,
-    lane: int,
-    many: int,
-    last: int,
-    count: int,
-    weights: int,
-    sums: int,
-    room: int,
-) -> None:
-    at = next_codes(work, work.values, table, block, last, head)
-    for group in range(work.dims // GROUP):
-        of = _scaled(work, at, group, lane, many, count, weights, room)
-        codes, place = value_codes_at(at, work.dims, lane, group), sums + 4 * GROUP * group
-        for vector in range(0, count, _WEIGHED):
-            rows, here = min(_WEIGHED, count - vector), of + vector * _WEIGHT_BYTES
-            _add_codes(_WEIGHED, rows, here, many, codes, work.dims, place + vector * work.dims * 4)
+def _weighing(used: InstructionSet) -> Any:
+    """`weigh` for a kernel of codes."""
+    most = 12 if used is InstructionSet.AVX512_VNNI else 2  # queries whose sums of 32 dimensions fit into the registers
+
+    @njit
+    def weigh(
+        work: Any,
+        table: int,
+        head: int,
+        block: int,
+        lane: int,
+        many: int,
+        last: int,
+        count: int,
+        weights: int,
+        sums: int,
+        room: int,
+    ) -> None:
+        at = next_codes(work, work.values, table, block, last, head)
+        for group in range(work.dims // GROUP):
+            of = _scaled(work, at, group, lane, many, count, weights, room)
+            codes, place = value_codes_at(at, work.dims, lane, group), sums + 4 * GROUP * group
+            for vector in range(0, count, most):
+                rows, here = min(most, count - vector), of + vector * _WEIGHT_BYTES
+                _add_codes(most, rows, here, many, codes, work.dims, place + vector * work.dims * 4)
+
+    return weigh
 
 
-_attend_all = attending(scoring(FLOAT32), _weigh)
+_attend_wide, _attend_vnni, _attend_avx2 = (
+    attending(scoring(FLOAT32, used), _weighing(used)) for used in InstructionSet
+)
 
 
 @kernel(ATTENTION)
-def code_kernel(address: Any) -> None:
-    _attend_all(carray(address, 1)[0])
+def _wide_kernel(address: Any) -> None:
+    _attend_wide(carray(address, 1)[0])
+
+
+@kernel(ATTENTION)
+def _vnni_kernel(address: Any) -> None:
+    _attend_vnni(carray(address, 1)[0])
+
+
+@kernel(ATTENTION)
+def _avx2_kernel(address: Any) -> None:
+    _attend_avx2(carray(address, 1)[0])
+
+
+def code_kernel(used: InstructionSet = FASTEST) -> Kernel:
+    """The kernel for those instructions."""
+    kernels = {
+        InstructionSet.AVX512_VNNI: _wide_kernel,
+        InstructionSet.AVX_VNNI: _vnni_kernel,
+        InstructionSet.AVX2: _avx2_kernel,
+    }
+    return kernels[used]()

@@ -15,8 +15,8 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from engine.kernels.amx import pointer
-from engine.kernels.attention.attention_work import ATTENTION
-from engine.kernels.attention.code_attention import next_codes, numbers, scoring
+from engine.kernels.attention.attention_work import ATTENTION, first_seen
+from engine.kernels.attention.code_attention import FASTEST, next_codes, numbers, scoring
 from engine.kernels.attention.kv_codes import head_bytes, value_codes_at, value_scales_at
 from engine.kernels.attention.pair_attention import WEIGHED, add_block
 from engine.kernels.attention.paired_attention import (
@@ -33,7 +33,7 @@ from engine.kernels.threads import kernel
 
 _WORD = ir.IntType(64)
 _HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
-_score = scoring(BFLOAT16)
+_score = scoring(BFLOAT16, FASTEST)
 
 
 @njit
@@ -66,13 +66,14 @@ def _weigh_all(
             add_block(work, begin, min(WEIGHED, count - begin), block, values, weights, sums)
     for row in range(first, end):
         begun, stop, seen = own_blocks(work, row, common)
+        start = first_seen(work, row)
         for block in range(begun, stop):
             for pair in range(LANES // 2):
                 even = block * LANES + 2 * pair
                 one, one_lane = _value_at(work, table, head, row, min(even, seen - 1))
                 two, two_lane = _value_at(work, table, head, row, min(even + 1, seen - 1))
-                place = values + 64 * pair
-                _join_values(work.dims, one, one_lane, even < seen, two, two_lane, even + 1 < seen, place)
+                sees_one, sees_two = start <= even < seen, start <= even + 1 < seen
+                _join_values(work.dims, one, one_lane, sees_one, two, two_lane, sees_two, values + 64 * pair)
             for group in range(0, work.q_per_kv, WEIGHED):
                 some = min(WEIGHED, work.q_per_kv - group)
                 add_block(work, (row - first) * work.q_per_kv + group, some, block, values, weights, sums)

@@ -6,6 +6,9 @@ blocks of 16 keys; sums of values are products of its weights, rounded to bfloat
 of positions after the other. A block that all rows see is read in place. After these, each row has its own blocks,
 gathered from its ancestors' slots, with zeros for what it does not see. Zeros add nothing, not even a rounding, so a
 row's sums are the same bits whichever blocks it shares with its neighbours.
+
+An infinity or NaN times the zero weight of a row that does not see it is NaN. So where a sum is not finite, each row is
+weighed again by itself, with all of its blocks gathered: its result is a function of what it sees, whatever that is.
 """
 
 from __future__ import annotations
@@ -19,7 +22,21 @@ from numba.extending import intrinsic
 
 from engine.kernels.amx import LINE_BYTES, TILE_ROWS, fetch, pointer
 from engine.kernels.attention.attention_work import first_seen, last_slot, put_shares, softmax
-from engine.kernels.simd import BFLOAT16, LANES, divide, float_at, int_at, put_float, splat, store
+from engine.kernels.simd import (
+    BFLOAT16,
+    FLOAT32,
+    LANES,
+    add,
+    divide,
+    float_at,
+    fma,
+    int_at,
+    load,
+    put_float,
+    splat,
+    store,
+    total,
+)
 from engine.kernels.threads import num_threads, thread_id
 
 PANEL_BYTES = 512
@@ -65,6 +82,11 @@ def attending(score: Any, weigh: Any) -> Any:
                     store(splat(np.float32(0)), to + block * WEIGHT_BYTES, BFLOAT16)
 
         weigh(work, table, head, first, end, low, common, weights, sums, own)
+        if not _all_finite(sums, count * work.dims):
+            for row in range(first, end):
+                vector, begun = (row - first) * work.q_per_kv, first_seen(work, row) // LANES
+                of, to = weights + vector * work.step * 2, sums + vector * work.dims * 4
+                weigh(work, table, head, row, row + 1, begun, begun, of, to, own)
 
         for vector in range(count):
             share = divide(splat(np.float32(1)), splat(float_at(shares + 4 * vector)))
@@ -114,6 +136,17 @@ def scratch_of_own(dims: int) -> Any:
 
 
 @njit
+def _all_finite(sums: int, count: int) -> Any:
+    """Whether so many float32, a multiple of 32, are all finite."""
+    zero = splat(np.float32(0))
+    one, two = zero, zero  # NaN once a number was not finite
+    for i in range(0, count, 2 * LANES):
+        one = fma(load(sums + 4 * i, FLOAT32), zero, one)
+        two = fma(load(sums + 4 * (i + LANES), FLOAT32), zero, two)
+    return total(add(one, two)) == 0
+
+
+@njit
 def own_blocks(work: Any, row: int, common: int) -> Any:
     """A row's blocks after those that all rows of its tile see: the first, the end, and the end of its positions."""
     prefix, begun = int_at(work.prefix_lens + 4 * row), int_at(work.ancestor_ptr + 4 * row)
@@ -135,9 +168,10 @@ def gather(
     zeros: int,
 ) -> None:
     """Gather the values at 16 positions of a row, laid out like a block's."""
+    start = first_seen(work, row)
     for pair in range(LANES // 2):
-        even, even_half = _value_at(work, table, head, row, position + 2 * pair, seen, panel)
-        odd, odd_half = _value_at(work, table, head, row, position + 2 * pair + 1, seen, panel)
+        even, even_half = _value_at(work, table, head, row, position + 2 * pair, start, seen, panel)
+        odd, odd_half = _value_at(work, table, head, row, position + 2 * pair + 1, start, seen, panel)
         for i in range(panels):
             even_at = zeros if even == 0 else even + i * PANEL_BYTES
             odd_at = zeros if odd == 0 else odd + i * PANEL_BYTES
@@ -154,9 +188,9 @@ def slot_at(work: Any, row: int, position: int) -> Any:
 
 
 @njit
-def _value_at(work: Any, table: int, head: int, row: int, position: int, seen: int, panel: int) -> Any:
+def _value_at(work: Any, table: int, head: int, row: int, position: int, start: int, seen: int, panel: int) -> Any:
     """Address of the vector of pairs that holds the value, 0 if the row does not see it; bits to shift it by."""
-    if position >= seen:
+    if position < start or position >= seen:
         return 0, 0
     slot = slot_at(work, row, position)
     block = _place_of(work, work.values, table, slot // LANES, head)

@@ -66,6 +66,7 @@ def _weigh_all(
 ) -> None:
     count = (end - first) * work.q_per_kv
     size = min(count, TILE_ROWS)
+    configure_tiles(work.tile_sizes + size * 64)
     for start in range(0, count, TILE_ROWS):
         begin = min(start, count - size)
         for panel in range(0, work.dims // LANES, PANELS):

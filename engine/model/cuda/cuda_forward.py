@@ -25,7 +25,7 @@ from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
 from engine.model import cuda_products
 from engine.model.cuda import triton_attention
-from engine.model.cuda.graphs import Recorded, bucket, shared_memory, uploaded
+from engine.model.cuda.graphs import CaptureOwner, Recorded, bucket, shared_memory, uploaded
 from engine.model.cuda.lean_layers import LeanLayers
 from engine.model.cuda.padded_rows import PaddedRows, longs
 from engine.model.cuda.triton_attention import TritonAttention
@@ -51,7 +51,7 @@ class CudaForward:
         self.lean: LeanLayers | None = None
         self.sizes: tuple[int, ...] = (cuda_products.SLICE,)
         self.recorded: dict[tuple[int, int, int, tuple[int, ...]], Recorded] = {}
-        self._memory = shared_memory(pool.keys.device)
+        self._memory, self._owner = shared_memory(pool.keys.device), CaptureOwner()
         self._slice: PaddedRows | None = None  # the one being run
         self._chunks = 0
 
@@ -189,7 +189,7 @@ class CudaForward:
         key = len(rows.tokens), chunks, len(rows.ancestor_slots), feature_layers
         if key not in self.recorded:
             work = partial(self._run, chunks, feature_layers)
-            self.recorded[key] = Recorded(work, self.pool.keys.device, self._memory)
+            self.recorded[key] = Recorded(work, self.pool.keys.device, self._memory, self._owner)
         return self.recorded[key](*rows)
 
     def _run(self, chunks: int, feature_layers: tuple[int, ...], *rows: Tensor) -> tuple[Tensor, ...]:

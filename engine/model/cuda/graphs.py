@@ -41,20 +41,32 @@ def bucket(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-class Recorded:
-    """`work` over tensors that have the same shapes in every call. memory: what graphs may share that never run at once
-    and whose outputs are read before another of them runs (`shared_memory`).
-
-    captures: whether captures are tried in this process. After one that CUDA invalidated none is, since torch's
-    allocator still counts it as under way. A capture that only ran out of memory ends properly: that work alone is
-    called directly, and the next, perhaps smaller one is tried. told: whether exhausted memory was reported.
+class CaptureOwner:
+    """Whose work is captured, a target or a drafter: after a capture that CUDA invalidated, none of its own is tried,
+    and those of others are.
     """
 
     captures = True
+
+
+class Recorded:
+    """`work` over tensors that have the same shapes in every call. memory: what graphs may share that never run at once
+    and whose outputs are read before another of them runs (`shared_memory`). owner: whose work it is; None: its own.
+
+    captures: whether all captures of this process were valid so far. stuck: whether one could not be ended, after which
+    none is tried, since torch's allocator still counts it as under way. A capture that only ran out of memory ends
+    properly: that work alone is called directly, and the next, perhaps smaller one is tried. told: whether exhausted
+    memory was reported.
+    """
+
+    captures = True
+    stuck = False
     told = False
 
-    def __init__(self, work: Work, device: torch.device, memory: Memory | None = None):
-        self._work, self._device, self._memory = work, device, memory
+    def __init__(
+        self, work: Work, device: torch.device, memory: Memory | None = None, owner: CaptureOwner | None = None
+    ):
+        self._work, self._device, self._memory, self._owner = work, device, memory, owner or CaptureOwner()
         self._inputs: tuple[Tensor, ...] | None = None
         self._upload: Tensor | None = None  # what the inputs that come from the host are views of
         self._outputs: tuple[Tensor, ...] = ()
@@ -88,7 +100,7 @@ class Recorded:
         hold.
         """
         with _CAPTURING:
-            if not Recorded.captures:
+            if Recorded.stuck or not self._owner.captures:
                 return
             _warm_up(self._work, inputs, self._device)
             try:
@@ -98,7 +110,7 @@ class Recorded:
                     Recorded.told = True
                     print(f"talon: no memory for a forward's CUDA graph: {first_line(error)}", file=sys.stderr)
             except RuntimeError as error:
-                Recorded.captures = False
+                Recorded.captures = self._owner.captures = False
                 print(f"talon: forwards are not captured as CUDA graphs: {first_line(error)}", file=sys.stderr)
 
 
@@ -108,7 +120,7 @@ class RecordedRows:
     """
 
     def __init__(self, work: Work, device: torch.device, sizes: Sequence[int]):
-        self._work, self._device, self._sizes = work, device, sizes
+        self._work, self._device, self._sizes, self._owner = work, device, sizes, CaptureOwner()
         self._recorded: dict[int, Recorded] = {}
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -118,7 +130,7 @@ class RecordedRows:
         if self._device.type == "cpu" or size is None:
             return self._work(*uploaded(inputs, self._device))
         if size not in self._recorded:
-            self._recorded[size] = Recorded(self._work, self._device)
+            self._recorded[size] = Recorded(self._work, self._device, owner=self._owner)
         padded = (given.new_zeros(size, *given.shape[1:]) for given in inputs)
         filled = [torch.cat([given, rest[rows:]]) for given, rest in zip(inputs, padded, strict=True)]
         return tuple(out[:rows] for out in self._recorded[size](*filled))
@@ -199,15 +211,32 @@ def _captured(
 ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
     """The graph of the work, and the tensors that it writes its results to."""
     here, graph = torch.cuda.current_stream(device), torch.cuda.CUDAGraph()
+    memory = memory or torch.cuda.graph_pool_handle()
     try:
         # this thread only: over inproc the other worker keeps running
         with torch.cuda.graph(
             graph, pool=memory, stream=_aside(device, here.priority), capture_error_mode="thread_local"
         ):
             outputs = work(*inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        Recorded.stuck = Recorded.stuck or not _ended(device, memory)
+        raise
     finally:
         torch.cuda.set_stream(here)  # after a failure torch stays on the stream that it captured
     return graph, outputs
+
+
+def _ended(device: torch.device, memory: Memory) -> bool:
+    """End an invalidated capture for torch's allocator, which torch leaves out; returns whether that was possible."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    try:
+        torch._C._cuda_endAllocateToPool(index, memory)
+        torch._C._cuda_releasePool(index, memory)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
 
 
 def release_memory() -> None:
@@ -256,11 +285,14 @@ def wait(device: torch.device) -> None:
 
 @contextmanager
 def own_stream(device: torch.device, urgent: bool) -> Iterator[None]:
-    """On a GPU, run this thread's work in a stream of its own, so that it overlaps with the other worker's. urgent: it
-    goes first where both have work: a draft step is short, and a verification waits for it.
+    """On a GPU, run this thread's work in a stream of its own, so that it overlaps with the other worker's. It begins
+    when what was launched before, such as a model's loading, is done. urgent: it goes first where both have work: a
+    draft step is short, and a verification waits for it.
     """
-    if device.type != "cuda":
+    if device.type not in _GRAPHS:
         yield
         return
-    with torch.cuda.stream(torch.cuda.Stream(device, priority=-1 if urgent else 0)):
+    own = torch.cuda.Stream(device, priority=-1 if urgent else 0)
+    own.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(own):
         yield

@@ -16,7 +16,7 @@ from engine.config import Activations, KVType
 from engine.core.errors import ConfigError, ModelError, first_line
 from engine.kernels.gemm.product import pack_linears
 from engine.kernels.pointwise import PointwiseOperations
-from engine.model.cuda_products import allow_split_sums, exact_sizes, forbid_split_sums
+from engine.model.cuda_products import allow_split_sums, exact_sizes, forbid_split_sums, hold_split_sums
 from engine.model.decoder import LeanDecoder
 from engine.model.decoder_layer import InMemory
 from engine.model.forward import Forward
@@ -40,6 +40,7 @@ _BESIDE = "a token's logits depend on the rows beside it"
 class ForwardChoice:
     """context: the positions that will be served. kv_memory: bytes for keys and values, None: a share of what is free.
     device: where the forward runs. kv_type: what the lean decoder keeps keys and values as.
+    draft: whether it is a draft model, which need not be exact and leaves the products of its process to the target.
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class ForwardChoice:
         kv_memory: int | None,
         device: torch.device,
         kv_type: KVType = "auto",
+        draft: bool = False,
     ):
         self.model, self.name, self.context, self.kv_memory, self.device = model, name, context, kv_memory, device
+        self.draft = draft
         self.kv_type = kept_as(kv_type, device)
 
     @property
@@ -176,12 +179,15 @@ class ForwardChoice:
             found = forward.agreeing(found)
         if len(found) > 1:
             forward.sizes = found
-        else:
-            allow_split_sums()
+        elif not self.draft and allow_split_sums():
             forward.recorded.clear()  # they were captured with the other products
-            if exact_sizes(forward.linears, usual) != usual:
-                return Chosen(runner, self._uneven("row's place"))
-        return Chosen(runner, self._inexact(runner, trial))
+            found = exact_sizes(forward.linears, usual)
+        if not found:
+            return Chosen(runner, self._uneven("row's place"))
+        inexact = self._inexact(runner, trial)
+        if not (inexact or self.draft):
+            hold_split_sums(forward)
+        return Chosen(runner, inexact)
 
     def _try_attention(self, make: Callable[[Any, KVPool, int], Forward], trial: ModelProbe) -> Runner | str:
         """The stock forward that `make` makes; or why that failed, with the model's own attention restored."""

@@ -94,7 +94,8 @@ class _Reader:
                 )
             tensor_count, values = self._unpack("<QQ")
             metadata = dict(self._pair() for _ in range(values))
-            if (alignment := metadata.get("general.alignment", 32)) not in _ALIGNMENTS:
+            alignment = metadata.get("general.alignment", 32)
+            if type(alignment) is not int or alignment not in _ALIGNMENTS:
                 raise self._broken(f"general.alignment is {shown(alignment)}")
             self._check_tokens(metadata)
             tensors = [self._tensor() for _ in range(tensor_count)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.model import cuda_products
-from engine.model.cuda_products import exact_sizes, forbid_split_sums
+from engine.model.cuda_products import allow_split_sums, exact_sizes, forbid_split_sums, hold_split_sums
 
 SIZES = (2, 4, 8, 16)
 
@@ -88,3 +88,24 @@ def test_split_sums_are_forbidden_only_through_a_library_that_can(monkeypatch: p
     assert environment == {"CUBLAS_WORKSPACE_CONFIG": ":4096:2", "CUBLASLT_WORKSPACE_SIZE": "1"}
     cuda_products.allow_split_sums()
     assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction == usual
+
+
+def test_products_that_a_target_was_proved_with_stay_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever else is loaded in its process: later graphs of its own are captured with the same products."""
+    chosen: list[str] = []
+    matmul: Any = torch.backends.cuda.matmul
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", chosen.append)
+    monkeypatch.setattr(os, "environ", {})
+
+    class Forward:
+        pass
+
+    for split in (False, True):
+        (allow_split_sums if split else forbid_split_sums)()
+        target, before = Forward(), matmul.allow_bf16_reduced_precision_reduction
+        hold_split_sums(target)
+        chosen.clear()
+        assert not allow_split_sums() and forbid_split_sums() is not split
+        assert chosen == [] and matmul.allow_bf16_reduced_precision_reduction == before
+        del target
+    assert allow_split_sums() and chosen == ["default"]

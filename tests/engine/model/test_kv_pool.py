@@ -244,6 +244,25 @@ def test_a_text_read_in_steps_is_published_block_by_block_and_each_once() -> Non
     assert again.table.tolist() == cache.table.tolist()
 
 
+def test_a_text_is_shared_up_to_its_first_block_that_is_not_finite_and_no_further() -> None:
+    """Whoever has the same text computes it again; a cache that is used again shares again."""
+    pool, text = pool_of(8), text_of(4)
+    cache = KVCache(pool)
+    cache.reserve(len(text))
+    pool.keys[0, int(cache.table[2]), 0, 0, 0] = torch.nan
+    for length in (2 * BLOCK, 3 * BLOCK, 4 * BLOCK):
+        cache.length = length
+        cache.publish(text[:length])
+    other = KVCache(pool)
+    other.adopt(text)
+    assert other.length == 2 * BLOCK
+    cache.release()
+    pool.keys.zero_()
+    again, third = read(pool, text), KVCache(pool)
+    third.adopt(text)
+    assert third.table.tolist() == again.table.tolist()
+
+
 def states_of(block: int) -> States:
     return np.full((BLOCK, 1, 2), block, np.uint16)
 

@@ -42,8 +42,8 @@ def read(pool: KVPool, text: list[int], tenant: str = "") -> KVCache:
     cache.reserve(len(text))
     for block in cache.table[cache.length // BLOCK :].tolist():
         pool.keys[:, block], pool.values[:, block] = (
-            (100 * torch.randn(part[:, 0].shape)).to(part.dtype) for part in (pool.keys, pool.values)
-        )
+            (100 * torch.rand(part[:, 0].shape)).to(part.dtype) for part in (pool.keys, pool.values)
+        )  # bytes below 100 are no infinite scales
     cache.length = len(text)
     cache.publish(text)
     return cache
@@ -116,6 +116,32 @@ def test_of_a_text_that_two_have_computed_at_once_both_find_the_block_that_stays
     with saving_pool(tmp_path) as pool:
         cache = adopted(pool, TEXT, "two")
         assert cache.length == BLOCK and bool((pool.keys[:, cache.table.tolist()] == 1.0).all())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_block_that_is_not_finite_is_not_written_nor_what_follows_it(tmp_path: Path, shape: KVShape) -> None:
+    with saving_pool(tmp_path, shape) as pool:
+        cache = KVCache(pool)
+        cache.reserve(len(TEXT))
+        cache.length = len(TEXT)
+        pool.values[1, int(cache.table[1])].view(torch.uint8).fill_(0xFF)
+        cache.publish(TEXT)
+        assert adopted(pool, TEXT).length == BLOCK
+    with saving_pool(tmp_path, shape) as pool:
+        assert adopted(pool, TEXT).length == BLOCK
+
+
+def test_a_block_of_an_earlier_process_that_is_not_finite_is_not_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, saving_pool(tmp_path) as pool:
+        patch.setattr(KVPool, "finite", lambda self, blocks: [True] * len(blocks))
+        cache = read(pool, TEXT)
+        pool.keys[0, int(cache.table[1])] = torch.inf
+    with saving_pool(tmp_path) as pool:
+        free = pool.free
+        cache = adopted(pool, TEXT)
+        assert cache.length == BLOCK and pool.free == free - 1
 
 
 def test_a_prefix_that_was_evicted_from_memory_is_read_back(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -261,6 +262,17 @@ def test_what_is_no_gguf_file_of_today_is_told(tmp_path: Path, content: bytes, t
     (tmp_path / "x.gguf").write_bytes(content)
     with pytest.raises(ModelError, match=told):
         read_gguf(tmp_path / "x.gguf", "model=x.gguf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [(6, struct.pack("<f", 32.0)), (7, b"\1"), (8, struct.pack("<Q", 2) + b"32")]
+)
+def test_an_alignment_that_is_no_whole_number_is_one_line(tmp_path: Path, kind: int, value: bytes) -> None:
+    name, path = b"general.alignment", tmp_path / "x.gguf"
+    pair = struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + pair + bytes(64))
+    with pytest.raises(ModelError, match=r"^model=x: .*general\.alignment is .*; download it again$"):
+        read_gguf(path, "model=x")
 
 
 def test_one_of_several_parts_under_another_name_says_what_to_do(write: Callable[..., tuple[Path, Any]]) -> None:

@@ -35,6 +35,11 @@ class InstructionSet(IntEnum):
     AVX2 = 2
 
     @property
+    def title(self) -> str:
+        """What processors' makers call it."""
+        return self.name.replace("_", "-")
+
+    @property
     def lanes(self) -> int:
         """Outputs that a vector holds."""
         return 16 if self is InstructionSet.AVX512_VNNI else 8

@@ -60,7 +60,8 @@ def round_group(context: Any, width: Any, source: Any, goal: Any) -> Any:
         largest = builder.bitcast(bits, FLOAT)
         there = builder.fcmp_ordered(">", largest, FLOAT(_LEAST))
         inverse = builder.select(there, builder.fdiv(FLOAT(127.0), largest), FLOAT(0.0))
-        scale, sums = builder.fdiv(largest, FLOAT(127.0)), []
+        finite = builder.fcmp_ordered("<", largest, FLOAT(float("inf")))
+        scale, sums = builder.select(finite, builder.fdiv(largest, FLOAT(127.0)), FLOAT(float("nan"))), []
         for i, half in enumerate(halves):
             shifted = builder.fadd(builder.fmul(half, spread(builder, inverse)), constant(_TO_WHOLE))
             codes = builder.sub(builder.bitcast(shifted, INTS), _whole_bits(builder))

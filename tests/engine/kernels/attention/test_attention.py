@@ -13,8 +13,8 @@ from torch import Tensor
 from engine.core.batch import BLOCK, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
-from engine.kernels.attention.attention import Attention, Rule, has_pairs
-from engine.kernels.gemm.int8.dots import instruction_sets
+from engine.kernels.attention.attention import Attention, Rule
+from engine.kernels.attention.every_kernel import AttentionKernel, every_attention_kernel
 from engine.model.kv_pool import KVCache, KVPool
 from tests.engine.kernels.gemm.int8_reference import rounded
 from tests.engine.kernels.pool_layout import fill, in_codes, padded
@@ -22,47 +22,49 @@ from tests.engine.kernels.pool_layout import fill, in_codes, padded
 
 @dataclass(frozen=True)
 class Kernel:
-    """Which kernel, by the pool that it reads. error: what its result may differ by from the definition."""
+    """A kernel and what its result may differ by from the definition."""
 
-    dtype: torch.dtype
-    paired: bool
+    of: AttentionKernel
     absolute_error: float
     relative_error: float
-    q8_0: bool = False
 
     def __str__(self) -> str:
-        name = ("tiles" if self.paired else "lanes") + (" of codes" if self.q8_0 else "")
-        return f"{name}-{str(self.dtype).removeprefix('torch.')}"
+        return str(self.of)
 
     def shape(self, dims: int, kv_heads: int = 1) -> KVShape:
-        return KVShape(2, kv_heads, dims, self.dtype, self.paired, self.q8_0)
+        return self.of.shape(2, kv_heads, dims)
 
     def kept(self, x: Tensor) -> Tensor:
         """Keys or values as the pool holds them, in float64."""
-        x = x.to(self.dtype)
-        if not self.q8_0:
+        x = x.to(self.of.dtype)
+        if not self.of.q8_0:
             return x.double()
         return in_codes(padded(x, self.shape(x.shape[-1])))[..., : x.shape[-1]].double()
 
     def asked(self, x: Tensor) -> Tensor:
         """Queries as scores are made of them, in float64."""
-        if not self.q8_0:
-            return x.to(self.dtype).double()
-        x = x.to(self.dtype).float() if self.paired else x
+        if not self.of.q8_0:
+            return x.to(self.of.dtype).double()
+        x = x.to(self.of.dtype).float() if self.of.vnni else x
         codes, scales = rounded(padded(x, self.shape(x.shape[-1])).flatten(0, -2).numpy())
         numbers = torch.from_numpy(codes * scales[..., None]).view(*x.shape[:-1], -1)
         return numbers[..., : x.shape[-1]].double()
 
 
-FLOAT32 = Kernel(torch.float32, False, 1e-4, 1e-5)
-TILES = Kernel(torch.bfloat16, True, 0.05, 2**-8)  # weights are rounded to bfloat16, values are around 2
-KERNELS = [FLOAT32, Kernel(torch.bfloat16, False, 1e-5, 2**-8)]
-if has_pairs(torch.bfloat16):
-    KERNELS.append(TILES)
-if instruction_sets():
-    KERNELS += [Kernel(torch.bfloat16, False, 1e-4, 2**-8, True), Kernel(torch.float32, False, 1e-4, 1e-4, True)]
-    if has_pairs(torch.bfloat16):
-        KERNELS.append(Kernel(torch.bfloat16, True, 0.05, 2**-8, True))
+def _of(kernel: AttentionKernel) -> Kernel:
+    if kernel.vnni:  # weights are rounded to bfloat16, values are around 2
+        return Kernel(kernel, 0.05, 2**-8)
+    if kernel.q8_0:
+        return Kernel(kernel, 1e-4, 1e-4 if kernel.dtype == torch.float32 else 2**-8)
+    return Kernel(kernel, 1e-4, 1e-5) if kernel.dtype == torch.float32 else Kernel(kernel, 1e-5, 2**-8)
+
+
+KERNELS = [
+    pytest.param(
+        _of(kernel), id=str(kernel), marks=pytest.mark.skipif(not kernel.runs, reason=f"needs {kernel.instructions}")
+    )
+    for kernel in every_attention_kernel()
+]
 KV_HEADS = 2
 # two branches below the root, the second longer than the first, and a sibling of the root's child without children
 BUSHY = TokenTree.from_lists([0, 1, 2, 3, 4, 5, 6, 7], [-1, 0, 0, 1, 2, 0, 4, 6], [1.0] * 8)
@@ -91,13 +93,13 @@ class Request:
 
 
 def attend(
-    requests: Sequence[Request], rule: Rule, kernel: Kernel = FLOAT32, order: int = 0, unseen: float = 0.0
+    requests: Sequence[Request], rule: Rule, kernel: Kernel, order: int = 0, unseen: float = 0.0
 ) -> list[Tensor]:
     """Each request's result [rows, heads, head_dim]. order: seed of the blocks' order; unseen: what all else holds."""
     _, kv_heads, groups, dims = requests[0].queries.shape
     pool = KVPool(kernel.shape(dims, kv_heads), 64)
     random.Random(order).shuffle(pool._free)
-    keys, values = torch.zeros(2, 2, 64, kv_heads, BLOCK, pool.shape.dims, dtype=kernel.dtype)
+    keys, values = torch.zeros(2, 2, 64, kv_heads, BLOCK, pool.shape.dims, dtype=kernel.of.dtype)
     keys[..., :dims] = unseen
     values[..., :dims] = unseen
     caches = [KVCache(pool) for _ in requests]
@@ -110,13 +112,14 @@ def attend(
             values[1, block, :, lane, :dims] = request.values[i]
     fill(pool, keys, values)
     attention = Attention(pool, groups)
+    attention.kernel = kernel.of.compiled()
     batch = Batch.of([request.segment(cache) for request, cache in zip(requests, caches, strict=True)])
     attention.begin(batch)
     rows, padded = len(batch), pool.shape.dims
     queries = attention.queries[: rows * kv_heads * groups * padded].view(kv_heads, rows, groups, padded)
     asked = torch.cat([request.queries for request in requests])
-    queries[..., :dims] = asked.to(queries.dtype if kernel.q8_0 else kernel.dtype).transpose(0, 1)
-    out = torch.empty(rows, kv_heads * groups, dims, dtype=kernel.dtype)
+    queries[..., :dims] = asked.to(queries.dtype if kernel.of.q8_0 else kernel.of.dtype).transpose(0, 1)
+    out = torch.empty(rows, kv_heads * groups, dims, dtype=kernel.of.dtype)
     attention.attend(1, rule, out)
     return list(out.split([request.rows for request in requests]))
 
@@ -140,13 +143,13 @@ def definition(request: Request, rule: Rule, kernel: Kernel) -> Tensor:
     return out.flatten(1, 2)
 
 
-def assert_right(requests: Sequence[Request], rule: Rule, kernel: Kernel, **layout: float) -> None:
-    for request, found in zip(requests, attend(requests, rule, kernel, **layout), strict=True):
+def assert_right(requests: Sequence[Request], rule: Rule, kernel: Kernel, unseen: float = 0.0) -> None:
+    for request, found in zip(requests, attend(requests, rule, kernel, unseen=unseen), strict=True):
         expected = definition(request, rule, kernel)
         torch.testing.assert_close(found.double(), expected, atol=kernel.absolute_error, rtol=kernel.relative_error)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("groups", [1, 2, 3, 7])
 def test_it_is_softmax_attention_for_any_head_size_and_group(head_dim: int, groups: int, kernel: Kernel) -> None:
@@ -154,21 +157,21 @@ def test_it_is_softmax_attention_for_any_head_size_and_group(head_dim: int, grou
     assert_right(requests, Rule(head_dim**-0.5), kernel, unseen=float("nan"))
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("rule", [Rule(0.1, 1), Rule(0.1, 5), Rule(0.1, 16), Rule(0.1, 40), Rule(0.1, 5, 8.0)])
 @pytest.mark.parametrize("past", [0, 3, 16, 45])
 def test_a_row_sees_its_window_of_positions_and_no_more(past: int, rule: Rule, kernel: Kernel) -> None:
     assert_right([Request(3, past, BUSHY), Request(4, past, None, 21)], rule, kernel)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("softcap", [0.0, 2.0, 50.0])
 def test_soft_caps_and_sinks_are_those_of_the_definition(softcap: float, kernel: Kernel) -> None:
     sinks = torch.linspace(-2, 4, 6)
     assert_right([Request(5, 40, BUSHY), Request(6, 33, None, 5)], Rule(0.125, 0, softcap, sinks), kernel)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("rule", [Rule(0.125), Rule(0.125, 5), Rule(0.125, 20, 30.0)])
 def test_what_nobody_sees_may_be_nan(rule: Rule, kernel: Kernel) -> None:
     requests = [Request(7, 30, BUSHY), Request(8, 5, None, 6)]
@@ -176,14 +179,73 @@ def test_what_nobody_sees_may_be_nan(rule: Rule, kernel: Kernel) -> None:
     assert all(torch.equal(one, other) for one, other in zip(clean, dirty, strict=True))
 
 
-def test_a_nan_that_is_seen_is_not_hidden() -> None:
+RULES = [Rule(0.125), Rule(0.125, 0, 30.0), Rule(0.125, 5), Rule(0.125, 17)]
+NUMBERS = [float("nan"), float("inf")]
+
+
+def readers(request: Request, rule: Rule, slot: int) -> list[bool]:
+    """Whether each row of the request sees that slot."""
+    return [slot in request.seen(row)[-rule.window :] for row in range(request.rows)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("past", [0, 14, 45])
+def test_a_value_that_is_no_number_reaches_the_rows_that_see_it_and_no_others(
+    past: int, number: float, rule: Rule, kernel: Kernel
+) -> None:
+    """In a tree and in a text, at every place; a row that does not see it keeps its bits."""
+    for tree, rows in ((BUSHY, 0), (None, 20)):
+        request = Request(9, past, tree, rows)
+        (clean,) = attend([request], rule, kernel)
+        for slot in {0, past // 2, past - 1, past + 1, past + 5} & set(range(past + request.rows)):
+            values, request.values = request.values, request.values.clone()
+            request.values[slot] = number
+            (found,), request.values = attend([request], rule, kernel), values
+            for row, sees in enumerate(readers(request, rule, slot)):
+                if sees:
+                    assert not found[row].isfinite().any()
+                else:
+                    assert torch.equal(found[row], clean[row])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("part", ["keys", "queries"])
+def test_a_key_or_query_that_is_no_number_reaches_the_rows_that_score_it_and_no_others(
+    part: str, rule: Rule, kernel: Kernel
+) -> None:
     request = Request(9, 30, BUSHY)
-    request.values[request.past + 1] = float("nan")
-    (out,) = attend([request], Rule(0.125))
-    assert [bool(row.isnan().all()) for row in out] == [1 in BUSHY.path(node) for node in range(len(BUSHY))]
+    (clean,) = attend([request], rule, kernel)
+    at = 1 if part == "queries" else request.past + 1
+    getattr(request, part)[at] = float("nan")
+    (found,) = attend([request], rule, kernel)
+    for row, sees in enumerate(readers(request, rule, request.past + 1)):
+        if sees if part == "keys" else row == 1:
+            assert found[row].isnan().all()
+        else:
+            assert torch.equal(found[row], clean[row])
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_that_see_what_is_no_number_have_the_same_bits_alone_and_beside_others(rule: Rule, kernel: Kernel) -> None:
+    """One dimension of one value is infinite: the others are those of the definition, whichever rows share a block."""
+    request = Request(15, 45, BUSHY)
+    request.values[40, :, 3], request.values[request.past, :, 7] = float("inf"), float("nan")
+    (together,) = attend([request], rule, kernel)
+    for node in range(len(BUSHY)):
+        path = BUSHY.path(node)
+        text = Request(0, request.past, None, len(path))
+        slots = [*range(request.past), *(request.past + other for other in path)]
+        text.keys, text.values, text.queries = request.keys[slots], request.values[slots], request.queries[path]
+        (alone,) = attend([text], rule, kernel)
+        assert torch.equal(alone[-1].nan_to_num(), together[node].nan_to_num())
+        assert torch.equal(alone[-1].isnan(), together[node].isnan())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("rule", [Rule(0.125), Rule(0.125, 20), Rule(0.125, 0, 30.0)])
 def test_bits_depend_neither_on_neighbours_nor_on_the_order_of_blocks_nor_on_threads(
     rule: Rule, kernel: Kernel
@@ -198,7 +260,7 @@ def test_bits_depend_neither_on_neighbours_nor_on_the_order_of_blocks_nor_on_thr
             assert all(torch.equal(one, other) for other in others)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("rule", [Rule(0.125), Rule(0.125, 20)])
 def test_a_node_has_the_bits_of_its_path_read_as_text(rule: Rule, kernel: Kernel) -> None:
     request = Request(14, 45, BUSHY)

@@ -28,7 +28,7 @@ def rounded(x: Floats) -> RoundedRows:
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(largest > np.float32(1e-30), np.float32(127) / largest, np.float32(0))
     codes = np.rint(groups * inverse[..., None]).astype(np.int64)
-    return RoundedRows(codes, largest / np.float32(127))
+    return RoundedRows(codes, np.where(np.isfinite(largest), largest / np.float32(127), np.float32(np.nan)))
 
 
 def product(x: Floats, matrix: StoredMatrix) -> Floats:

@@ -130,12 +130,16 @@ def test_a_gate_is_applied_before_anything_is_rounded(used: InstructionSet) -> N
 
 
 @pytest.mark.parametrize("used", SETS)
-@pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_a_row_of_no_numbers_is_none_itself_and_spoils_no_other(used: InstructionSet, number: float) -> None:
-    matrix, x = random_blocks("Q4_1", 32, 128), rows_of(20, 128)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", [40, 127])
+def test_a_row_of_no_numbers_is_none_itself_and_spoils_no_other(
+    place: int, number: float, kind: str, used: InstructionSet
+) -> None:
+    matrix, x = random_blocks(kind, 32, 512), rows_of(20, 512)
     product = Int8Matmul([matrix], dtype=torch.float32, instructions=used)
     expected = product(x)
-    x[7, 40] = number
+    x[7, place] = number
     others = [row for row in range(20) if row != 7]
     found = product(x)
     assert torch.equal(found[others], expected[others])

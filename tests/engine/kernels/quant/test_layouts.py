@@ -54,13 +54,17 @@ def test_a_matrix_in_tiles_has_the_values_of_the_gguf_package(kind: str) -> None
     assert torch.equal(TiledMatrix(panels_of(matrix)).rows(torch.arange(48)), expected)
 
 
-ROUNDING = [unit for unit in units() if unit is not Unit.VECTORS]
+EVERY_UNIT = [
+    pytest.param(unit, id=unit.value, marks=pytest.mark.skipif(unit not in units(), reason=f"no {unit.value} here"))
+    for unit in Unit
+]
+ROUNDING = [unit for unit in EVERY_UNIT if unit.id != Unit.VECTORS.value]
 """The units that round weights to bfloat16."""
 WORDS = pytest.mark.skipif(Unit.VECTORS not in units(), reason="this processor has no AVX512-BF16")
 
 
 @pytest.mark.parametrize("kind", CODED)
-@pytest.mark.parametrize("unit", ROUNDING, ids=lambda unit: unit.value)
+@pytest.mark.parametrize("unit", ROUNDING)
 def test_a_product_has_the_bits_of_the_bfloat16_product(unit: Unit, kind: str, threads: int) -> None:
     matrix, bias = random_blocks(kind, 112, 512), torch.randn(112).bfloat16()
     found, expected = (Matmul(weight, bias, unit=unit) for weight in ([matrix], expected_values(matrix)))
@@ -69,7 +73,19 @@ def test_a_product_has_the_bits_of_the_bfloat16_product(unit: Unit, kind: str, t
         assert torch.equal(found(x), expected(x))
 
 
-@pytest.mark.parametrize("unit", ROUNDING, ids=lambda unit: unit.value)
+@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("unit", EVERY_UNIT)
+@pytest.mark.parametrize("rows", [3, 20, 70])
+def test_a_row_of_no_numbers_spoils_no_other(rows: int, unit: Unit, kind: str) -> None:
+    product, x = Matmul([random_blocks(kind, 112, 512)], unit=unit), torch.randn(rows, 512).bfloat16()
+    expected = product(x)
+    x[1], x[-1, 300] = torch.nan, torch.inf
+    found = product(x)
+    assert torch.equal(found[2:-1], expected[2:-1]) and torch.equal(found[0], expected[0])
+    assert found[1].isnan().all() and not found[-1].isfinite().any()
+
+
+@pytest.mark.parametrize("unit", ROUNDING)
 @given(data=st.data())
 @settings(deadline=None, max_examples=25)
 def test_any_shape_has_the_bits_of_the_bfloat16_product(unit: Unit, data: st.DataObject) -> None:

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -365,11 +366,11 @@ def test_sizes_for_which_there_is_no_memory_leave_the_usual_one(monkeypatch: pyt
     assert forward.pool.free == free and forward.sizes == (4,)
 
 
-def accelerated(model: Any) -> Target:
+def accelerated(model: Any, draft: bool = False) -> Target:
     """Does what a target does on CUDA with whatever is here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward_choice.ForwardChoice, "accelerated", True)
-        return Target.of_model(model, "tiny", kv_memory=1 << 20)
+        return Target.of_model(model, "tiny", kv_memory=1 << 20, draft=draft)
 
 
 def target_of(family: str) -> Target:
@@ -377,10 +378,15 @@ def target_of(family: str) -> Target:
 
 
 def note_split_sums(patch: pytest.MonkeyPatch) -> list[str]:
-    """Where it is noted that a target forbids products to split sums, or allows it."""
+    """Where it is noted that a target forbids products to split sums, allows it, or holds them as they are."""
     flags: list[str] = []
-    for way in ("forbid", "allow"):
-        patch.setattr(forward_choice, f"{way}_split_sums", lambda way=way: flags.append(way))
+
+    def note(way: str, *_: object) -> bool:
+        flags.append(way)
+        return True
+
+    for way in ("forbid", "allow", "hold"):
+        patch.setattr(forward_choice, f"{way}_split_sums", partial(note, way))
     return flags
 
 
@@ -481,7 +487,7 @@ def test_a_target_whose_rows_depend_on_their_number_keeps_to_one_size_and_is_exa
 def test_a_target_whose_products_agree_in_one_size_alone_lets_sums_be_split_again(
     monkeypatch: pytest.MonkeyPatch, loaded: tuple[Target, list[str]]
 ) -> None:
-    assert loaded[0].exact and loaded[1] == ["forbid"]
+    assert loaded[0].exact and loaded[1] == ["forbid", "hold"]
     flags = note_split_sums(monkeypatch)
 
     def uneven(module: object, inputs: object, out: Tensor) -> Tensor:
@@ -491,7 +497,10 @@ def test_a_target_whose_products_agree_in_one_size_alone_lets_sums_be_split_agai
     model.model.layers[0].mlp.up_proj.register_forward_hook(uneven)
     target = accelerated(model)
     assert target.exact and target.forward_sizes == (cuda_products.SLICE,)
-    assert flags == ["forbid", "allow"]
+    assert flags == ["forbid", "allow", "hold"]
+    flags.clear()
+    draft = accelerated(model, draft=True)
+    assert draft.forward_sizes == (cuda_products.SLICE,) and flags == ["forbid"]
 
 
 def test_a_target_of_experts_says_that_their_products_are_not_its_own() -> None:

@@ -3,14 +3,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine.model.cuda import graphs
-from engine.model.cuda.graphs import Recorded, RecordedRows, bucket, downloaded, own_stream, uploaded, wait
+from engine.model.cuda.graphs import (
+    CaptureOwner,
+    Recorded,
+    RecordedRows,
+    bucket,
+    downloaded,
+    own_stream,
+    uploaded,
+    wait,
+)
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -23,6 +32,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, capture: Callable[..., object]) -> Non
     monkeypatch.setattr(graphs, "_warm_up", lambda *_: None)
     monkeypatch.setattr(graphs, "_captured", lambda *given: capture(*given[:3]))
     monkeypatch.setattr(Recorded, "captures", True)
+    monkeypatch.setattr(Recorded, "stuck", False)
     monkeypatch.setattr(Recorded, "told", False)
 
 
@@ -68,13 +78,37 @@ def test_work_that_cannot_be_captured_is_called_and_said_once(
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     stub(monkeypatch, refuse)
+    owner = CaptureOwner()
     for _ in range(2):
-        work = Recorded(lambda x: (x * 2,), CPU)
+        work = Recorded(lambda x: (x * 2,), CPU, owner=owner)
         for value in (1.0, 2.0):
             assert work(torch.tensor([value]))[0].item() == 2 * value
     assert tried == [1]
     said = "talon: forwards are not captured as CUDA graphs: operation not permitted when stream is capturing\n"
     assert capsys.readouterr().err == said
+
+
+def test_work_of_a_drafter_that_cannot_be_captured_leaves_the_captures_of_the_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = Replayed()
+
+    def capture(work: Callable[..., object], inputs: list[Tensor], device: torch.device) -> object:
+        if work is drafts:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return graph, (inputs[0],)
+
+    def drafts(x: Tensor) -> tuple[Tensor, ...]:
+        return (x,)
+
+    stub(monkeypatch, capture)
+    target = CaptureOwner()
+    for size in (1, 2):
+        Recorded(drafts, CPU)(torch.ones(2))
+        verify = Recorded(lambda x: (x,), CPU, owner=target)
+        verify(torch.ones(size))
+        verify(torch.ones(size))
+    assert graph.count == 4 and not Recorded.captures
 
 
 class Replayed:
@@ -149,33 +183,86 @@ class Stream:
 
     def __init__(self, device: torch.device, priority: int = 0):
         self.priority = priority
+        self.waited_for: list[Stream] = []
 
     def wait_stream(self, other: Stream) -> None:
-        pass
+        self.waited_for.append(other)
+
+
+class FakeCuda:
+    """Stands for CUDA on a CPU. used: the streams that work was launched on. failing: what a capture ends with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, here: Stream, failing: RuntimeError | None = None):
+        self.used: list[Stream] = []
+        self.failing = failing
+        self.ended: list[tuple[str, int, object]] = []
+        for name, value in {
+            "Stream": Stream, "stream": self.on, "graph": self.graph, "CUDAGraph": Replayed,
+            "set_stream": lambda _: None, "current_stream": lambda _: here, "current_device": lambda: 3,
+            "graph_pool_handle": lambda: (0, 7),
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            monkeypatch.setattr(
+                torch._C, name, lambda device, pool, name=name: self.ended.append((name, device, pool)), raising=False
+            )
+        monkeypatch.setattr(graphs, "_GRAPHS", ("cpu",))
+        for name, state in (("captures", True), ("stuck", False)):
+            monkeypatch.setattr(Recorded, name, state)
+        graphs._aside.cache_clear()
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        self.used.append(stream)
+        yield
+
+    @contextmanager
+    def graph(self, graph: object, pool: object, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        self.used.append(stream)
+        yield
+        if self.failing is not None:
+            raise self.failing
+
+
+def test_an_invalidated_capture_is_ended_for_torchs_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch itself leaves it under way, and every later capture would find it so."""
+    cuda = FakeCuda(monkeypatch, Stream(CPU), RuntimeError("operation failed due to a previous error during capture"))
+    for memory, used in ((None, (0, 7)), ((1, 2), (1, 2))):
+        Recorded(lambda x: (x,), CPU, memory)(torch.ones(2))
+        assert cuda.ended == [("_cuda_endAllocateToPool", 3, used), ("_cuda_releasePool", 3, used)]
+        cuda.ended.clear()
+    assert not Recorded.stuck
+    cuda.failing = None
+    Recorded(lambda x: (x,), CPU)(torch.ones(2))
+    assert not cuda.ended
+
+
+def test_after_a_capture_that_could_not_be_ended_none_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch, Stream(CPU), RuntimeError("operation failed due to a previous error during capture"))
+    monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool")
+    Recorded(lambda x: (x,), CPU)(torch.ones(2))
+    assert Recorded.stuck
+    tried = len(cuda.used)
+    assert Recorded(lambda x: (x * 2,), CPU)(torch.ones(2))[0].tolist() == [2, 2] and len(cuda.used) == tried
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_a_stream_of_its_own_waits_for_the_one_that_loaded_the_model(
+    urgent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading = Stream(CPU)
+    cuda = FakeCuda(monkeypatch, loading)
+    with own_stream(CPU, urgent):
+        [own] = cuda.used
+        assert own is not loading and own.waited_for == [loading] and own.priority == -urgent
 
 
 @pytest.mark.parametrize("priority", [-1, 0])
 def test_work_is_warmed_up_and_captured_on_one_stream_of_the_priority_that_it_is_replayed_with(
     priority: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, used = Stream(CPU, priority), []
-
-    @contextmanager
-    def on(stream: Stream) -> Iterator[None]:
-        used.append(stream)
-        yield
-
-    def graph(graph: object, pool: object, stream: Stream, capture_error_mode: str) -> AbstractContextManager[None]:
-        return on(stream)
-
-    for name, value in {
-        "Stream": Stream, "stream": on, "graph": graph, "CUDAGraph": Replayed, "set_stream": lambda _: None,
-        "current_stream": lambda _: here,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(graphs, "_GRAPHS", ("cpu",))
-    monkeypatch.setattr(Recorded, "captures", True)
-    graphs._aside.cache_clear()
+    here = Stream(CPU, priority)
+    used = FakeCuda(monkeypatch, here).used
     for _ in range(2):
         Recorded(lambda x: (x,), CPU)(torch.ones(2))
     graphs._aside.cache_clear()
