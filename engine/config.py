@@ -16,6 +16,8 @@ from engine.places import ROOT
 AUTO = "auto"
 Activations = Literal["bfloat16", "int8"]
 """How products take their rows."""
+ActivationsOption = Literal["auto", "bfloat16", "int8"]
+"""The same, or what a trial at the first load finds best for the model and the processor."""
 KVType = Literal["auto", "q8_0"]
 """How keys and values are kept: in the model's own type, or in 8 bits."""
 Weights = Literal["auto", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
@@ -153,8 +155,9 @@ class Config(_Section):
     model: a Hugging Face directory or hub id, a GGUF file, or a name that `talon models list` knows. chat_template: a
     Jinja file for a model that has none, or in place of its own. weights: the model's own, or quantise a safetensors
     checkpoint as it is loaded, which makes another model of it, whose own text is kept exactly. activations: int8
-    rounds the rows that matrices in blocks are multiplied with to 8 bits, as other engines do with GGUF files: further
-    rows cost less, and plain decoding's own text is a slightly different one. method: which drafter
+    rounds the rows that matrices in blocks are multiplied with to 8 bits in groups of 32, which makes plain decoding's
+    own text a slightly different one, and few rows faster on most processors; auto measures once, and keeps bfloat16
+    unless 8 bits are clearly faster (`engine.model.trial.activations`). method: which drafter
     (`drafters.registry`). mode: drafter and verifier in turns (sequential), both at once (async), or whichever proves
     faster (auto). transport: workers as threads (inproc), as processes (ipc), or as processes of which the drafter may
     be on another machine (tcp); auto is ipc, or inproc where drafter and verifier use one GPU at the same time. trace:
@@ -168,7 +171,7 @@ class Config(_Section):
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     weights: Weights = "auto"
-    activations: Activations = "bfloat16"
+    activations: ActivationsOption = "auto"
     method: str = "suffix"
     mode: Literal["sequential", "async", "auto"] = "sequential"
     transport: Literal["auto", "inproc", "ipc", "tcp"] = "auto"

@@ -13,6 +13,7 @@ from engine.cli.command import ConfigOption, SetOption, overrides, run
 from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
 
+from ..report.figures import Row
 from ..report.out_folder import compare_runs, results_in
 from ..report.runs import Run
 from .options import (
@@ -146,17 +147,29 @@ def bench(
     async def measure_quickly() -> int:
         from ..inputs.sample_prompts import write_sample_prompts
         from ..measure.plan import MeasurementPlan
-        from ..report.recommendation import SERVED, recommendation
+        from ..report.recommendation import SERVED, activations_told, recommendation
         from . import parts
 
         settings = configuration.load(config, overrides(set_))
         sampling = SamplingParams(max_tokens=max_tokens, temperature=(temperature or [0.0])[0], seed=seed).validate()
-        with results_in(out):
-            files = questions or [write_sample_prompts(out / "prompts.jsonl")]
-            plan = MeasurementPlan(
-                settings, [*SERVED], question_files(files), out, [sampling], limit, minutes=minutes or 5.0, heads=heads
-            )
-            failed, rows = await parts.single(plan, console)
+        both = settings.activations == configuration.AUTO and _has_choice(settings)
+        share = (minutes or 5.0) / (2 if both else 1)
+
+        async def measure(settings: configuration.Config, folder: Path) -> tuple[int, list[Row]]:
+            with results_in(folder):
+                files = question_files(questions or [write_sample_prompts(folder / "prompts.jsonl")])
+                plan = MeasurementPlan(
+                    settings, [*SERVED], files, folder, [sampling], limit, minutes=share, heads=heads
+                )
+                return await parts.single(plan, console)
+
+        failed, rows = await measure(settings, out)
+        if both and rows and rows[0].weights not in ("bfloat16", "float32"):
+            other = "bfloat16" if rows[0].activations == "int8" else "int8"
+            wrong, others = await measure(configuration.load(settings, {"activations": other}), out / other)
+            failed += wrong
+            if others:
+                console.print(activations_told(rows, others), highlight=False, markup=False, soft_wrap=True)
         options = [] if config == configuration.DEMO else ["--config", str(config)]
         options += [part for one in set_ or [] for part in ("--set", one)]
         Console().print(recommendation(rows, options), highlight=False, markup=False, soft_wrap=True)
@@ -176,3 +189,13 @@ def bench(
 
     if run(main()):
         raise typer.Exit(1)
+
+
+def _has_choice(settings: configuration.Config) -> bool:
+    """Whether the model can take its rows in both ways."""
+    from engine.model.loading import find_device, open_stored
+    from engine.model.trial.activations import has_choice
+    from engine.weights.resolve import target_folder
+
+    stored = open_stored(Path(target_folder(settings))) if find_device(settings.device).type == "cpu" else None
+    return stored is not None and has_choice(stored)

@@ -1,4 +1,4 @@
-"""Should speculation be on, and which method drafts?"""
+"""Should speculation be on, which method drafts, and what does each kind of activations give?"""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from .figures import PLAIN, Row, Summary, summaries
+from .tables import known
 
 SERVED = {"talon-pld": "pld", "talon-suffix": "suffix", "hybrid": "hybrid"}
 """The contestants that run as Talon serves them, and the method of each."""
@@ -24,6 +25,22 @@ def recommendation(rows: Sequence[Row], options: Sequence[str]) -> str:
         return f"{told}\n{_line(options, PLAIN)}"
     told = f"Turn speculation on with {_figures(best)}, {questions} prompts; texts as without: {best.same_text}."
     return f"{told}\n{_line(options, SERVED[best.method])}"
+
+
+def activations_told(chosen: Sequence[Row], others: Sequence[Row]) -> str:
+    """What both kinds of activations give. chosen: the rows of `activations=auto`; others: of the other kind."""
+    kinds = [(rows[0].activations, _speeds(rows)) for rows in (chosen, others)]
+    (auto, first), (other, second) = kinds
+    return (
+        f"activations=auto is {auto} here: {first}. {other}: {second}; to take that, add --set activations={other}: "
+        "plain decoding's own text is then a slightly different one."
+    )
+
+
+def _speeds(rows: Sequence[Row]) -> str:
+    names = {PLAIN: "plain"} | SERVED
+    speeds = [(names[one.method], one.mean("tokens_per_second")) for one in summaries(rows)]
+    return ", ".join(f"{name} {known(speed, '.1f')}" for name, speed in speeds) + " tokens/s"
 
 
 def _figures(one: Summary) -> str:

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from drafters.registry import check
-from engine.config import Config
+from engine.config import AUTO, Config
 from engine.core.child_environment import child_environment
 from engine.core.methods import find
 from engine.verifier.placement import share_cores, shares_loop
@@ -184,6 +184,11 @@ class Workers:
         importlib.import_module("transformers.models.auto.tokenization_auto")  # before threads import concurrently
         load_config(self.config.model)
         find_device(self.config.device)
+
+    def keep_activations(self, activations: str) -> None:
+        """Start every further verifier with the activations that the first one has chosen: texts go on with them."""
+        if self.config.activations == AUTO:
+            self.config = self.config.model_copy(update={"activations": activations})
 
     def start(self, role: str) -> None:
         """Start a worker. A new verifier gets a new endpoint for drafters, so the drafter must be started after it."""

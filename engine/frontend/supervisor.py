@@ -175,6 +175,7 @@ class Supervisor:
             self._failed_starts[role] = 0
             if role == "verifier":
                 self.target = message
+                self.workers.keep_activations(message.activations)
                 self.totals.new_verifier()
                 self.hand_over()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine.config import AUTO, Activations, Config, KVType
+from engine.config import AUTO, Activations, ActivationsOption, Config, KVType
 from engine.core.batch import BLOCK
 from engine.core.errors import ConfigError, ModelError, first_line
 from engine.kernels.gemm.product import PackedLinear, multiplies
@@ -35,6 +35,7 @@ from engine.model.loading import (
 from engine.model.memory import check_memory, check_stock_memory, free_memory, kept_as, kv_room, pool_of
 from engine.model.runner import Chosen, Runner
 from engine.model.structure import OtherStructure
+from engine.model.trial.activations import activations_of
 from engine.model.trial.proof import Proof, ProvedModel
 from engine.weights.gguf.file import GgufFile
 from engine.weights.quantised_weights import QuantisedCheckpoint
@@ -76,12 +77,13 @@ class Target(Runner):
         dtype: str = "auto",
         device: str = "auto",
         kv_memory: int | None = None,
-        activations: Activations = "bfloat16",
+        activations: ActivationsOption = "bfloat16",
         kv_type: KVType = "auto",
         draft: bool = False,
     ) -> Target:
         """Load a checkpoint directory or hub id. kv_memory: bytes for keys and values, None: a share of free memory.
-        activations: int8 for matrices in blocks, where there are any and the lean decoder runs them: see `activations`.
+        activations: int8 for matrices in blocks, where there are any and the lean decoder runs them, or auto: see
+        `Config`.
         kv_type: q8_0 for keys and values in 8 bits, where the lean decoder runs the model: see `kv_type`.
         draft: whether it is a draft model, which need not be exact.
         """
@@ -108,7 +110,7 @@ class Target(Runner):
                 f"weights={config.weights}: quantised weights are multiplied by CPUs in bfloat16, and this is "
                 f"{target.weights} on {target.device.type}; set dtype=auto and device=cpu, or leave weights out"
             )
-        if config.activations != target.activations:
+        if config.activations not in (AUTO, target.activations):
             raise ConfigError(
                 f"activations={config.activations}: this model has no matrices in blocks that this processor "
                 f"multiplies so; take a GGUF file of a common structure, weights=q8_0, or "
@@ -128,7 +130,7 @@ class Target(Runner):
         dtype: str,
         device: torch.device,
         kv_memory: int | None,
-        activations: Activations,
+        activations: ActivationsOption,
         kv_type: KVType,
     ) -> Target | None:
         """The target of a directory whose weights lie in blocks or are quantised, with nothing in memory but the
@@ -136,12 +138,13 @@ class Target(Runner):
         """
         if device.type != "cpu" or (stored := open_stored(Path(path))) is None:
             return None
-        proof = Proof(Path(path), dtype, activations, kv_type)
+        taken = activations_of(Path(path), stored) if activations == "auto" else activations
+        proof = Proof(Path(path), dtype, taken, kv_type)
         proved = proof.read()
         if proved is not None:
             check_memory(stored, f"model={path}", free_memory())
             with torch.inference_mode():
-                return cls._of_proved(path, proved, stored, kv_memory, activations, kv_type)
+                return cls._of_proved(path, proved, stored, kv_memory, taken, kv_type)
         config = load_config(path)
         if find_dtype(dtype, config, device) != torch.bfloat16 or not multiplies(torch.bfloat16):
             return None
@@ -153,7 +156,7 @@ class Target(Runner):
         choice = ForwardChoice(model, path, facts.own_context, kv_memory, device, kv_type)
         try:
             weights = weights_of(stored, model)
-            return cls(path, facts, choice.of_file(weights, activations, facts, proof), device, weights.kind, model)
+            return cls(path, facts, choice.of_file(weights, taken, facts, proof), device, weights.kind, model)
         except (Unreadable, OtherStructure, AttributeError) as error:  # a part of the structure is missing
             if isinstance(stored, GgufFile):
                 check_stock_memory(stored, f"model={path}", first_line(error), free_memory())

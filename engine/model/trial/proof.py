@@ -74,8 +74,7 @@ class Proof:
     def __init__(self, folder: Path, dtype: str, activations: Activations, kv_type: KVType):
         kept = "" if kv_type == "auto" else f"-{kv_type}"
         self._file = folder / f"proof-{activations}{kept}.msgpack"
-        files = [_content(folder / name) for name in _READ]
-        self._key = hashlib.sha256(repr((files, dtype, *_versions())).encode()).digest()
+        self._key = hashlib.sha256(repr((described_by(folder), dtype, *_versions())).encode()).digest()
 
     def read(self) -> ProvedModel | None:
         """What is known; None if the model has to be tried."""
@@ -106,6 +105,11 @@ class Proof:
 def _rule(stored: _StoredRule) -> Rule:
     sinks = None if stored.sinks is None else torch.tensor(stored.sinks)
     return Rule(stored.scale, stored.window, stored.softcap, sinks)
+
+
+def described_by(folder: Path) -> list[bytes]:
+    """What says which model a folder names."""
+    return [_content(folder / name) for name in _READ]
 
 
 def _content(file: Path) -> bytes:

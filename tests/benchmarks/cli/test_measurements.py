@@ -7,9 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
 
+from engine.kernels.gemm.int8.dots import instruction_sets
 from tests.command import talon
 from tests.conftest import save_tiny_llama
+from tests.engine.weights.tiny_gguf import write_gguf
 
 
 @pytest.fixture
@@ -59,6 +62,19 @@ def test_a_quick_bench_needs_no_questions_and_ends_with_a_line_to_paste(tiny: st
     assert done.stdout.splitlines()[-1].startswith(f"talon serve --set model={tiny} --set transport=inproc --method ")
     assert len((tmp_path / "prompts.jsonl").read_text().splitlines()) == 6
     assert "six prompts of its own" in done.stderr and "--questions takes yours" in done.stderr
+
+
+@pytest.mark.skipif(not instruction_sets(), reason="this processor has no integer products that we know")
+def test_a_quick_bench_of_a_model_in_blocks_tries_both_kinds_of_activations(questions: str, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, GGMLQuantizationType.Q4_1)
+    options = ["--questions", questions, "--minutes", "0.02", "--max-tokens", "8", "--out", str(tmp_path / "out")]
+    done = talon("bench", "--quick", *options, "--set", f"model={file}", "--set", "transport=inproc")
+    assert done.exit_code == 0, done.stderr
+    assert "activations=auto is bfloat16 here: " in done.stderr and "add --set activations=int8" in done.stderr
+    assert "activations" not in done.stdout.splitlines()[-1]
+    kinds = [tmp_path / "out" / name / "results.jsonl" for name in ("", "int8")]
+    assert [json.loads(kind.read_text().splitlines()[0])["activations"] for kind in kinds] == ["bfloat16", "int8"]
 
 
 def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from benchmarks.report.figures import Row
-from benchmarks.report.recommendation import recommendation
+from benchmarks.report.recommendation import activations_told, recommendation
 from tests.benchmarks.report.test_figures import row
 
 OPTIONS = ["--set", "model=FILE.gguf", "--set", "activations=int8"]
@@ -38,3 +40,13 @@ def test_a_path_with_spaces_can_be_pasted() -> None:
     assert recommendation(answers(), ["--set", "model=my model.gguf"]).endswith(
         "--set 'model=my model.gguf' --method none"
     )
+
+
+def test_both_kinds_of_activations_are_told_with_their_speeds() -> None:
+    chosen, others = (
+        [msgspec.structs.replace(one, activations=kind) for one in answers(talon_suffix=[1.5] * 6)]
+        for kind in ("bfloat16", "int8")
+    )
+    told = activations_told(chosen, others[:6])
+    assert told.startswith("activations=auto is bfloat16 here: suffix ") and "; to take that" in told
+    assert "int8: plain" in told and "--set activations=int8: " in told
