@@ -23,7 +23,7 @@ from engine.core.batch import BLOCK, Batch, Int, Rows
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Attention, Rule, has_pairs
 from engine.kernels.layer.program import LayerProgram
-from engine.kernels.layer.weights import GatedMlp, LayerWeights, Norm
+from engine.kernels.layer.weights import AttentionWeights, GatedMlp, LayerWeights, Norm
 from engine.kernels.simd import BFLOAT16, FLOAT32, LANES, add, int_at, load, store
 from engine.kernels.threads import address_of, kernel, num_threads, thread_id
 from engine.model.kv_pool import KVCache, KVPool
@@ -60,15 +60,12 @@ class StackLayer:
     def weights(self) -> LayerWeights:
         """As a program takes them."""
         decoder = self.decoder
+        norms = norm_of(decoder.query_norm), norm_of(decoder.key_norm)
         return LayerWeights(
-            qkv=self.qkv,
-            out=decoder.out,
+            mixer=AttentionWeights(self.qkv, decoder.out, *norms, decoder.head_dim),
             mlp=GatedMlp(decoder.gate_up, decoder.down, decoder.gate_up.outputs, gated=True),
             input_norm=norm_of(self.input_norm),
             inner_norm=norm_of(decoder.norm),
-            query_norm=norm_of(decoder.query_norm),
-            key_norm=norm_of(decoder.key_norm),
-            rotated=decoder.head_dim,
         )
 
 

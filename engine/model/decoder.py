@@ -142,7 +142,7 @@ class LeanDecoder:
         program.embed(self.embedding, self.embedding_scale)
         for index, (layer, rule) in enumerate(zip(self.layers, self.rules, strict=True)):
             program.norm(layer.weights.input_norm)
-            program.product(layer.weights.qkv, "x", "qkv", layer.products[0].outputs)
+            program.product(layer.weights.mixer.qkv, "x", "qkv", layer.products[0].outputs)
             program.attention_and_mlp(index, layer.weights, rule)
         program.norm(self.norm)
         program.head(self.head, self.head.outputs)
@@ -159,7 +159,8 @@ class LeanDecoder:
         if any(size % LANES for size in (self.hidden, *inner)) or self._rotary.width > shape.head_dim:
             raise OtherStructure("sizes that 16 does not divide")
         for layer in self.layers:
-            for norm, heads in ((layer.weights.query_norm, q_per_kv), (layer.weights.key_norm, 1)):
+            mixer = layer.weights.mixer
+            for norm, heads in ((mixer.query_norm, q_per_kv), (mixer.key_norm, 1)):
                 whole = heads * shape.kv_heads * shape.head_dim
                 if norm is not None and len(norm.weight) not in (shape.head_dim, whole if whole % LANES == 0 else 0):
                     raise OtherStructure("norms of neither one head nor all")

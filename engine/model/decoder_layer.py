@@ -10,15 +10,18 @@ from torch import Tensor
 
 from engine.config import Activations
 from engine.kernels.gemm.product import Product
-from engine.kernels.layer.weights import ExpertMlp, GatedMlp, LayerWeights, Norm
+from engine.kernels.layer.weights import AttentionWeights, ExpertMlp, GatedMlp, LayerWeights, Norm
 from engine.kernels.quant.stored import StoredMatrix
 from engine.model.structure import (
+    AttentionStructure,
     ExpertsStructure,
+    GatedDeltaStructure,
     LayerStructure,
     LinearStructure,
     MlpStructure,
     NormStructure,
     OtherStructure,
+    ShortConvolutionStructure,
     norm_structure,
 )
 
@@ -59,23 +62,28 @@ class Layer:
 
     def __init__(self, layer: LayerStructure, parameters: Parameters, activations: Activations):
         self.idle_bytes, self._parameters, self._activations = 0, parameters, activations
-        qkv, out = joined(layer.qkv, parameters, activations), joined(layer.out, parameters, activations)
+        mixer, of_mixer = self._mixer(layer.mixer)
         mlp, of_mlp = self._mlp(layer.mlp) if isinstance(layer.mlp, MlpStructure) else self._experts(layer.mlp)
-        self.products: tuple[Product, ...] = (qkv, out, *of_mlp)
+        self.products: tuple[Product, ...] = (*of_mixer, *of_mlp)
         self.weights = LayerWeights(
-            qkv=qkv,
-            out=out,
+            mixer=mixer,
             mlp=mlp,
             input_norm=self._norm(layer.input_norm),
             out_norm=self._norm(layer.out_norm),
             inner_norm=self._norm(layer.inner_norm),
             down_norm=self._norm(layer.down_norm),
             residual_scale=layer.residual_scale,
-            query_norm=self._norm(layer.query_norm),
-            key_norm=self._norm(layer.key_norm),
-            rotated=layer.rotated,
-            rotary_table=layer.rotary_table,
         )
+
+    def _mixer(
+        self, mixer: AttentionStructure | GatedDeltaStructure | ShortConvolutionStructure
+    ) -> tuple[AttentionWeights, list[Product]]:
+        """What mixes rows, and the matrices that a row is multiplied with."""
+        if not isinstance(mixer, AttentionStructure):
+            raise OtherStructure("layers with a state")
+        qkv, out = (joined(linear, self._parameters, self._activations) for linear in (mixer.qkv, mixer.out))
+        norms = self._norm(mixer.query_norm), self._norm(mixer.key_norm)
+        return AttentionWeights(qkv, out, *norms, mixer.rotated, mixer.rotary_table), [qkv, out]
 
     def _norm(self, norm: NormStructure | None) -> Norm | None:
         return None if norm is None else made_norm(norm, self._parameters.vector(norm.weight))

@@ -71,21 +71,69 @@ class ExpertsStructure(msgspec.Struct, frozen=True, tag=True):
     normalised: bool
 
 
-class LayerStructure(msgspec.Struct, frozen=True):
-    """See `LayerWeights`."""
+class AttentionStructure(msgspec.Struct, frozen=True, tag=True):
+    """See `AttentionWeights`. gated: the outputs of `qkv` are queries, keys, values, and a gate for each query, whose
+    sigmoid multiplies what attention gives.
+    """
 
     qkv: LinearStructure
     out: LinearStructure
+    query_norm: NormStructure | None
+    key_norm: NormStructure | None
+    rotated: int
+    rotary_table: int
+    gated: bool = False
+
+
+class GatedDeltaStructure(msgspec.Struct, frozen=True, tag=True):
+    """A gated delta net: see `engine.kernels.state.delta`.
+
+    inputs: its outputs are q and k of each key head, then v and z of each value head. gates: b, then a, one for each
+    value head. convolution: [channels of q, k and v, width]. decay, dt_bias: one for each value head. decay_is_log: a
+    step keeps exp(-exp(decay) * softplus(a + dt_bias)) of the state; otherwise `decay` stands for -exp(decay). norm: of
+    each value head, multiplied by SiLU(z). key_head_of: for each value head, the key head that serves it.
+    """
+
+    inputs: LinearStructure
+    gates: LinearStructure
+    convolution: str
+    decay: str
+    decay_is_log: bool
+    dt_bias: str
+    norm: NormStructure
+    out: LinearStructure
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    key_head_of: tuple[int, ...]
+
+
+class ShortConvolutionStructure(msgspec.Struct, frozen=True, tag=True):
+    """A gated short convolution: see `engine.kernels.state.short_convolution`.
+
+    inputs: its outputs are B, C and x, as wide as the model each. convolution: [hidden, width]. bias: of the
+    convolution, "" if there is none. The layer gives out(C * convolution(B * x)).
+    """
+
+    inputs: LinearStructure
+    convolution: str
+    bias: str
+    out: LinearStructure
+    width: int
+
+
+class LayerStructure(msgspec.Struct, frozen=True):
+    """See `LayerWeights`. mixer: what makes a row of itself and the rows before it."""
+
+    mixer: AttentionStructure | GatedDeltaStructure | ShortConvolutionStructure
     mlp: MlpStructure | ExpertsStructure
     input_norm: NormStructure | None
     out_norm: NormStructure | None
     inner_norm: NormStructure | None
     down_norm: NormStructure | None
-    query_norm: NormStructure | None
-    key_norm: NormStructure | None
     residual_scale: float
-    rotated: int
-    rotary_table: int
 
 
 class DecoderStructure(msgspec.Struct, frozen=True):
@@ -156,32 +204,38 @@ def head_sizes(config: Any) -> tuple[int, int, int]:
 
 
 def _layer(layer: Any, prefix: str, head_dim: int, rotated: int, rotary_table: int) -> LayerStructure:
-    attention, at = layer.self_attn, f"{prefix}self_attn."
+    attention = layer.self_attn
     rest = {name for name, _ in layer.named_children()} - {"resid_attn_dropout", "resid_mlp_dropout"}
     names = next((names for names in _NORMS if rest - {"self_attn", "mlp"} == {*names} - {""}), None)
     if names is None:
         raise OtherStructure(f"a layer of {', '.join(sorted(rest))}")
-    only(attention, _ATTENTION)
     norms = [norm_structure(getattr(layer, name), f"{prefix}{name}.") if name else None for name in names]
     if len({norm.epsilon for norm in norms if norm is not None}) > 1:
         raise OtherStructure("norms of a layer with different epsilons")
+    return LayerStructure(
+        mixer=_attention(attention, f"{prefix}self_attn.", head_dim, rotated, rotary_table),
+        mlp=_mlp(layer.mlp, f"{prefix}mlp."),
+        input_norm=norms[0],
+        out_norm=norms[1],
+        inner_norm=norms[2],
+        down_norm=norms[3],
+        residual_scale=float(getattr(layer, "residual_multiplier", 1.0)),
+    )
+
+
+def _attention(attention: Any, prefix: str, head_dim: int, rotated: int, rotary_table: int) -> AttentionStructure:
+    only(attention, _ATTENTION)
     normed = hasattr(attention, "q_norm")
     rotated = rotated if getattr(attention, "use_rope", True) else 0
     order = _halves(head_dim, rotated) if _interleaved(attention) else ()
     if order and normed:
         raise OtherStructure("norms of heads whose neighbouring dimensions are rotated")
     orders = (order, order, ()) if order else ()
-    return LayerStructure(
-        qkv=_linear(attention, at, ("q_proj", "k_proj", "v_proj"), "qkv_proj", orders),
-        out=_linear(attention, at, ("o_proj",)),
-        mlp=_mlp(layer.mlp, f"{prefix}mlp."),
-        input_norm=norms[0],
-        out_norm=norms[1],
-        inner_norm=norms[2],
-        down_norm=norms[3],
-        query_norm=norm_structure(attention.q_norm, f"{at}q_norm.") if normed else None,
-        key_norm=norm_structure(attention.k_norm, f"{at}k_norm.") if normed else None,
-        residual_scale=float(getattr(layer, "residual_multiplier", 1.0)),
+    return AttentionStructure(
+        qkv=_linear(attention, prefix, ("q_proj", "k_proj", "v_proj"), "qkv_proj", orders),
+        out=_linear(attention, prefix, ("o_proj",)),
+        query_norm=norm_structure(attention.q_norm, f"{prefix}q_norm.") if normed else None,
+        key_norm=norm_structure(attention.k_norm, f"{prefix}k_norm.") if normed else None,
         rotated=rotated,
         rotary_table=rotary_table,
     )

@@ -48,7 +48,7 @@ from engine.kernels.layer.experts import (
     route_kernel,
 )
 from engine.kernels.layer.row_kernels import ROW_NORM, row_norm_kernel
-from engine.kernels.layer.weights import ExpertMlp, GatedMlp, LayerWeights, Norm
+from engine.kernels.layer.weights import AttentionWeights, ExpertMlp, GatedMlp, LayerWeights, Norm
 from engine.kernels.quant.embedding import EMBED, embed_kernel, tiled_embed_kernel
 from engine.kernels.quant.tiled import TiledMatrix
 from engine.kernels.threads import Kernel, Program, address_of, int_fields
@@ -146,7 +146,7 @@ class LayerProgram:
 
         add_product(self._steps, self._products.all, self._products.latest, product, x, out, used)
 
-    def enter(self, layer: int, source: str, weights: LayerWeights) -> None:
+    def enter(self, layer: int, source: str, weights: AttentionWeights) -> None:
         """Write the layer's keys and values to the pool, and lay out its queries. source: a buffer like `qkv`."""
         shape, q_per_kv, qkv = self.attention.pool.shape, self.attention.q_per_kv, self.buffers[source]
         keys, values = self.attention.pool.addresses(layer)
@@ -179,9 +179,9 @@ class LayerProgram:
 
     def attention_and_mlp(self, layer: int, weights: LayerWeights, rule: Rule) -> None:
         """All of a layer that comes after `qkv` was made of its input."""
-        self.enter(layer, "qkv", weights)
+        self.enter(layer, "qkv", weights.mixer)
         self.attend(layer, rule)
-        self.product(weights.out, "attended", "delta", self.residual.shape[1])
+        self.product(weights.mixer.out, "attended", "delta", self.residual.shape[1])
         self.delta(weights.out_norm, weights.residual_scale)
         self.norm(weights.inner_norm)
         if isinstance(weights.mlp, GatedMlp):

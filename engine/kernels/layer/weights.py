@@ -46,25 +46,35 @@ class ExpertMlp:
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """A norm that is None is left out.
+class AttentionWeights:
+    """Attention with grouped queries. A norm that is None is left out.
 
-    qkv: hidden to (q_per_kv + 2) * kv_heads * head_dim; out: back to hidden. input_norm, inner_norm: before qkv and
-    before the MLP; out_norm, down_norm: of what attention and the MLP add to the residual, with the epsilon of the norm
-    after them; residual_scale: by which it is multiplied where there is no such norm. query_norm, key_norm: of each
-    head, or of all heads at once if their weights are as long. rotated: how many dimensions of a head are, by the
-    rotary table of that number.
+    qkv: hidden to (q_per_kv + 2) * kv_heads * head_dim; out: back to hidden. query_norm, key_norm: of each head, or of
+    all heads at once if their weights are as long. rotated: how many dimensions of a head are, by the rotary table of
+    that number.
     """
 
     qkv: Multiplies
     out: Multiplies
-    mlp: GatedMlp | ExpertMlp
-    input_norm: Norm | None
-    inner_norm: Norm | None
     query_norm: Norm | None
     key_norm: Norm | None
     rotated: int
     rotary_table: int = 0
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """A norm that is None is left out.
+
+    mixer: what makes a row of itself and the rows before it. input_norm, inner_norm: before the mixer and before the
+    MLP; out_norm, down_norm: of what the mixer and the MLP add to the residual, with the epsilon of the norm after
+    them; residual_scale: by which it is multiplied where there is no such norm.
+    """
+
+    mixer: AttentionWeights
+    mlp: GatedMlp | ExpertMlp
+    input_norm: Norm | None
+    inner_norm: Norm | None
     out_norm: Norm | None = None
     down_norm: Norm | None = None
     residual_scale: float = 1.0

@@ -16,12 +16,15 @@ from engine.kernels.attention.attention import Rule
 from engine.model.loading import Facts
 from engine.model.rotary import Frequencies
 from engine.model.structure import (
+    AttentionStructure,
     DecoderStructure,
     ExpertsStructure,
+    GatedDeltaStructure,
     LayerStructure,
     LinearStructure,
     MlpStructure,
     NormStructure,
+    ShortConvolutionStructure,
 )
 from engine.model.trial import proof as proofs
 from engine.model.trial.proof import Proof, ProvedModel
@@ -31,7 +34,12 @@ from engine.weights.stored_weights import Place
 LINEAR = LinearStructure(("a.weight", "b.weight"), ("a.bias", ""), ((0, 2, 1, 3), ()))
 NORM = NormStructure("norm.weight", 1e-5, True)
 MLPS = MlpStructure(LINEAR, LINEAR, True), ExpertsStructure("gate.weight", "gate_up", "down", 4, 32, 2, False)
-LAYERS = tuple(LayerStructure(LINEAR, LINEAR, mlp, NORM, None, NORM, None, NORM, NORM, 0.5, 8, 1) for mlp in MLPS)
+MIXERS = (
+    AttentionStructure(LINEAR, LINEAR, NORM, NORM, 8, 1, True),
+    GatedDeltaStructure(LINEAR, LINEAR, "conv", "decay", False, "dt", NORM, LINEAR, 1, 2, 16, 32, 4, (0, 0)),
+    ShortConvolutionStructure(LINEAR, "conv", "", LINEAR, 3),
+)
+LAYERS = tuple(LayerStructure(mixer, mlp, NORM, None, NORM, None, 0.5) for mixer in MIXERS for mlp in MLPS)
 FREQUENCIES = Frequencies(tuple(torch.tensor([1.0, 0.1]).tolist()), 0.7)
 STRUCTURE = DecoderStructure(64, 32, 4, 2, 8, (FREQUENCIES,), LAYERS, NORM, LINEAR, "embedding", True, 2.0, 3.0, 30.0)
 RULES = {0: Rule(0.25, 12, 30.0, torch.tensor([1.0, 2.0])), 1: Rule(0.5)}
