@@ -1,7 +1,7 @@
 """A lean forward for decoders of the common structure: RMSNorms before or after attention and MLP, rotary positions,
 grouped queries, a gated MLP or experts.
 
-Whether a stock model has this structure is read from its modules (`engine.model.structure`), and confirmed by comparing
+Whether a stock model has this structure is read from its modules (`engine.model.reader`), and confirmed by comparing
 logits with the stock forward's (`engine.model.trial.forward_choice`); any other model keeps the stock forward. A
 decoder is built from the structure and the parameters alone. All layers are one program
 (`engine.kernels.layer.program`): where the products are our own too, a forward is one call instead of the stock
@@ -150,13 +150,17 @@ class LeanDecoder:
 
     def _check_sizes(self) -> None:
         shape, q_per_kv = self.attention.pool.shape, self.attention.q_per_kv
-        made = (q_per_kv + 2) * shape.kv_heads * shape.head_dim
+        queries, keys = q_per_kv * shape.kv_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        made = {(1 + layer.weights.mixer.gated) * queries + 2 * keys for layer in self.layers}
+        gates = {queries for layer in self.layers if layer.weights.mixer.gated}
         mlps = [layer.weights.mlp for layer in self.layers]
         inner = {mlp.inner for mlp in mlps if isinstance(mlp, GatedMlp)}
         experts = {(mlp.inner, mlp.top_k, len(mlp.gate_up)) for mlp in mlps if isinstance(mlp, ExpertMlp)}
-        if any(layer.products[0].outputs != made for layer in self.layers) or len(inner) > 1 or len(experts) > 1:
+        shared = {mlp.shared.inner for mlp in mlps if isinstance(mlp, ExpertMlp) and mlp.shared is not None}
+        outputs = {layer.products[0].outputs for layer in self.layers}
+        if outputs != made or max(map(len, (made, inner, experts, shared))) > 1:
             raise OtherStructure("layers of different sizes")
-        if any(size % LANES for size in (self.hidden, *inner)) or self._rotary.width > shape.head_dim:
+        if any(size % LANES for size in (self.hidden, *inner, *shared, *gates)) or self._rotary.width > shape.head_dim:
             raise OtherStructure("sizes that 16 does not divide")
         for layer in self.layers:
             mixer = layer.weights.mixer

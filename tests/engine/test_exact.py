@@ -60,9 +60,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "qwen3.5's attention": ("Qwen3_5TextConfig", {"head_dim": 32, "layer_types": ["full_attention"] * 3}),
+    "qwen3.5's shared experts": (
+        "Qwen3_5MoeTextConfig",
+        {
+            "head_dim": 32,
+            "layer_types": ["full_attention"] * 3,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
 }
 STOCK = {"gpt_neox"}
-EXPERTS = {"qwen3 with experts", "mixtral"}
+EXPERTS = {"qwen3 with experts", "mixtral", "qwen3.5's shared experts"}
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 every_family = pytest.mark.parametrize("family", FAMILIES)
 both_types = pytest.mark.parametrize("dtype", TYPES)

@@ -24,10 +24,11 @@ from engine.model.kv_pool import KVPool
 from engine.model.loading import Facts, name_of
 from engine.model.masked import MaskedForward, refusal
 from engine.model.memory import kept_as, kv_room, pool_of
+from engine.model.reader.decoder import describe, head_sizes
 from engine.model.rotary import hold_frequencies
 from engine.model.runner import Chosen, Runner
 from engine.model.stock import NAME, StockForward, Unsupported
-from engine.model.structure import OtherStructure, describe, head_sizes
+from engine.model.structure import OtherStructure
 from engine.model.trial.probe import ModelProbe
 from engine.model.trial.proof import Proof, ProvedModel
 from engine.model.trial.stock_logits import LayeredStock, WholeStock
@@ -82,7 +83,7 @@ class ForwardChoice:
         rules = stock.passed[-1]
         hold_frequencies(self.model)
         pool, _ = self._make_pool(weights=weights.size)
-        structure = describe(self.model)
+        structure = describe(self.model, weights)
         lean = LeanDecoder(structure, pool, rules, weights, activations)
         runner = self._runner(lean, pool)
         if trial.beyond is not None:

@@ -18,7 +18,8 @@ from engine.core.batch import Segment
 from engine.core.tree import TokenTree
 from engine.model.decoder import LeanDecoder
 from engine.model.decoder_layer import Layer
-from engine.model.structure import OtherStructure, describe
+from engine.model.reader.decoder import describe
+from engine.model.structure import OtherStructure
 from engine.model.target import Target
 from engine.model.trial.probe import far_positions
 
@@ -49,6 +50,7 @@ COMMON_STRUCTURE = [
     "HeliumConfig",
     "InternLM3Config",
     "IQuestCoderConfig",
+    "Lfm2Config",
     "LlamaConfig",
     "MinistralConfig",
     "Ministral3Config",
