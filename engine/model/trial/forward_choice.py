@@ -21,7 +21,7 @@ from engine.model.decoder import LeanDecoder
 from engine.model.decoder_layer import InMemory
 from engine.model.forward import Forward
 from engine.model.kv_pool import KVPool
-from engine.model.loading import Facts, name_of
+from engine.model.loading import Facts, has_state, name_of
 from engine.model.masked import MaskedForward, refusal
 from engine.model.memory import kept_as, kv_room, pool_of
 from engine.model.reader.decoder import describe, head_sizes
@@ -63,6 +63,8 @@ class ForwardChoice:
     @torch.inference_mode()
     def of_model(self) -> Chosen:
         """For a model in memory. Raises ModelError if its attention can take neither our function nor a mask."""
+        if has_state(self.model.config):
+            return self._with_state()
         if self.accelerated:
             forbid_split_sums()
         trial = ModelProbe(self.model, self.name, self.context, WholeStock(self.model, self.name))
@@ -71,6 +73,35 @@ class ForwardChoice:
         if not isinstance(chosen, str):
             return chosen
         return Chosen(self._masked(trial), chosen, chosen if self.device.type == "cpu" else "")
+
+    def _with_state(self) -> Chosen:
+        """For a model in memory some of whose layers keep a state. Raises ModelError if the lean decoder cannot run it:
+        no other forward can go back to before a draft.
+        """
+        if self.device.type != "cpu" or self.model.dtype not in (torch.float32, torch.bfloat16):
+            raise self._refused(f"{name_of(self.model.dtype)} on {self.device.type}", "set device=cpu and dtype=auto")
+        stock = WholeStock(self.model, self.name)
+        trial = ModelProbe(self.model, self.name, self.context, stock)
+        rules = stock.rules(trial.tokens)
+        hold_frequencies(self.model)
+        try:
+            structure = describe(self.model)
+            pool, _ = self._make_pool()
+            lean = LeanDecoder(structure, pool, rules, InMemory(self.model))
+        except (OtherStructure, AttributeError) as error:  # a part of the structure is missing
+            raise self._refused(first_line(error), "use another model") from error
+        runner = self._runner(lean, pool)
+        if not trial.agrees_anywhere(runner):
+            raise self._refused("its logits differ from those of the stock forward", "use another model")
+        lean.forget_far()
+        served = self._served(lean, runner, trial)
+        return Chosen(served, self._inexact(served, trial) if lean.exact else self._uneven("number of rows"))
+
+    def _refused(self, why: str, fix: str) -> ModelError:
+        return ModelError(
+            f"model={self.name}: {self.model.config.model_type} has layers that keep a state of the text, which only "
+            f"the lean decoder runs, and that cannot run this model ({why}); {fix}"
+        )
 
     @torch.inference_mode()
     def of_file(self, weights: StoredWeights, activations: Activations, facts: Facts, proof: Proof) -> Chosen:
