@@ -156,6 +156,11 @@ class DecoderStructure(msgspec.Struct, frozen=True):
     logit_divisor: float
     logit_cap: float
 
+    @property
+    def key_layers(self) -> int:
+        """How many layers have keys and values; the others have a state."""
+        return sum(isinstance(layer.mixer, AttentionStructure) for layer in self.layers)
+
 
 def describe(model: Any) -> DecoderStructure:
     """The structure of a stock model, in memory or on the meta device. Raises OtherStructure, or AttributeError where a

@@ -145,7 +145,8 @@ class GatedDelta:
 
     @property
     def scratch_bytes(self) -> int:
-        return 4 * (self.taps.shape[1] + 2 * self.value_heads)
+        channels: int = self.taps.shape[1]
+        return 4 * (channels + 2 * self.value_heads)
 
     @property
     def tile_bytes(self) -> int:

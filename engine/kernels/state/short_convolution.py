@@ -63,7 +63,13 @@ class ShortConvolution:
     bias: Tensor
     width: int
 
-    scratch_bytes = tile_bytes = 0
+    @property
+    def scratch_bytes(self) -> int:
+        return 0
+
+    @property
+    def tile_bytes(self) -> int:
+        return 0
 
     @property
     def state_bytes(self) -> int:

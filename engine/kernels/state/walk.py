@@ -67,16 +67,32 @@ class BuildsSteps(Protocol):
 
 
 class StateLayer(Protocol):
-    """A kind of layer with a state. state_bytes: of a request's state, which snapshots hold; row_bytes: of what is kept
-    of a row, from which a commit replays it; scratch_bytes: of each row while a forward runs; tile_bytes: of the part
-    of a state that one thread works on. out: the product that the layer ends with.
-    """
+    """A kind of layer with a state."""
 
-    state_bytes: int
-    row_bytes: int
-    scratch_bytes: int
-    tile_bytes: int
-    out: Multiplies
+    @property
+    def state_bytes(self) -> int:
+        """Of a request's state, which a snapshot holds."""
+        ...
+
+    @property
+    def row_bytes(self) -> int:
+        """Of what is kept of a row, from which a commit replays it."""
+        ...
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Of each row while a forward runs."""
+        ...
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of the part of a state that one thread takes rows through."""
+        ...
+
+    @property
+    def out(self) -> Multiplies:
+        """The product that the layer ends with."""
+        ...
 
     def build(self, program: BuildsSteps, place: LayerPlace) -> str:
         """Add the layer's steps but for `out`; its input is in `x`. Returns the buffer that `out` multiplies."""
