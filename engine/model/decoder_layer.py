@@ -9,12 +9,18 @@ import torch
 from torch import Tensor
 
 from engine.config import Activations
+from engine.core.state_shape import StateShape
 from engine.kernels.gemm.product import Product
 from engine.kernels.layer.weights import AttentionWeights, ExpertMlp, GatedMlp, LayerWeights, Norm
 from engine.kernels.quant.stored import StoredMatrix
+from engine.kernels.state.delta import GatedDelta, delta_sizes
+from engine.kernels.state.short_convolution import ShortConvolution, short_convolution_sizes
+from engine.kernels.state.walk import StateLayer
+from engine.kernels.state.windows import taps_of
 from engine.model.reader.parts import norm_structure
 from engine.model.structure import (
     AttentionStructure,
+    DecoderStructure,
     ExpertsStructure,
     GatedDeltaStructure,
     LayerStructure,
@@ -60,11 +66,12 @@ class Layer:
     """One layer's weights, as a program takes them.
 
     products: every matrix that a row is multiplied with; of experts, as many as a row has. idle_bytes: of the others.
-    activations: how matrices in blocks take their rows.
+    activations: how matrices in blocks take their rows. dtype: of rows.
     """
 
-    def __init__(self, layer: LayerStructure, parameters: Parameters, activations: Activations):
+    def __init__(self, layer: LayerStructure, parameters: Parameters, activations: Activations, dtype: torch.dtype):
         self.idle_bytes, self._parameters, self._activations = 0, parameters, activations
+        self._width = dtype.itemsize
         mixer, of_mixer = self._mixer(layer.mixer)
         mlp, of_mlp = self._mlp(layer.mlp) if isinstance(layer.mlp, MlpStructure) else self._experts(layer.mlp)
         self.products: tuple[Product, ...] = (*of_mixer, *of_mlp)
@@ -78,15 +85,53 @@ class Layer:
             residual_scale=layer.residual_scale,
         )
 
+    @property
+    def attends(self) -> bool:
+        """Whether it has keys and values, and no state."""
+        return isinstance(self.weights.mixer, AttentionWeights)
+
     def _mixer(
         self, mixer: AttentionStructure | GatedDeltaStructure | ShortConvolutionStructure
-    ) -> tuple[AttentionWeights, list[Product]]:
+    ) -> tuple[AttentionWeights | StateLayer, list[Product]]:
         """What mixes rows, and the matrices that a row is multiplied with."""
-        if not isinstance(mixer, AttentionStructure):
-            raise OtherStructure("layers with a state")
-        qkv, out = (joined(linear, self._parameters, self._activations) for linear in (mixer.qkv, mixer.out))
+        if isinstance(mixer, GatedDeltaStructure):
+            return self._delta(mixer)
+        if isinstance(mixer, ShortConvolutionStructure):
+            return self._short_convolution(mixer)
+        qkv, out = self._joined(mixer.qkv), self._joined(mixer.out)
         norms = self._norm(mixer.query_norm), self._norm(mixer.key_norm)
         return AttentionWeights(qkv, out, *norms, mixer.rotated, mixer.rotary_table, mixer.gated), [qkv, out]
+
+    def _delta(self, mixer: GatedDeltaStructure) -> tuple[GatedDelta, list[Product]]:
+        vector, norm = self._parameters.vector, made_norm(mixer.norm, self._parameters.vector(mixer.norm.weight))
+        inputs, gates, out = (self._joined(linear) for linear in (mixer.inputs, mixer.gates, mixer.out))
+        decay = vector(mixer.decay).detach().float()
+        delta = GatedDelta(
+            inputs=inputs,
+            gates=gates,
+            out=out,
+            taps=taps_of(vector(mixer.convolution)),
+            decay=(-decay.exp() if mixer.decay_is_log else decay).contiguous(),
+            dt_bias=vector(mixer.dt_bias).detach().float().contiguous(),
+            norm=norm.weight,
+            epsilon=norm.epsilon,
+            key_heads=mixer.key_heads,
+            value_heads=mixer.value_heads,
+            key_dim=mixer.key_dim,
+            value_dim=mixer.value_dim,
+            key_head_of=torch.tensor(mixer.key_head_of, dtype=torch.int32),
+            width=self._width,
+        )
+        return delta, [inputs, gates, out]
+
+    def _short_convolution(self, mixer: ShortConvolutionStructure) -> tuple[ShortConvolution, list[Product]]:
+        inputs, out = self._joined(mixer.inputs), self._joined(mixer.out)
+        taps = taps_of(self._parameters.vector(mixer.convolution))
+        bias = self._parameters.vector(mixer.bias).detach().float() if mixer.bias else torch.zeros(taps.shape[1])
+        return ShortConvolution(inputs, out, taps, bias.contiguous(), self._width), [inputs, out]
+
+    def _joined(self, linear: LinearStructure) -> Product:
+        return joined(linear, self._parameters, self._activations)
 
     def _norm(self, norm: NormStructure | None) -> Norm | None:
         return None if norm is None else made_norm(norm, self._parameters.vector(norm.weight))
@@ -123,6 +168,19 @@ class Layer:
             shared=shared,
         )
         return mixed, [router, *gate_up[: mlp.top_k], *down[: mlp.top_k], *of_shared]
+
+
+def state_shape(structure: DecoderStructure, dtype: torch.dtype) -> StateShape | None:
+    """What the layers with a state keep of a request; None if all layers have keys and values. dtype: of rows."""
+    sizes = []
+    for layer in structure.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, GatedDeltaStructure):
+            heads = mixer.key_heads, mixer.value_heads, mixer.key_dim, mixer.value_dim
+            sizes.append(delta_sizes(*heads, mixer.width, dtype.itemsize))
+        elif isinstance(mixer, ShortConvolutionStructure):
+            sizes.append(short_convolution_sizes(structure.hidden, mixer.width, dtype.itemsize))
+    return StateShape(tuple(state for state, _ in sizes), tuple(row for _, row in sizes)) if sizes else None
 
 
 def norm_of(norm: Any) -> Norm:

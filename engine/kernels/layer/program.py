@@ -51,6 +51,7 @@ from engine.kernels.layer.row_kernels import ROW_GATE, ROW_NORM, row_gate_kernel
 from engine.kernels.layer.weights import AttentionWeights, ExpertMlp, GatedMlp, LayerWeights, Norm
 from engine.kernels.quant.embedding import EMBED, embed_kernel, tiled_embed_kernel
 from engine.kernels.quant.tiled import TiledMatrix
+from engine.kernels.state.walk import LayerPlace
 from engine.kernels.threads import Kernel, Program, address_of, int_fields
 
 FEW_ROWS = 8  # of a small kernel: waking the other threads costs as much as their work
@@ -90,10 +91,11 @@ class LayerProgram:
         self._dtype, self._kept_alive = dtype, list[Tensor]()
         self._steps = Program()
         self._norms, self._enters = _Records(NORM, 2 * layers + 1), _Records(ENTER, layers)
-        self._products, self._gates = _Records(MATMUL, 6 * layers + 2), _Records(GATE, layers)
+        self._products, self._gates = _Records(MATMUL, 7 * layers + 2), _Records(GATE, layers)
         self._embeds, self._row_norms = _Records(EMBED, 1), _Records(ROW_NORM, 2 * layers)
         self._row_gates = _Records(ROW_GATE, layers)
         self._experts: list[ExpertRecords] = []
+        self._others: list[np.ndarray[Any, Any]] = []  # records of layers with a state
         self._of_embed = int_fields(self._embeds.all, "tokens", "rows")
         self._of_enters, self._cos_sin = int_fields(self._enters.all, "positions", "rows"), self._enters.all["cos_sin"]
         self._tables: list[int] = []  # of cosines and sines, one for each of `enters`
@@ -188,12 +190,27 @@ class LayerProgram:
         self.add(row_gate_kernel(), self._row_gates.add(**fields))
 
     def attention_and_mlp(self, layer: int, weights: LayerWeights, rule: Rule) -> None:
-        """All of a layer that comes after `qkv` was made of its input."""
+        """All of a layer that comes after `qkv` was made of its input. layer: its number in the pool."""
+        assert isinstance(weights.mixer, AttentionWeights)
         self.enter(layer, "qkv", weights.mixer)
         self.attend(layer, rule)
         if weights.mixer.gated:
             self._gate("attended", "qkv")
-        self.product(weights.mixer.out, "attended", "delta", self.residual.shape[1])
+        self._after_mixer(weights, "attended")
+
+    def state_and_mlp(self, weights: LayerWeights, place: LayerPlace) -> None:
+        """All of a layer with a state that comes after the norm of its input."""
+        assert not isinstance(weights.mixer, AttentionWeights)
+        self._after_mixer(weights, weights.mixer.build(self, place))
+
+    def step(self, kernel: Kernel, records: np.ndarray[Any, Any]) -> None:
+        """A step of a layer with a state. records: one, which the program keeps."""
+        self._others.append(records)
+        self._steps.add(kernel, address_of(records))
+
+    def _after_mixer(self, weights: LayerWeights, made: str) -> None:
+        """made: the buffer that the mixer's last product multiplies."""
+        self.product(weights.mixer.out, made, "delta", self.residual.shape[1])
         self.delta(weights.out_norm, weights.residual_scale)
         self.norm(weights.inner_norm)
         if isinstance(weights.mlp, GatedMlp):

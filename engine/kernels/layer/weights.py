@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.kernels.gemm.matmul import Matmul, Multiplies
+from engine.kernels.state.walk import StateLayer
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class LayerWeights:
     them; residual_scale: by which it is multiplied where there is no such norm.
     """
 
-    mixer: AttentionWeights
+    mixer: AttentionWeights | StateLayer
     mlp: GatedMlp | ExpertMlp
     input_norm: Norm | None
     inner_norm: Norm | None

@@ -18,7 +18,7 @@ from engine.kernels.gemm.product import pack_linears
 from engine.kernels.pointwise import PointwiseOperations
 from engine.model.cuda_products import allow_split_sums, exact_sizes, forbid_split_sums
 from engine.model.decoder import LeanDecoder
-from engine.model.decoder_layer import InMemory
+from engine.model.decoder_layer import InMemory, state_shape
 from engine.model.forward import Forward
 from engine.model.kv_pool import KVPool
 from engine.model.loading import Facts, has_state, name_of
@@ -28,7 +28,7 @@ from engine.model.reader.decoder import describe, head_sizes
 from engine.model.rotary import hold_frequencies
 from engine.model.runner import Chosen, Runner
 from engine.model.stock import NAME, StockForward, Unsupported
-from engine.model.structure import OtherStructure
+from engine.model.structure import DecoderStructure, OtherStructure
 from engine.model.trial.probe import ModelProbe
 from engine.model.trial.proof import Proof, ProvedModel
 from engine.model.trial.stock_logits import LayeredStock, WholeStock
@@ -86,7 +86,7 @@ class ForwardChoice:
         hold_frequencies(self.model)
         try:
             structure = describe(self.model)
-            pool, _ = self._make_pool()
+            pool, _ = self._make_pool(structure)
             lean = LeanDecoder(structure, pool, rules, InMemory(self.model))
         except (OtherStructure, AttributeError) as error:  # a part of the structure is missing
             raise self._refused(first_line(error), "use another model") from error
@@ -113,8 +113,8 @@ class ForwardChoice:
         trial = ModelProbe(self.model, self.name, self.context, stock)
         rules = stock.passed[-1]
         hold_frequencies(self.model)
-        pool, _ = self._make_pool(weights=weights.size)
         structure = describe(self.model, weights)
+        pool, _ = self._make_pool(structure, weights=weights.size)
         lean = LeanDecoder(structure, pool, rules, weights, activations)
         runner = self._runner(lean, pool)
         if trial.beyond is not None:
@@ -160,7 +160,7 @@ class ForwardChoice:
         """
         if self.kv_type == "auto":
             return tried
-        pool, _ = self._make_pool(self.kv_type)
+        pool, _ = self._make_pool(lean.structure, self.kv_type)
         lean.take_pool(pool)
         served = self._runner(lean, pool)
         if not trial.agrees_anywhere(served):
@@ -266,15 +266,20 @@ class ForwardChoice:
             raise refusal(self.model, self.name)
         return runner
 
-    def _make_pool(self, kv_type: KVType = "auto", weights: int = 0) -> tuple[KVPool, int]:
-        """The pool, and query heads per key head. weights: bytes that are still to be read into memory when the first
-        one is made, for which free memory is measured.
+    def _make_pool(
+        self, structure: DecoderStructure | None = None, kv_type: KVType = "auto", weights: int = 0
+    ) -> tuple[KVPool, int]:
+        """The pool, and query heads per key head. structure: of a lean decoder, None: all layers have keys and values.
+        weights: bytes that are still to be read into memory when the first one is made, for which free memory is
+        measured.
         """
         config = self.model.config.get_text_config()
         heads, kv_heads, head_dim = head_sizes(config)
         self.kv_memory = kv_room(self.kv_memory, self.device, weights)
-        sizes = (config.num_hidden_layers, kv_heads, head_dim)
-        return pool_of(sizes, self.model.dtype, kv_type, self.kv_memory, self.device), heads // kv_heads
+        sizes, states = (config.num_hidden_layers, kv_heads, head_dim), None
+        if structure is not None:
+            sizes, states = structure.key_sizes, state_shape(structure, self.model.dtype)
+        return pool_of(sizes, self.model.dtype, kv_type, self.kv_memory, self.device, states), heads // kv_heads
 
 
 def _other_matrix(model: Any) -> str | None:
