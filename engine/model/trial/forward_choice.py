@@ -127,7 +127,7 @@ class ForwardChoice:
         served = self._served(lean, runner, trial)
         if not trial.equal_bits(served):
             return Chosen(served, _BESIDE)
-        proof.write(ProvedModel(facts, structure, rules, weights.places, weights.vectors))
+        proof.write(ProvedModel(facts, structure, rules, weights.places, weights.own_vectors))
         return Chosen(served, "")
 
     def _runner(self, forward: Forward | MaskedForward, pool: KVPool | None) -> Runner:
