@@ -73,7 +73,7 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
             f"model={path}: {len(wrong)} weights have other sizes than its configuration says, {name} first "
             f"({list(found)}, not {list(expected)}); get the whole checkpoint"
         )
-    if isinstance(stored, GgufFile):
+    if isinstance(stored, GgufFile) and not has_state(config):  # which all has been found in the file
         _check_whole(stored, model, path)
     _check_numbers(model, path)
     if device.type == "cpu":
