@@ -1,7 +1,7 @@
 """A lean forward for decoders of the common structure: RMSNorms before or after attention and MLP, rotary positions,
 grouped queries, a gated MLP or experts.
 
-Whether a stock model has this structure is read from its modules (`engine.model.structure`), and confirmed by comparing
+Whether a stock model has this structure is read from its modules (`engine.model.reader`), and confirmed by comparing
 logits with the stock forward's (`engine.model.trial.forward_choice`); any other model keeps the stock forward. A
 decoder is built from the structure and the parameters alone. All layers are one program
 (`engine.kernels.layer.program`): where the products are our own too, a forward is one call instead of the stock
@@ -204,18 +204,20 @@ class LeanDecoder:
 
     def _check_sizes(self) -> None:
         shape, q_per_kv = self.attention.pool.shape, self.attention.q_per_kv
-        made = (q_per_kv + 2) * shape.kv_heads * shape.head_dim
+        queries, keys = q_per_kv * shape.kv_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        attending = [mixer for layer in self.layers if isinstance(mixer := layer.weights.mixer, AttentionWeights)]
+        made = {(1 + mixer.gated) * queries + 2 * keys for mixer in attending}
+        gates = {queries for mixer in attending if mixer.gated}
         mlps = [layer.weights.mlp for layer in self.layers]
         inner = {mlp.inner for mlp in mlps if isinstance(mlp, GatedMlp)}
         experts = {(mlp.inner, mlp.top_k, len(mlp.gate_up)) for mlp in mlps if isinstance(mlp, ExpertMlp)}
-        attending = [layer for layer in self.layers if layer.attends]
-        if any(layer.products[0].outputs != made for layer in attending) or len(inner) > 1 or len(experts) > 1:
+        shared = {mlp.shared.inner for mlp in mlps if isinstance(mlp, ExpertMlp) and mlp.shared is not None}
+        outputs = {layer.products[0].outputs for layer in self.layers if layer.attends}
+        if outputs != made or any(len(sizes) > 1 for sizes in (made, inner, experts, shared)):
             raise OtherStructure("layers of different sizes")
-        if any(size % LANES for size in (self.hidden, *inner)) or self._rotary.width > shape.head_dim:
+        if any(size % LANES for size in (self.hidden, *inner, *shared, *gates)) or self._rotary.width > shape.head_dim:
             raise OtherStructure("sizes that 16 does not divide")
-        for layer in attending:
-            mixer = layer.weights.mixer
-            assert isinstance(mixer, AttentionWeights)
+        for mixer in attending:
             for norm, heads in ((mixer.query_norm, q_per_kv), (mixer.key_norm, 1)):
                 whole = heads * shape.kv_heads * shape.head_dim
                 if norm is not None and len(norm.weight) not in (shape.head_dim, whole if whole % LANES == 0 else 0):

@@ -17,6 +17,7 @@ from engine.kernels.state.delta import GatedDelta, delta_sizes
 from engine.kernels.state.short_convolution import ShortConvolution, short_convolution_sizes
 from engine.kernels.state.walk import StateLayer
 from engine.kernels.state.windows import taps_of
+from engine.model.reader.parts import norm_structure
 from engine.model.structure import (
     AttentionStructure,
     DecoderStructure,
@@ -27,8 +28,8 @@ from engine.model.structure import (
     MlpStructure,
     NormStructure,
     OtherStructure,
+    Picked,
     ShortConvolutionStructure,
-    norm_structure,
 )
 
 
@@ -56,7 +57,9 @@ class InMemory:
         return list(self.model.get_parameter(name))
 
     def vector(self, name: str) -> Tensor:
-        return self.model.get_parameter(name)
+        module, _, part = name.rpartition(".")
+        found: Tensor = getattr(self.model.get_submodule(module), part)
+        return found
 
 
 class Layer:
@@ -97,7 +100,7 @@ class Layer:
             return self._short_convolution(mixer)
         qkv, out = self._joined(mixer.qkv), self._joined(mixer.out)
         norms = self._norm(mixer.query_norm), self._norm(mixer.key_norm)
-        return AttentionWeights(qkv, out, *norms, mixer.rotated, mixer.rotary_table), [qkv, out]
+        return AttentionWeights(qkv, out, *norms, mixer.rotated, mixer.rotary_table, mixer.gated), [qkv, out]
 
     def _delta(self, mixer: GatedDeltaStructure) -> tuple[GatedDelta, list[Product]]:
         vector, norm = self._parameters.vector, made_norm(mixer.norm, self._parameters.vector(mixer.norm.weight))
@@ -149,11 +152,22 @@ class Layer:
             raise OtherStructure("experts, which this processor cannot multiply apart")
         if not all(product.gated for product in gate_up):
             raise OtherStructure("experts whose gate and up projections are stored as different types")
-        found = parameters.matrix(mlp.router)
-        router = Product(found if isinstance(found, Tensor) else [found])
+        router = joined(mlp.router, parameters, "bfloat16")
+        shared, of_shared = (None, []) if mlp.shared is None else self._mlp(mlp.shared)
         self.idle_bytes = sum(product.bytes for product in [*gate_up[mlp.top_k :], *down[mlp.top_k :]])
-        mixed = ExpertMlp(router, multiplied[0], multiplied[1], mlp.inner, mlp.top_k, mlp.normalised)
-        return mixed, [router, *gate_up[: mlp.top_k], *down[: mlp.top_k]]
+        mixed = ExpertMlp(
+            router=router,
+            gate_up=multiplied[0],
+            down=multiplied[1],
+            inner=mlp.inner,
+            top_k=mlp.top_k,
+            normalised=mlp.normalised,
+            sigmoid=mlp.sigmoid,
+            bias=parameters.vector(mlp.bias).detach().float().contiguous() if mlp.bias else None,
+            scale=mlp.scale,
+            shared=shared,
+        )
+        return mixed, [router, *gate_up[: mlp.top_k], *down[: mlp.top_k], *of_shared]
 
 
 def state_shape(structure: DecoderStructure, dtype: torch.dtype) -> StateShape | None:
@@ -182,9 +196,9 @@ def made_norm(norm: NormStructure, weight: Tensor) -> Norm:
 
 def joined(linear: LinearStructure, parameters: Parameters, activations: Activations, gated: bool = False) -> Product:
     """One product that replaces several over the same input. activations: how it takes its rows, if it is in blocks."""
-    found = [parameters.matrix(name) for name in linear.weights]
-    weights = [_ordered(part, order) for part, order in zip(found, linear.orders, strict=True)]
-    bias = _bias(linear, parameters, [part.shape[0] for part in found])
+    found = {name: parameters.matrix(name) for name in dict.fromkeys(linear.weights)}
+    weights = [_picked(found[name], order) for name, order in zip(linear.weights, linear.orders, strict=True)]
+    bias = _bias(linear, parameters, [found[name].shape[0] for name in linear.weights])
     stored = [part for part in weights if isinstance(part, StoredMatrix)]
     if stored:  # a file holds all matrices of a model
         return Product(stored, bias, gated, activations)
@@ -200,12 +214,12 @@ def _bias(linear: LinearStructure, parameters: Parameters, outputs: Sequence[int
     whole = [
         torch.zeros(count, dtype=dtype) if bias is None else bias for bias, count in zip(held, outputs, strict=True)
     ]
-    return torch.cat([_ordered(bias, order) for bias, order in zip(whole, linear.orders, strict=True)])
+    return torch.cat([_picked(bias, order) for bias, order in zip(whole, linear.orders, strict=True)])
 
 
-def _ordered(part: Any, order: tuple[int, ...]) -> Any:
-    """A tensor or a matrix of a file, with the outputs of each run of `len(order)` in that order."""
-    if not order:
+def _picked(part: Any, order: Picked | None) -> Any:
+    """A tensor or a matrix of a file, with those of its outputs that are picked."""
+    if order is None:
         return part
-    whole = torch.arange(part.shape[0]).unflatten(0, (-1, len(order)))[:, list(order)].flatten()
+    whole = torch.arange(part.shape[0]).unflatten(0, (-1, order.run))[:, list(order.outputs)].flatten()
     return part.reordered(whole.numpy()) if isinstance(part, StoredMatrix) else part[whole]

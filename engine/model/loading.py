@@ -29,8 +29,10 @@ from engine.weights.stored_weights import Place, StoredWeights
 
 # Threads as workers load target and draft model at once; `transformers` was seen to leave out tied weights then.
 _LOADING = threading.Lock()
-_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-"""Kinds of layers, as configurations name them, that keep a state of the text instead of its keys and values."""
+_WITH_STATE = {"linear_attention", "conv"}
+"""Kinds of layers, as configurations name them, that have a state of the text instead of its keys and values."""
+_RECURRENT = {"hybrid", "hybrid_sliding", "mamba"}
+"""Those whose states the lean decoder does not know."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -206,6 +208,11 @@ def load_config(path: str) -> Any:
             "back to before a draft that was not accepted; use a model whose layers all attend"
         )
     return config
+
+
+def has_states(config: Any) -> bool:
+    """Whether the model has layers with a state, which one forward of ours can run (`engine.model.decoder`)."""
+    return bool(_WITH_STATE.intersection(getattr(config.get_text_config(), "layer_types", None) or ()))
 
 
 def find_device(device: str) -> torch.device:

@@ -34,8 +34,10 @@ class GatedMlp:
 
 @dataclass(frozen=True)
 class ExpertMlp:
-    """Some of many gated MLPs for each row. router: hidden to experts; gate_up, down: of each expert, gated.
-    normalised: the shares of the `top_k` that are chosen sum to 1.
+    """Some of many gated MLPs for each row. router: hidden to experts and, if there is a shared one, to its gate;
+    gate_up, down: of each expert, gated. normalised: the shares of the `top_k` that are chosen sum to 1. sigmoid: a
+    share is the sigmoid of an expert's logit, and not the softmax of all. bias: [experts] float32, added to what
+    experts are chosen by. scale: of all shares. shared: an MLP of every row, times the sigmoid of its gate.
     """
 
     router: Multiplies
@@ -44,6 +46,10 @@ class ExpertMlp:
     inner: int
     top_k: int
     normalised: bool
+    sigmoid: bool = False
+    bias: Tensor | None = None
+    scale: float = 1.0
+    shared: GatedMlp | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,8 @@ class AttentionWeights:
 
     qkv: hidden to (q_per_kv + 2) * kv_heads * head_dim; out: back to hidden. query_norm, key_norm: of each head, or of
     all heads at once if their weights are as long. rotated: how many dimensions of a head are, by the rotary table of
-    that number.
+    that number. gated: `qkv` makes a gate for each query too, after the values, whose sigmoid multiplies what attention
+    gives.
     """
 
     qkv: Multiplies
@@ -61,6 +68,7 @@ class AttentionWeights:
     key_norm: Norm | None
     rotated: int
     rotary_table: int = 0
+    gated: bool = False
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,8 @@ def short_convolution_kernel(address: Any) -> None:
             )  # fmt: skip
             mixed = multiply(mixed, numbers_at(x - size, work.width))
             put_numbers(mixed, work.out + new * size + at, work.width)
-            if (number := stored_as(work.walk, row)) >= 0:
+            number = stored_as(work.walk, row)
+            if number >= 0:
                 copy(x, kept_row(work.walk, number) + work.row_at + at, bytes_of)
         first, end = save_range(work.walk, segment)
         for save in range(first, end):

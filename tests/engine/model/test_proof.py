@@ -24,6 +24,7 @@ from engine.model.structure import (
     LinearStructure,
     MlpStructure,
     NormStructure,
+    Picked,
     ShortConvolutionStructure,
 )
 from engine.model.trial import proof as proofs
@@ -31,9 +32,10 @@ from engine.model.trial.proof import Proof, ProvedModel
 from engine.weights.gguf.source import GgufSource
 from engine.weights.stored_weights import Place
 
-LINEAR = LinearStructure(("a.weight", "b.weight"), ("a.bias", ""), ((0, 2, 1, 3), ()))
+LINEAR = LinearStructure(("a.weight", "b.weight"), ("a.bias", ""), (Picked(4, (0, 2, 1, 3)), None))
 NORM = NormStructure("norm.weight", 1e-5, True)
-MLPS = MlpStructure(LINEAR, LINEAR, True), ExpertsStructure("gate.weight", "gate_up", "down", 4, 32, 2, False)
+MLP = MlpStructure(LINEAR, LINEAR, True)
+MLPS = MLP, ExpertsStructure(LINEAR, "gate_up", "down", 4, 32, 2, False, True, "bias", 2.0, MLP)
 MIXERS = (
     AttentionStructure(LINEAR, LINEAR, NORM, NORM, 8, 1, True),
     GatedDeltaStructure(LINEAR, LINEAR, "conv", "decay", False, "dt", NORM, LINEAR, 1, 2, 16, 32, 4, (0, 0)),
