@@ -51,9 +51,14 @@ def test_a_loaded_model_reads_its_files_no_more(tiny: str, lean: bool, monkeypat
     assert tiny not in Path("/proc/self/maps").read_text()
 
 
-def test_a_model_whose_layers_keep_a_state_beside_keys_is_refused_with_that_reason(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(num_hidden_layers=2)
-    config.layer_types = ["hybrid", "full_attention"]
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (transformers.Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]), "conv"),
+        (transformers.Qwen3NextConfig(), "linear_attention"),
+    ],
+)
+def test_a_model_with_recurrent_layers_is_refused_with_that_reason(config: Any, kind: str, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="has layers of kind hybrid, which keep a state beside keys and values; use a"):
+    with pytest.raises(ModelError, match=rf"has recurrent layers \({kind}\), whose state .*; use a model"):
         loading.load_config(str(tmp_path))

@@ -156,7 +156,7 @@ def test_the_families_of_the_common_structure_are_the_ones_tested() -> None:
             rotary = model.model.rotary_emb
             model.model.rotary_emb = type(rotary)(rotary.config)
             for layer in describe(model).layers:
-                Layer(layer, Zeros(model), "bfloat16")
+                Layer(layer, Zeros(model), "bfloat16", torch.float32)
         except OtherStructure:
             continue
         except Exception:  # the sizes mean nothing to that family, or a part is missing
