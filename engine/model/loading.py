@@ -30,9 +30,9 @@ from engine.weights.stored_weights import Place, StoredWeights
 # Threads as workers load target and draft model at once; `transformers` was seen to leave out tied weights then.
 _LOADING = threading.Lock()
 _WITH_STATE = {"linear_attention", "conv"}
-"""Kinds of layers, as configurations name them, that have a state of the text instead of its keys and values."""
-_RECURRENT = {"hybrid", "hybrid_sliding", "mamba"}
-"""Those whose states the lean decoder does not know."""
+"""Kinds of layers, as configurations name them, that keep a state of the text instead of its keys and values."""
+_MIXED = {"hybrid", "hybrid_sliding"}
+"""Kinds of layers that keep both."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -136,8 +136,8 @@ def skeleton(path: str, config: Any) -> Any:
     return model.eval()
 
 
-def _filled(stored: QuantisedCheckpoint, path: str, config: Any, dtype: torch.dtype) -> Any:
-    """The stock model with quantised weights, rounded to bfloat16, whatever it computes in."""
+def _filled(stored: GgufFile | QuantisedCheckpoint, path: str, config: Any, dtype: torch.dtype) -> Any:
+    """The stock model with weights in blocks, rounded to bfloat16, whatever it computes in."""
     model = skeleton(path, config)
     weights_of(stored, model).fill(model)
     for parameter in model.parameters():
@@ -153,6 +153,8 @@ def _dequantised(gguf: GgufFile, path: str, config: Any, dtype: torch.dtype) -> 
 
     from engine.weights.gguf.reader import MODEL, read_by_transformers
 
+    if has_state(config):
+        return _filled(gguf, path, config, dtype), {"missing_keys": [], "mismatched_keys": []}
     if config.model_type == "mixtral":
         raise ModelError("transformers reads no Mixtral from GGUF, which runs on a CPU in bfloat16 alone")
     with read_by_transformers(gguf) as alone, redirect_stderr(io.StringIO()):  # transformers' progress bars
@@ -202,17 +204,21 @@ def load_config(path: str) -> Any:
         ) from error
     if config.is_encoder_decoder:
         raise ModelError(f"model={path}: {config.model_type} is an encoder-decoder; use a decoder-only model")
-    if recurrent := sorted(_RECURRENT.intersection(getattr(config.get_text_config(), "layer_types", None) or ())):
+    if mixed := sorted(_MIXED.intersection(_layer_types(config))):
         raise ModelError(
-            f"model={path}: {config.model_type} has recurrent layers ({', '.join(recurrent)}), whose state cannot go "
-            "back to before a draft that was not accepted; use a model whose layers all attend"
+            f"model={path}: {config.model_type} has layers of kind {', '.join(mixed)}, which keep a state beside keys "
+            "and values; use a model whose layers keep one of the two"
         )
     return config
 
 
-def has_states(config: Any) -> bool:
-    """Whether the model has layers with a state, which one forward of ours can run (`engine.model.decoder`)."""
-    return bool(_WITH_STATE.intersection(getattr(config.get_text_config(), "layer_types", None) or ()))
+def has_state(config: Any) -> bool:
+    """Whether some layers keep a state of the text, which only the lean decoder can take back to before a draft."""
+    return bool(_WITH_STATE.intersection(_layer_types(config)))
+
+
+def _layer_types(config: Any) -> set[str]:
+    return {*(getattr(config.get_text_config(), "layer_types", None) or ())}
 
 
 def find_device(device: str) -> torch.device:

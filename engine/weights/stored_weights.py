@@ -94,6 +94,14 @@ class StoredWeights(ABC):
                 filled[id(parameter)] = nn.Parameter(self.values(name), requires_grad=False)
             module, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(module), attribute, filled[id(parameter)])
+        for name in [name for name, _ in model.named_buffers() if name in names]:
+            module, _, attribute = name.rpartition(".")
+            model.get_submodule(module).register_buffer(attribute, self.values(name), persistent=False)
+
+
+def is_vector(parameter: Tensor) -> bool:
+    """Whether a parameter is no matrix: a convolution of each channel by itself is none."""
+    return parameter.dim() < 2 or (parameter.dim() == 3 and parameter.shape[1] == 1)
 
 
 def named(model: nn.Module) -> dict[str, list[str]]:

@@ -33,6 +33,7 @@ _NORMS = (  # names of a layer's norms: before the mixer, of its result, before 
 _MIXERS = ("self_attn", "linear_attn", "conv")
 _MLPS = ("mlp", "feed_forward")
 _LAST_NORMS = ("norm", "embedding_norm")
+_ROTARIES = ("rotary_emb", "pos_emb")
 _PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down
 _MLP = {"gate_up_proj", "act_fn", "activation_fn"}
 
@@ -44,14 +45,14 @@ def describe(model: Any, stored: StoredWeights | None = None) -> DecoderStructur
     base, config = getattr(model, "model", None), model.config.get_text_config()
     if base is None or not isinstance(getattr(model, "lm_head", None), nn.Linear):
         raise OtherStructure("no model with lm_head")
-    last_norm = _named(base, _LAST_NORMS)
+    last_norm, rotary = _named(base, _LAST_NORMS), _named(base, _ROTARIES)
     only(model, {"model", "lm_head"})
-    only(base, {"embed_tokens", "layers", last_norm, "rotary_emb"})
+    only(base, {"embed_tokens", "layers", last_norm, rotary})
     heads, kv_heads, head_dim = head_sizes(config)
     layer_types = getattr(config, "layer_types", None)
-    frequencies = frequencies_of(base.rotary_emb)
+    frequencies = frequencies_of(getattr(base, rotary))
     if frequencies is None:
-        raise OtherStructure(f"{type(base.rotary_emb).__name__} rotates by angles of its own")
+        raise OtherStructure(f"{type(getattr(base, rotary)).__name__} rotates by angles of its own")
     kinds, width = [*frequencies], 2 * len(next(iter(frequencies.values())).of_position)
     tables = [kinds.index(layer_types[i]) if len(kinds) > 1 and layer_types else 0 for i in range(len(base.layers))]
     vocab_size, hidden = base.embed_tokens.weight.shape
