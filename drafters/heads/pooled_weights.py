@@ -1,4 +1,4 @@
-"""The weights of heads whose rows of all requests go through one stack, as `drafters.heads.pooled_session` uses them."""
+"""The weights of heads whose rows of all requests go through one stack (`drafters.heads.pooled_session`)."""
 
 from __future__ import annotations
 

@@ -83,7 +83,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | SHARED,
     ),
     "qwen3.5": ("Qwen3_5TextConfig", {"head_dim": 32, "layer_types": LINEAR} | DELTA),
-    "qwen3.5 with experts": ("Qwen3_5MoeTextConfig", {"head_dim": 32, "layer_types": LINEAR} | DELTA | SHARED),
+    "qwen3.5 with experts": (
+        "Qwen3_5MoeTextConfig",
+        {"head_dim": 32, "layer_types": LINEAR} | DELTA | SHARED | {"moe_intermediate_size": 32},
+    ),
     "qwen3-next": (
         "Qwen3NextConfig",
         {"head_dim": 32, "layer_types": LINEAR, "decoder_sparse_step": 1} | DELTA | SHARED,

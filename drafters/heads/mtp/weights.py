@@ -206,8 +206,8 @@ def _of_safetensors(head: Path, folder: Path, config: Any, field: str, likely: T
     tensors = _mtp_tensors(unquantised(head), field)
     if not tensors:
         raise ModelError(
-            f"{field}: holds no draft head (no tensor named {PREFIX}*); name a directory or a GGUF file that has one as "
-            "drafter.path, or take method=suffix"
+            f"{field}: holds no draft head (no tensor named {PREFIX}*); name a directory or a GGUF file that has one "
+            "as drafter.path, or take method=suffix"
         )
     target, text = TargetWeights.read(str(folder)), config.get_text_config()
     stored = _Stored(tensors, field)
