@@ -93,11 +93,11 @@ def _likely(folder: Path, vocabulary: int, most: int) -> Tensor:
     frequent pairs, and those that end an answer.
     """
     try:
-        ends = [token for token in eos_tokens(GenerationConfig.from_pretrained(folder)) if token < vocabulary]
+        ends = {token for token in eos_tokens(GenerationConfig.from_pretrained(folder)) if token < vocabulary}
     except OSError:  # a directory without one
-        ends = []
-    most = min(most, vocabulary)
-    return torch.tensor(sorted({*range(most - len(ends)), *ends}))
+        ends = set()
+    others = [token for token in range(min(most, vocabulary)) if token not in ends]
+    return torch.tensor(sorted([*others[: max(0, min(most, vocabulary) - len(ends))], *ends]))
 
 
 def _of_gguf(file: GgufFile, folder: Path, config: Any, field: str, likely: Tensor) -> MtpWeights:
