@@ -53,7 +53,7 @@ class LeanDecoder:
         parameters: Parameters,
         activations: Activations = "bfloat16",
     ):
-        self.structure, self._rotary = structure, RotaryTables(structure.rotary)
+        self._rotary = RotaryTables(structure.rotary)
         self.layers = [Layer(layer, parameters, activations, pool.shape.dtype) for layer in structure.layers]
         self.embedding_scale = structure.embedding_scale
         self.norm = made_norm(structure.norm, parameters.vector(structure.norm.weight))
@@ -205,19 +205,17 @@ class LeanDecoder:
     def _check_sizes(self) -> None:
         shape, q_per_kv = self.attention.pool.shape, self.attention.q_per_kv
         queries, keys = q_per_kv * shape.kv_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        mixers = [layer.weights.mixer for layer in self.layers]
-        attending = [mixer for mixer in mixers if isinstance(mixer, AttentionWeights)]
-        gated = any(mixer.gated for mixer in attending)
+        attending = [mixer for layer in self.layers if isinstance(mixer := layer.weights.mixer, AttentionWeights)]
+        made = {(1 + mixer.gated) * queries + 2 * keys for mixer in attending}
+        gates = {queries for mixer in attending if mixer.gated}
         mlps = [layer.weights.mlp for layer in self.layers]
         inner = {mlp.inner for mlp in mlps if isinstance(mlp, GatedMlp)}
         experts = {(mlp.inner, mlp.top_k, len(mlp.gate_up)) for mlp in mlps if isinstance(mlp, ExpertMlp)}
         shared = {mlp.shared.inner for mlp in mlps if isinstance(mlp, ExpertMlp) and mlp.shared is not None}
-        made = queries + 2 * keys + (queries if gated else 0)
         outputs = {layer.products[0].outputs for layer in self.layers if layer.attends}
-        if outputs - {made} or any(len(sizes) > 1 for sizes in (inner, experts, shared)):
+        if outputs != made or any(len(sizes) > 1 for sizes in (made, inner, experts, shared)):
             raise OtherStructure("layers of different sizes")
-        sizes = self.hidden, *inner, *shared, *([queries] if gated else [])
-        if any(size % LANES for size in sizes) or self._rotary.width > shape.head_dim:
+        if any(size % LANES for size in (self.hidden, *inner, *shared, *gates)) or self._rotary.width > shape.head_dim:
             raise OtherStructure("sizes that 16 does not divide")
         for mixer in attending:
             for norm, heads in ((mixer.query_norm, q_per_kv), (mixer.key_norm, 1)):

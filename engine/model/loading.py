@@ -30,9 +30,9 @@ from engine.weights.stored_weights import Place, StoredWeights
 # Threads as workers load target and draft model at once; `transformers` was seen to leave out tied weights then.
 _LOADING = threading.Lock()
 _WITH_STATE = {"linear_attention", "conv"}
-"""Kinds of layers, as configurations name them, that keep a state of the text instead of its keys and values."""
-_MIXED = {"hybrid", "hybrid_sliding"}
-"""Kinds of layers that keep both."""
+"""Kinds of layers, as configurations name them, that have a state of the text instead of its keys and values."""
+_RECURRENT = {"hybrid", "hybrid_sliding", "mamba"}
+"""Those whose states the lean decoder does not know."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -73,7 +73,7 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
             f"model={path}: {len(wrong)} weights have other sizes than its configuration says, {name} first "
             f"({list(found)}, not {list(expected)}); get the whole checkpoint"
         )
-    if isinstance(stored, GgufFile):
+    if isinstance(stored, GgufFile) and not has_states(config):  # which all has been found in the file
         _check_whole(stored, model, path)
     _check_numbers(model, path)
     if device.type == "cpu":
@@ -153,7 +153,7 @@ def _dequantised(gguf: GgufFile, path: str, config: Any, dtype: torch.dtype) -> 
 
     from engine.weights.gguf.reader import MODEL, read_by_transformers
 
-    if has_state(config):
+    if has_states(config):
         return _filled(gguf, path, config, dtype), {"missing_keys": [], "mismatched_keys": []}
     if config.model_type == "mixtral":
         raise ModelError("transformers reads no Mixtral from GGUF, which runs on a CPU in bfloat16 alone")
@@ -204,21 +204,17 @@ def load_config(path: str) -> Any:
         ) from error
     if config.is_encoder_decoder:
         raise ModelError(f"model={path}: {config.model_type} is an encoder-decoder; use a decoder-only model")
-    if mixed := sorted(_MIXED.intersection(_layer_types(config))):
+    if recurrent := sorted(_RECURRENT.intersection(getattr(config.get_text_config(), "layer_types", None) or ())):
         raise ModelError(
-            f"model={path}: {config.model_type} has layers of kind {', '.join(mixed)}, which keep a state beside keys "
-            "and values; use a model whose layers keep one of the two"
+            f"model={path}: {config.model_type} has recurrent layers ({', '.join(recurrent)}), whose state cannot go "
+            "back to before a draft that was not accepted; use a model whose layers all attend"
         )
     return config
 
 
-def has_state(config: Any) -> bool:
-    """Whether some layers keep a state of the text, which only the lean decoder can take back to before a draft."""
-    return bool(_WITH_STATE.intersection(_layer_types(config)))
-
-
-def _layer_types(config: Any) -> set[str]:
-    return {*(getattr(config.get_text_config(), "layer_types", None) or ())}
+def has_states(config: Any) -> bool:
+    """Whether the model has layers with a state, which one forward of ours can run (`engine.model.decoder`)."""
+    return bool(_WITH_STATE.intersection(getattr(config.get_text_config(), "layer_types", None) or ()))
 
 
 def find_device(device: str) -> torch.device:

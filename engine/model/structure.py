@@ -154,7 +154,6 @@ class DecoderStructure(msgspec.Struct, frozen=True):
     logit_cap: float
 
     @property
-    def key_sizes(self) -> tuple[int, int, int]:
-        """How many layers have keys and values (the others have a state), key heads, and the dimensions of one."""
-        attending = sum(isinstance(layer.mixer, AttentionStructure) for layer in self.layers)
-        return attending, self.kv_heads, self.head_dim
+    def key_layers(self) -> int:
+        """How many layers have keys and values; the others have a state."""
+        return sum(isinstance(layer.mixer, AttentionStructure) for layer in self.layers)

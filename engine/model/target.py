@@ -173,8 +173,8 @@ class Target(Runner):
         """The target that an earlier start has tried, without transformers."""
         weights = reopened(stored, proved.places, proved.vectors)
         structure, device = proved.structure, torch.device("cpu")
-        sizes, states = structure.key_sizes, state_shape(structure, torch.bfloat16)
-        room = kv_room(kv_memory, device, weights.size)
+        sizes = (structure.key_layers, structure.kv_heads, structure.head_dim)
+        room, states = kv_room(kv_memory, device, weights.size), state_shape(structure, torch.bfloat16)
         pool = pool_of(sizes, torch.bfloat16, kept_as(kv_type, device), room, device, states)
         lean = LeanDecoder(structure, pool, proved.rules, weights, activations)
         chosen = Chosen(Runner(lean, pool, proved.facts.vocab_size, torch.bfloat16), "")

@@ -45,6 +45,11 @@ class StoredWeights(ABC):
     def rows(self, tensor: str) -> StoredMatrix:
         """All rows of a stored tensor, in blocks, of all experts one after the other."""
 
+    @property
+    def own_vectors(self) -> dict[str, Tensor]:
+        """The vectors but those of the stock model that the file holds in another way: what a decoder reads."""
+        return {name: vector for name, vector in self.vectors.items() if OWN + name not in self.vectors}
+
     def holds(self, name: str) -> bool:
         return name in self.places or name in self.vectors
 

@@ -41,13 +41,6 @@ class WholeStock:
     def __call__(self, tokens: list[int], starts: Sequence[int]) -> list[Tensor]:
         return [self._logits(tokens, start) for start in starts]
 
-    def rules(self, tokens: list[int]) -> dict[int, Rule]:
-        """What each layer that attends passes to attention."""
-        found: dict[int, Rule] = {}
-        with talons_attention(self.model):
-            self.model(torch.tensor([tokens]), use_cache=False, exact=_Observer(found))
-        return found
-
     def _logits(self, tokens: list[int], start: int) -> Tensor:
         device = self.model.device
         places = {"position_ids": torch.arange(start, start + len(tokens), device=device)[None]} if start else {}
@@ -56,6 +49,24 @@ class WholeStock:
         except (TypeError, ValueError, RuntimeError) as error:
             raise refusal(self.model, self.name) from error
         return logits
+
+
+def passed_rules(model: Any) -> dict[int, Rule]:
+    """The attention rules that the layers of a model in memory pass, of those that attend."""
+    rules: dict[int, Rule] = {}
+    with _talons_attention(model):
+        model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False, exact=_Observer(rules))
+    return rules
+
+
+@contextmanager
+def _talons_attention(model: Any) -> Iterator[None]:
+    usual = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(usual)
 
 
 class ReadsParameters(Protocol):
@@ -78,7 +89,7 @@ class LayeredStock:
     def __call__(self, tokens: list[int], starts: Sequence[int]) -> list[Tensor]:
         with self._embedding_of(tokens):
             calls = [self._calls(len(tokens), start) for start in starts]
-            with talons_attention(self.model):
+            with _talons_attention(self.model):
                 marked = self._calls(len(tokens), 0)
         states = [call[0].args[0] for call in calls]
         rules: dict[int, Rule] = {}
@@ -86,7 +97,7 @@ class LayeredStock:
             weights = {
                 name: self.weights.values(f"model.layers.{index}.{name}") for name, _ in layer.named_parameters()
             }
-            with talons_attention(self.model):
+            with _talons_attention(self.model):
                 _run(layer, weights, marked[index], states[0], exact=_Observer(rules))
             states = [_run(layer, weights, call[index], state) for call, state in zip(calls, states, strict=True)]
         self.passed.append(rules)
@@ -149,17 +160,6 @@ class LayeredStock:
             yield
         finally:
             del head.forward
-
-
-@contextmanager
-def talons_attention(model: Any) -> Iterator[None]:
-    """In this context, the model attends by our function."""
-    usual = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(usual)
 
 
 class _Call(NamedTuple):

@@ -96,8 +96,8 @@ def located(file: GgufFile, model: Any) -> tuple[dict[str, Place], dict[str, Ten
         module, _, part = name.rpartition(".")
         parameter = getattr(model.get_submodule(module), part)
         if is_vector(parameter):
-            values = _values(file, found[0], processor, parameter.shape).to(model.dtype)
-            vectors |= dict.fromkeys(same, values)
+            values = _values(file, found[0], processor, parameter.shape)
+            vectors |= dict.fromkeys(same, values if part == "expert_bias" else values.to(model.dtype))
         else:
             places |= dict.fromkeys(same, _place(found, processor, tuple(parameter.shape)))
     ignored = ("rope_", *filter(None, [draft_block(file)]))

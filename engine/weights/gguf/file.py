@@ -172,6 +172,8 @@ def _checked(file: GgufFile, field: str) -> GgufFile:
 def _check_counts(file: GgufFile, field: str) -> None:
     """Raise ModelError for counts that the tensors contradict: whoever trusted them would make a model of that size."""
     blocks = len({tensor.name.split(".")[1] for tensor in file.tensors if tensor.name.startswith("blk.")})
+    if blocks == 1 and any(".nextn." in tensor.name for tensor in file.tensors):  # a draft head alone, the last block
+        blocks = _LARGEST
     embedding = file.tensor("token_embd.weight")
     held = {"block_count": blocks} | ({} if embedding is None else {"embedding_length": embedding.shape[0]})
     for key in _COUNTS:

@@ -74,12 +74,11 @@ def check_hybrid(file: GgufFile) -> None:
     """Raise ModelError for a hybrid's file that contradicts itself."""
     architecture, metadata = file.architecture, file.metadata
     blocks = {int(tensor.name.split(".")[1]) for tensor in file.tensors if tensor.name.startswith("blk.")}
-    heads = metadata.get(f"{architecture}.nextn_predict_layers", 0)
     count = metadata.get(f"{architecture}.block_count")
-    if heads and 0 not in blocks:
+    if metadata.get(f"{architecture}.nextn_predict_layers") and 0 not in blocks:
         raise ModelError("it holds a draft head alone; name it as drafter.path, and the model's own file as model")
-    if max(blocks, default=-1) + 1 != count:
-        raise ModelError(f"{architecture}.block_count is {count}, and its tensors are of {max(blocks, default=-1) + 1}")
+    if blocks != set(range(count)):
+        raise ModelError(f"{architecture}.block_count is {count}, and its tensors are of {len(blocks)}")
     if architecture in _DELTA:
         keys, values = (int(metadata[f"{architecture}.{key}"]) for key in _HEADS)
         if not keys or values % keys:
@@ -150,10 +149,8 @@ class _DeltaReader:
     def _whole(self) -> None:
         """Qwen3-Next's: transformers has one matrix, with q, k, v and z of each key head together."""
         channels, inputs = 2 * self.keys + self.values, self.hidden
-        qkv, z = (
-            self._found("attn_qkv.weight", (inputs, channels)),
-            self._found("attn_gate.weight", (inputs, self.values)),
-        )
+        qkv = self._found("attn_qkv.weight", (inputs, channels))
+        z = self._found("attn_gate.weight", (inputs, self.values))
         starts = np.split(np.arange(channels + self.values), [self.keys, 2 * self.keys, channels])
         order = np.concatenate([part.reshape(self.key_heads, -1) for part in starts], axis=1).reshape(-1)
         self.places[f"{self.prefix}in_proj_qkvz.weight"] = Place((qkv, z), (len(order), inputs), _permutation(order))
