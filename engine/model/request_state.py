@@ -39,17 +39,24 @@ class RequestState:
         self._read = 0  # rows of a text that the forward under way reads
 
     def reserve(self) -> None:
-        """Take the slot that a forward may write to; OutOfBlocks if there is none."""
-        if not self._spare:
-            self._spare.append(self.pool.take())
+        """Take the slot that a forward may write to, if need be that of a snapshot; OutOfBlocks if there is none."""
+        if self._spare:
+            return
+        if not self.pool.free:
+            self._drop_saved()
+        self._spare.append(self.pool.take())
 
     def rows(self, segment: Segment) -> StateRows:
-        """What the next forward needs to know. Until `end` nothing has changed, so that it may be tried again."""
-        if self.position + len(self._kept) != segment.past:
-            raise RuntimeError(f"a state after {self.position} positions cannot be continued after {segment.past}")
+        """What the next forward needs to know. Until `end` nothing has changed, so that it may be tried again. Node 0
+        of a tree that is grown level by level may be part of the text already.
+        """
+        held, tree = self.position + len(self._kept) - segment.past, segment.tree  # nodes that the state has seen
+        if not 0 <= held <= min(segment.pending, 1):
+            raise RuntimeError(f"a state after {segment.past + held} positions cannot go on after {segment.past}")
         self._return_goals()
-        count, drafted, tree = len(self._kept), self._drafted[: segment.pending], segment.tree
-        self.pool.give_rows(self._drafted[segment.pending :])
+        count, known = len(self._kept), segment.pending - held
+        drafted = self._drafted[:known]
+        self.pool.give_rows(self._drafted[known:])
         stored = [] if tree is None else self.pool.take_rows(len(segment))
         self._drafted = [*drafted, *stored]
         if tree is None:
@@ -57,7 +64,7 @@ class RequestState:
             parents: Sequence[int] = range(-1, count + self._read - 1)
         else:
             self._read = 0
-            parents = [*range(-1, count - 1), *(parent + count for parent in tree.parents.tolist())]
+            parents = [*range(-1, count - 1), *(parent - held + count for parent in tree.parents[held:].tolist())]
         trunk = count + self._read
         if trunk:
             self._goals = self._new_goals(trunk)
@@ -102,10 +109,14 @@ class RequestState:
         self._forget()
         for slot in self._spare:
             self.pool.give(slot)
+        self._drop_saved()
+        self._spare, self.rolling = [], 0
+        self.wanted.clear()
+
+    def _drop_saved(self) -> None:
         for snapshot in self.saved:
             self.pool.give(snapshot.slot)
-        self._spare, self.saved, self.rolling = [], [], 0
-        self.wanted.clear()
+        self.saved = []
 
     def _forget(self) -> None:
         self._return_goals()
