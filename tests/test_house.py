@@ -24,6 +24,7 @@ FLOORS = (  # folders and modules from the ground up: a floor imports itself and
     "engine.kernels.quant",
     "engine.kernels.gemm",
     "engine.kernels.attention",
+    "engine.kernels.state",
     "engine.kernels.layer",
     "engine.sampling",
     "engine.weights",

@@ -147,7 +147,7 @@ class Batch:
     in `tables` its request's blocks begin. chosen: [wanted] rows whose logits are wanted.
 
     spans: each request's first row and one past its last. tables_of: each request's table. reach: one more than the
-    largest position; vocabulary: the range from the lowest token to the highest.
+    largest position; vocabulary: the range from the lowest token to the highest. segments: what `of` made it of.
 
     All but the tables are slices of one list, `numbers`, that begin at `starts`. They become arrays on first access:
     after a forward the processor's caches are cold, and building a dozen arrays took as long as a small layer.
@@ -155,10 +155,11 @@ class Batch:
 
     tokens, positions, slots, prefix_lens, table_of, ancestor_ptr, chosen, ancestor_slots = map(_Part, range(8))
 
-    def __init__(self, parts: Sequence[Rows], chosen: Iterable[int] = ()):
+    def __init__(self, parts: Sequence[Rows], chosen: Iterable[int] = (), segments: Sequence[Segment] = ()):
         tokens = [token for part in parts for token in part.tokens]
         positions = [position for part in parts for position in part.positions]
         ends = list(accumulate(map(len, parts)))
+        self.segments = segments
         self.tables_of: list[Int] = [part.cache.table for part in parts]
         table_starts = accumulate(map(len, self.tables_of), initial=0)
         ancestors, wanted = [rest for part in parts for rest in part.ancestors], [*chosen]
@@ -184,7 +185,7 @@ class Batch:
         segments = tuple(segments)
         ends = accumulate(map(len, segments))
         wanted = [range(end - one.wanted_rows, end) for one, end in zip(segments, ends, strict=True)]
-        return cls([segment.rows for segment in segments], chain.from_iterable(wanted))
+        return cls([segment.rows for segment in segments], chain.from_iterable(wanted), segments)
 
     def __len__(self) -> int:
         return self.starts[1]

@@ -93,6 +93,10 @@ class OutOfBlocks(TalonError):
     """The pool of keys and values has too few free blocks; the request waits, or another is preempted."""
 
 
+class StateLost(TalonError):
+    """The states of requests are not known any more: the worker ends, and the next one computes them again."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of the error's message, printable; its type if it has none."""
     return printable((str(error).strip() or type(error).__name__).splitlines()[0])

@@ -145,7 +145,8 @@ ENTER = record_of(
     "rows",
     # of a layer
     "cos_sin",  # [positions, rotated] float32: cosines of the first half of the rotated dimensions, then sines
-    "qkv",  # [rows, (q_per_kv + 2) * kv_heads * head_dim]: queries, keys, values
+    "qkv",  # rows of [(q_per_kv + 2) * kv_heads * head_dim]: queries, keys, values
+    "stride",  # bytes from row to row
     "query_norm",  # [head_dim] float32, or 0
     "key_norm",  # [head_dim] float32, or 0
     "keys",  # out: one layer's part of the pool
@@ -173,7 +174,7 @@ def enter_kernel(address: Any) -> None:
     units, room = work.kv_heads * work.rows, work.scratch + thread_id() * work.dims * 4
     for unit in range(units * thread_id() // num_threads(), units * (thread_id() + 1) // num_threads()):
         kv_head, row = unit // work.rows, unit % work.rows
-        x = work.qkv + row * (heads + 2 * work.kv_heads) * size
+        x = work.qkv + row * work.stride
         put_queries(work, unit, row, x + kv_head * work.q_per_kv * size, room)
         block, lane = int_at(work.slots + 4 * row) // LANES, int_at(work.slots + 4 * row) % LANES
         at = (block * work.kv_heads + kv_head) * work.dims * LANES * work.width

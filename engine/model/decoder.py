@@ -1,7 +1,7 @@
 """A lean forward for decoders of the common structure: RMSNorms before or after attention and MLP, rotary positions,
 grouped queries, a gated MLP or experts.
 
-Whether a stock model has this structure is read from its modules (`engine.model.structure`), and confirmed by comparing
+Whether a stock model has this structure is read from its modules (`engine.model.reader`), and confirmed by comparing
 logits with the stock forward's (`engine.model.trial.forward_choice`); any other model keeps the stock forward. A
 decoder is built from the structure and the parameters alone. All layers are one program
 (`engine.kernels.layer.program`): where the products are our own too, a forward is one call instead of the stock
@@ -10,7 +10,7 @@ forward's 1,500.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -18,18 +18,22 @@ from torch import Tensor
 
 from engine.config import Activations
 from engine.core.batch import Batch
+from engine.core.errors import StateLost, first_line
+from engine.core.state_shape import StateShape
 from engine.kernels.attention.attention import Attention, Rule
 from engine.kernels.layer.program import LayerProgram
 from engine.kernels.layer.row_kernels import CAP, cap_kernel
-from engine.kernels.layer.weights import ExpertMlp, GatedMlp
+from engine.kernels.layer.weights import AttentionWeights, ExpertMlp, GatedMlp
 from engine.kernels.quant.pack import panels_of
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.quant.tiled import TiledMatrix
 from engine.kernels.simd import LANES
+from engine.kernels.state.walk import LayerPlace, StateLayer, Walk
 from engine.kernels.threads import address_of
 from engine.model.decoder_layer import Layer, Parameters, joined, made_norm
 from engine.model.kv_pool import KVPool
 from engine.model.rotary import RotaryTables
+from engine.model.state_pool import StatePool
 from engine.model.structure import DecoderStructure, OtherStructure
 
 
@@ -50,25 +54,26 @@ class LeanDecoder:
         activations: Activations = "bfloat16",
     ):
         self._rotary = RotaryTables(structure.rotary)
-        self.layers = [Layer(layer, parameters, activations) for layer in structure.layers]
+        self.layers = [Layer(layer, parameters, activations, pool.shape.dtype) for layer in structure.layers]
         self.embedding_scale = structure.embedding_scale
         self.norm = made_norm(structure.norm, parameters.vector(structure.norm.weight))
         self.head = joined(structure.head, parameters, activations)
         self.embedding = self._embedding(structure, parameters)
         self._cap = _Cap(structure)
         self.vocab_size, self.hidden, self.dtype = structure.vocab_size, structure.hidden, pool.shape.dtype
-        self.attention = Attention(pool, structure.heads // structure.kv_heads)
+        self.attention, self.states = Attention(pool, structure.heads // structure.kv_heads), pool.layer_states
         self._check_sizes()
+        self._walk = self._new_walk()
         self.take_rules(rules)
 
     def take_rules(self, rules: dict[int, Rule]) -> None:
         """Attend by these rules from now on."""
-        self.rules = [rules[i] for i in range(len(self.layers))]
+        self.rules = [rules[i] for i, layer in enumerate(self.layers) if layer.attends]
         self._program = self._program_for(1)
 
     def take_pool(self, pool: KVPool) -> None:
         """Keep keys and values in that pool from now on."""
-        self.attention = Attention(pool, self.attention.q_per_kv)
+        self.attention, self.states = Attention(pool, self.attention.q_per_kv), pool.layer_states
         self._program = self._program_for(1)
 
     @property
@@ -112,17 +117,35 @@ class LeanDecoder:
         program.begin(rows, places.positions, places.slots, self._rotary.tables, places.tokens, count, chosen)
         kept = [*dict.fromkeys(feature_layers)]  # with a shallow target, a head may request a layer twice
         features = program.keep(kept)
-        if whole and 0 < wanted < rows:
-            program.run()
-            logits = self.head(program.buffers["x"].index_select(0, torch.from_numpy(batch.chosen)))
-        else:
-            logits = program.run_to_head(wanted)
+        logits = self._run(batch, whole) if self.states is None else self._run_walked(batch, whole, self.states)
         self._cap(logits)
         if features is not None and last in kept:
             features[:, kept.index(last)] = program.buffers["x"][:rows]
         if features is not None and len(kept) < len(feature_layers):
             features = features[:, [kept.index(layer) for layer in feature_layers]]
         return logits, features
+
+    def _run(self, batch: Batch, whole: bool) -> Tensor:
+        """The logits of the rows wanted. whole: the last norm has all rows."""
+        program, wanted = self._program, batch.wanted
+        if not (whole and 0 < wanted < len(batch)):
+            return program.run_to_head(wanted)
+        program.run()
+        return self.head(program.buffers["x"].index_select(0, torch.from_numpy(batch.chosen)))
+
+    def _run_walked(self, batch: Batch, whole: bool, states: StatePool) -> Tensor:
+        """The same where layers have a state. Raises StateLost if it is interrupted."""
+        assert self._walk is not None
+        requests = [segment.cache.state for segment in batch.segments]
+        rows = [state.rows(segment) for state, segment in zip(requests, batch.segments, strict=True)]
+        self._walk.begin(rows, *states.addresses)
+        try:
+            logits = self._run(batch, whole)
+        except Exception as error:  # some layers may have replayed rows and others not
+            raise StateLost(f"a forward over layers with a state was interrupted: {first_line(error)}") from error
+        for state in requests:
+            state.end()
+        return logits
 
     def _embedding(self, structure: DecoderStructure, parameters: Parameters) -> Tensor | TiledMatrix:
         """What tokens are looked up in: the output matrix itself, if it is the same in a file's blocks."""
@@ -140,26 +163,62 @@ class LeanDecoder:
         """The program of all layers for up to `rows` rows."""
         program = LayerProgram(self.attention, rows, self.hidden, self.dtype, len(self.layers))
         program.embed(self.embedding, self.embedding_scale)
-        for index, (layer, rule) in enumerate(zip(self.layers, self.rules, strict=True)):
+        rules, places = iter(enumerate(self.rules)), self._places()
+        for layer in self.layers:
+            mixer = layer.weights.mixer
             program.norm(layer.weights.input_norm)
-            program.product(layer.weights.qkv, "x", "qkv", layer.products[0].outputs)
-            program.attention_and_mlp(index, layer.weights, rule)
+            if isinstance(mixer, AttentionWeights):
+                index, rule = next(rules)
+                program.product(mixer.qkv, "x", "qkv", layer.products[0].outputs)
+                program.attention_and_mlp(index, layer.weights, rule)
+            else:
+                program.state_and_mlp(layer.weights, next(places))
         program.norm(self.norm)
         program.head(self.head, self.head.outputs)
         return program
 
+    @property
+    def _with_state(self) -> list[StateLayer]:
+        """What mixes rows in the layers with a state."""
+        mixers = [layer.weights.mixer for layer in self.layers]
+        return [mixer for mixer in mixers if not isinstance(mixer, AttentionWeights)]
+
+    def _new_walk(self) -> Walk | None:
+        """What layers with a state are told of a forward; None if there are none. Raises OtherStructure if the pool
+        keeps other states than these layers'.
+        """
+        layers = self._with_state
+        shape = StateShape(tuple(one.state_bytes for one in layers), tuple(one.row_bytes for one in layers))
+        if (self.states.shape if self.states is not None else StateShape((), ())) != shape:
+            raise OtherStructure("a pool of other states")
+        if not layers:
+            return None
+        return Walk(shape, max(one.scratch_bytes for one in layers), max(one.tile_bytes for one in layers))
+
+    def _places(self) -> Iterator[LayerPlace]:
+        """Where the part of each layer with a state is."""
+        if self._walk is not None:
+            shape = self._walk.shape
+            for state, row in zip(shape.state_offsets[:-1], shape.row_offsets[:-1], strict=True):
+                yield LayerPlace(state, row, self._walk.address)
+
     def _check_sizes(self) -> None:
         shape, q_per_kv = self.attention.pool.shape, self.attention.q_per_kv
-        made = (q_per_kv + 2) * shape.kv_heads * shape.head_dim
+        queries, keys = q_per_kv * shape.kv_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        attending = [mixer for layer in self.layers if isinstance(mixer := layer.weights.mixer, AttentionWeights)]
+        made = {(1 + mixer.gated) * queries + 2 * keys for mixer in attending}
+        gates = {queries for mixer in attending if mixer.gated}
         mlps = [layer.weights.mlp for layer in self.layers]
         inner = {mlp.inner for mlp in mlps if isinstance(mlp, GatedMlp)}
         experts = {(mlp.inner, mlp.top_k, len(mlp.gate_up)) for mlp in mlps if isinstance(mlp, ExpertMlp)}
-        if any(layer.products[0].outputs != made for layer in self.layers) or len(inner) > 1 or len(experts) > 1:
+        shared = {mlp.shared.inner for mlp in mlps if isinstance(mlp, ExpertMlp) and mlp.shared is not None}
+        outputs = {layer.products[0].outputs for layer in self.layers if layer.attends}
+        if outputs != made or any(len(sizes) > 1 for sizes in (made, inner, experts, shared)):
             raise OtherStructure("layers of different sizes")
-        if any(size % LANES for size in (self.hidden, *inner)) or self._rotary.width > shape.head_dim:
+        if any(size % LANES for size in (self.hidden, *inner, *shared, *gates)) or self._rotary.width > shape.head_dim:
             raise OtherStructure("sizes that 16 does not divide")
-        for layer in self.layers:
-            for norm, heads in ((layer.weights.query_norm, q_per_kv), (layer.weights.key_norm, 1)):
+        for mixer in attending:
+            for norm, heads in ((mixer.query_norm, q_per_kv), (mixer.key_norm, 1)):
                 whole = heads * shape.kv_heads * shape.head_dim
                 if norm is not None and len(norm.weight) not in (shape.head_dim, whole if whole % LANES == 0 else 0):
                     raise OtherStructure("norms of neither one head nor all")

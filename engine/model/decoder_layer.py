@@ -9,17 +9,27 @@ import torch
 from torch import Tensor
 
 from engine.config import Activations
+from engine.core.state_shape import StateShape
 from engine.kernels.gemm.product import Product
-from engine.kernels.layer.weights import ExpertMlp, GatedMlp, LayerWeights, Norm
+from engine.kernels.layer.weights import AttentionWeights, ExpertMlp, GatedMlp, LayerWeights, Norm
 from engine.kernels.quant.stored import StoredMatrix
+from engine.kernels.state.delta import GatedDelta, delta_sizes
+from engine.kernels.state.short_convolution import ShortConvolution, short_convolution_sizes
+from engine.kernels.state.walk import StateLayer
+from engine.kernels.state.windows import taps_of
+from engine.model.reader.parts import norm_structure
 from engine.model.structure import (
+    AttentionStructure,
+    DecoderStructure,
     ExpertsStructure,
+    GatedDeltaStructure,
     LayerStructure,
     LinearStructure,
     MlpStructure,
     NormStructure,
     OtherStructure,
-    norm_structure,
+    Picked,
+    ShortConvolutionStructure,
 )
 
 
@@ -47,35 +57,81 @@ class InMemory:
         return list(self.model.get_parameter(name))
 
     def vector(self, name: str) -> Tensor:
-        return self.model.get_parameter(name)
+        module, _, part = name.rpartition(".")
+        found: Tensor = getattr(self.model.get_submodule(module), part)
+        return found
 
 
 class Layer:
     """One layer's weights, as a program takes them.
 
     products: every matrix that a row is multiplied with; of experts, as many as a row has. idle_bytes: of the others.
-    activations: how matrices in blocks take their rows.
+    activations: how matrices in blocks take their rows. dtype: of rows.
     """
 
-    def __init__(self, layer: LayerStructure, parameters: Parameters, activations: Activations):
+    def __init__(self, layer: LayerStructure, parameters: Parameters, activations: Activations, dtype: torch.dtype):
         self.idle_bytes, self._parameters, self._activations = 0, parameters, activations
-        qkv, out = joined(layer.qkv, parameters, activations), joined(layer.out, parameters, activations)
+        self._width = dtype.itemsize
+        mixer, of_mixer = self._mixer(layer.mixer)
         mlp, of_mlp = self._mlp(layer.mlp) if isinstance(layer.mlp, MlpStructure) else self._experts(layer.mlp)
-        self.products: tuple[Product, ...] = (qkv, out, *of_mlp)
+        self.products: tuple[Product, ...] = (*of_mixer, *of_mlp)
         self.weights = LayerWeights(
-            qkv=qkv,
-            out=out,
+            mixer=mixer,
             mlp=mlp,
             input_norm=self._norm(layer.input_norm),
             out_norm=self._norm(layer.out_norm),
             inner_norm=self._norm(layer.inner_norm),
             down_norm=self._norm(layer.down_norm),
             residual_scale=layer.residual_scale,
-            query_norm=self._norm(layer.query_norm),
-            key_norm=self._norm(layer.key_norm),
-            rotated=layer.rotated,
-            rotary_table=layer.rotary_table,
         )
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has keys and values, and no state."""
+        return isinstance(self.weights.mixer, AttentionWeights)
+
+    def _mixer(
+        self, mixer: AttentionStructure | GatedDeltaStructure | ShortConvolutionStructure
+    ) -> tuple[AttentionWeights | StateLayer, list[Product]]:
+        """What mixes rows, and the matrices that a row is multiplied with."""
+        if isinstance(mixer, GatedDeltaStructure):
+            return self._delta(mixer)
+        if isinstance(mixer, ShortConvolutionStructure):
+            return self._short_convolution(mixer)
+        qkv, out = self._joined(mixer.qkv), self._joined(mixer.out)
+        norms = self._norm(mixer.query_norm), self._norm(mixer.key_norm)
+        return AttentionWeights(qkv, out, *norms, mixer.rotated, mixer.rotary_table, mixer.gated), [qkv, out]
+
+    def _delta(self, mixer: GatedDeltaStructure) -> tuple[GatedDelta, list[Product]]:
+        vector, norm = self._parameters.vector, made_norm(mixer.norm, self._parameters.vector(mixer.norm.weight))
+        inputs, gates, out = (self._joined(linear) for linear in (mixer.inputs, mixer.gates, mixer.out))
+        decay = vector(mixer.decay).detach().float()
+        delta = GatedDelta(
+            inputs=inputs,
+            gates=gates,
+            out=out,
+            taps=taps_of(vector(mixer.convolution)),
+            decay=(-decay.exp() if mixer.decay_is_log else decay).contiguous(),
+            dt_bias=vector(mixer.dt_bias).detach().float().contiguous(),
+            norm=norm.weight,
+            epsilon=norm.epsilon,
+            key_heads=mixer.key_heads,
+            value_heads=mixer.value_heads,
+            key_dim=mixer.key_dim,
+            value_dim=mixer.value_dim,
+            key_head_of=torch.tensor(mixer.key_head_of, dtype=torch.int32),
+            width=self._width,
+        )
+        return delta, [inputs, gates, out]
+
+    def _short_convolution(self, mixer: ShortConvolutionStructure) -> tuple[ShortConvolution, list[Product]]:
+        inputs, out = self._joined(mixer.inputs), self._joined(mixer.out)
+        taps = taps_of(self._parameters.vector(mixer.convolution))
+        bias = self._parameters.vector(mixer.bias).detach().float() if mixer.bias else torch.zeros(taps.shape[1])
+        return ShortConvolution(inputs, out, taps, bias.contiguous(), self._width), [inputs, out]
+
+    def _joined(self, linear: LinearStructure) -> Product:
+        return joined(linear, self._parameters, self._activations)
 
     def _norm(self, norm: NormStructure | None) -> Norm | None:
         return None if norm is None else made_norm(norm, self._parameters.vector(norm.weight))
@@ -96,11 +152,35 @@ class Layer:
             raise OtherStructure("experts, which this processor cannot multiply apart")
         if not all(product.gated for product in gate_up):
             raise OtherStructure("experts whose gate and up projections are stored as different types")
-        found = parameters.matrix(mlp.router)
-        router = Product(found if isinstance(found, Tensor) else [found])
+        router = joined(mlp.router, parameters, "bfloat16")
+        shared, of_shared = (None, []) if mlp.shared is None else self._mlp(mlp.shared)
         self.idle_bytes = sum(product.bytes for product in [*gate_up[mlp.top_k :], *down[mlp.top_k :]])
-        mixed = ExpertMlp(router, multiplied[0], multiplied[1], mlp.inner, mlp.top_k, mlp.normalised)
-        return mixed, [router, *gate_up[: mlp.top_k], *down[: mlp.top_k]]
+        mixed = ExpertMlp(
+            router=router,
+            gate_up=multiplied[0],
+            down=multiplied[1],
+            inner=mlp.inner,
+            top_k=mlp.top_k,
+            normalised=mlp.normalised,
+            sigmoid=mlp.sigmoid,
+            bias=parameters.vector(mlp.bias).detach().float().contiguous() if mlp.bias else None,
+            scale=mlp.scale,
+            shared=shared,
+        )
+        return mixed, [router, *gate_up[: mlp.top_k], *down[: mlp.top_k], *of_shared]
+
+
+def state_shape(structure: DecoderStructure, dtype: torch.dtype) -> StateShape | None:
+    """What the layers with a state keep of a request; None if all layers have keys and values. dtype: of rows."""
+    sizes = []
+    for layer in structure.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, GatedDeltaStructure):
+            heads = mixer.key_heads, mixer.value_heads, mixer.key_dim, mixer.value_dim
+            sizes.append(delta_sizes(*heads, mixer.width, dtype.itemsize))
+        elif isinstance(mixer, ShortConvolutionStructure):
+            sizes.append(short_convolution_sizes(structure.hidden, mixer.width, dtype.itemsize))
+    return StateShape(tuple(state for state, _ in sizes), tuple(row for _, row in sizes)) if sizes else None
 
 
 def norm_of(norm: Any) -> Norm:
@@ -116,9 +196,9 @@ def made_norm(norm: NormStructure, weight: Tensor) -> Norm:
 
 def joined(linear: LinearStructure, parameters: Parameters, activations: Activations, gated: bool = False) -> Product:
     """One product that replaces several over the same input. activations: how it takes its rows, if it is in blocks."""
-    found = [parameters.matrix(name) for name in linear.weights]
-    weights = [_ordered(part, order) for part, order in zip(found, linear.orders, strict=True)]
-    bias = _bias(linear, parameters, [part.shape[0] for part in found])
+    found = {name: parameters.matrix(name) for name in dict.fromkeys(linear.weights)}
+    weights = [_picked(found[name], order) for name, order in zip(linear.weights, linear.orders, strict=True)]
+    bias = _bias(linear, parameters, [found[name].shape[0] for name in linear.weights])
     stored = [part for part in weights if isinstance(part, StoredMatrix)]
     if stored:  # a file holds all matrices of a model
         return Product(stored, bias, gated, activations)
@@ -134,12 +214,12 @@ def _bias(linear: LinearStructure, parameters: Parameters, outputs: Sequence[int
     whole = [
         torch.zeros(count, dtype=dtype) if bias is None else bias for bias, count in zip(held, outputs, strict=True)
     ]
-    return torch.cat([_ordered(bias, order) for bias, order in zip(whole, linear.orders, strict=True)])
+    return torch.cat([_picked(bias, order) for bias, order in zip(whole, linear.orders, strict=True)])
 
 
-def _ordered(part: Any, order: tuple[int, ...]) -> Any:
-    """A tensor or a matrix of a file, with the outputs of each run of `len(order)` in that order."""
-    if not order:
+def _picked(part: Any, order: Picked | None) -> Any:
+    """A tensor or a matrix of a file, with those of its outputs that are picked."""
+    if order is None:
         return part
-    whole = torch.arange(part.shape[0]).unflatten(0, (-1, len(order)))[:, list(order)].flatten()
+    whole = torch.arange(part.shape[0]).unflatten(0, (-1, order.run))[:, list(order.outputs)].flatten()
     return part.reordered(whole.numpy()) if isinstance(part, StoredMatrix) else part[whole]

@@ -33,7 +33,10 @@ from engine.kernels.attention.finite_blocks import FiniteBlocks
 from engine.kernels.attention.kv_codes import move_codes_kernel
 from engine.kernels.fused import MOVE, move_kernel
 from engine.model.cuda.graphs import uploaded
+from engine.model.request_state import RequestState
 from engine.model.saved_blocks import SavedBlocks
+from engine.model.saved_states import SavedStates
+from engine.model.state_pool import StatePool
 
 _CPU = torch.device("cpu")
 _STATES_SHARE = 4  # hidden states may take one part in so many of what keys and values take, beside them
@@ -44,10 +47,14 @@ Moves = tuple[Int, Int]
 
 
 class KVPool:
-    """A pool of `blocks` blocks. On a CPU, a block takes memory when it is first written; on a GPU, all do at once."""
+    """A pool of `blocks` blocks. On a CPU, a block takes memory when it is first written; on a GPU, all do at once.
 
-    def __init__(self, shape: KVShape, blocks: int, device: torch.device = _CPU):
-        self.shape, self.blocks = shape, blocks
+    layer_states: where the states of a model are whose layers do not all have keys and values. A prefix is then served
+    up to its last snapshot.
+    """
+
+    def __init__(self, shape: KVShape, blocks: int, device: torch.device = _CPU, layer_states: StatePool | None = None):
+        self.shape, self.blocks, self.layer_states = shape, blocks, layer_states
         sizes = [(shape.head_bytes,)] * 2 if shape.q8_0 else [(shape.dims, BLOCK), (BLOCK, shape.dims)]
         dtype, of_pool = torch.uint8 if shape.q8_0 else shape.dtype, (shape.layers, blocks, shape.kv_heads)
         self.keys, self.values = (_untouched((*of_pool, *size), dtype, device) for size in sizes)
@@ -66,6 +73,8 @@ class KVPool:
     def save_to(self, folder: CacheFolder, identity: bytes) -> None:
         """Write full blocks to a folder from now on, and read those of the same identity back. On a CPU alone."""
         self.saved = SavedBlocks(folder, identity, self.keys, self.values)
+        if self.layer_states is not None:
+            self.layer_states.saved = SavedStates(folder, self.layer_states.states)
 
     def addresses(self, layer: int) -> tuple[int, int]:
         """The addresses of the layer's keys and values."""
@@ -187,7 +196,9 @@ class KVPool:
 
     def _forget_oldest(self) -> int:
         block, _ = self._idle.popitem(last=False)
-        del self._known[self._ending.pop(block)]
+        _, number = self._known.pop(self._ending.pop(block))
+        if self.layer_states is not None:
+            self.layer_states.drop(number)
         self._states.pop(block, None)
         return block
 
@@ -239,6 +250,7 @@ class KVCache:
 
     def __init__(self, pool: KVPool, tenant: str = ""):
         self.pool, self.saved = pool, pool.saved
+        self.state = None if pool.layer_states is None else RequestState(pool.layer_states)
         self.length = self.pending = 0
         self.spoiled = False
         self.table: Int = np.zeros(0, np.int32)
@@ -255,6 +267,8 @@ class KVCache:
         missing = -(-positions // BLOCK) - len(self.table)
         if missing > 0:
             self.table = np.concatenate([self.table, np.asarray(self.pool.take(missing), np.int32)])
+        if self.state is not None:
+            self.state.reserve()
 
     def trim(self) -> None:
         """Return the blocks after the committed positions: drafts that were not accepted hold none."""
@@ -270,6 +284,8 @@ class KVCache:
         """What `commit` does, but for the entries that are not in place yet: the moves to come, if there are any."""
         length, self.pending = self.length, 0
         self.length += len(path)
+        if self.state is not None:
+            self.state.commit(path, self.length)
         in_place = next((i for i, node in enumerate(path) if node != i), len(path))
         if in_place == len(path):
             return None
@@ -285,7 +301,7 @@ class KVCache:
 
     def adopt(self, text: Sequence[int], with_states: bool = False) -> list[States]:
         """Reuse the cached blocks of `text`, one by one. Returns their hidden states if these are needed."""
-        states = []
+        held, states = len(self._texts), list[States]()
         while (ending := self.next_ending(text)) and (known := self._find(ending, with_states)):
             block, number = known
             if with_states:
@@ -298,7 +314,34 @@ class KVCache:
                 self.table = np.append(self.table, np.int32(block))
             self._note(ending, number)
             self.length += BLOCK
-        return states
+        if self.state is None:
+            return states
+        return states[: self._adopt_state(self.state, held, len(text) // BLOCK) - held]
+
+    def _adopt_state(self, state: RequestState, held: int, whole: int) -> int:
+        """Go on from the last snapshot of the blocks that were adopted, after the first `held`, and give back those
+        after it. Returns how many blocks stay. whole: the full blocks of the text, whose last snapshot is to last, as
+        is the one at the end of the blocks that were found: other texts may part there too.
+        """
+        pool, found = state.pool, len(self._texts)
+        stay, slot = found, None
+        while stay > held and (slot := self._snapshot(pool, stay - 1, held == 0)) is None:
+            stay -= 1
+        if slot is not None:
+            state.adopt(slot, stay * BLOCK)
+        state.wanted.add(whole * BLOCK)
+        if stay < found:
+            state.wanted.add(found * BLOCK)
+            self.pool.give(self.table[stay:].tolist())
+            self.table, self.length = self.table[:stay], stay * BLOCK
+            del self._texts[stay:], self._keys[stay + 1 :]
+        return stay
+
+    def _snapshot(self, pool: StatePool, at: int, from_disk: bool) -> int | None:
+        """The state at the end of the block of that index."""
+        if (slot := pool.find(self._texts[at])) is None and from_disk and self.saved is not None:
+            return pool.restore(self._texts[at], self._keys[at + 1])
+        return slot
 
     def _find(self, ending: Ending, with_states: bool) -> tuple[int, int] | None:
         if (known := self.pool.find(ending, with_states)) is not None or self.saved is None:
@@ -323,10 +366,29 @@ class KVCache:
                 return
             ending = (self._texts[-1] if at else 0), tuple(text[at * BLOCK : (at + 1) * BLOCK])
             self._note(ending, self.pool.publish(ending, int(self.table[at]), states_of(at)))
+        if self.state is not None:
+            self._publish_snapshots(self.state)
+
+    def _publish_snapshots(self, state: RequestState) -> None:
+        """Let other requests find the snapshots that were taken since the last time."""
+        for position, slot, lasts in state.saved:
+            number, pool = self._texts[position // BLOCK - 1], state.pool
+            pool.keep(number, slot, lasts)
+            pool.give(slot)
+            if not lasts:
+                pool.replace(state.rolling)
+                state.rolling = number
+            elif self.saved is not None:
+                pool.save(number, self._keys[position // BLOCK])
+        state.saved = []
 
     def release(self) -> None:
         """Return the blocks to the pool."""
         self.pool.give(self.table[::-1].tolist())  # evicted from its end: without its beginning a text is not found
+        if self.state is not None:
+            if self.saved is not None and self.state.rolling in self._texts:
+                self.state.pool.save(self.state.rolling, self._keys[self._texts.index(self.state.rolling) + 1])
+            self.state.release()
         self.table, self._texts = np.zeros(0, np.int32), []
         self.length = self.pending = 0
         self.spoiled = False

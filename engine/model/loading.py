@@ -29,8 +29,10 @@ from engine.weights.stored_weights import Place, StoredWeights
 
 # Threads as workers load target and draft model at once; `transformers` was seen to leave out tied weights then.
 _LOADING = threading.Lock()
-_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-"""Kinds of layers, as configurations name them, that keep a state of the text instead of its keys and values."""
+_WITH_STATE = {"linear_attention", "conv"}
+"""Kinds of layers, as configurations name them, that have a state of the text instead of its keys and values."""
+_RECURRENT = {"hybrid", "hybrid_sliding", "mamba"}
+"""Those whose states the lean decoder does not know."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -71,7 +73,7 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
             f"model={path}: {len(wrong)} weights have other sizes than its configuration says, {name} first "
             f"({list(found)}, not {list(expected)}); get the whole checkpoint"
         )
-    if isinstance(stored, GgufFile):
+    if isinstance(stored, GgufFile) and not has_states(config):  # which all has been found in the file
         _check_whole(stored, model, path)
     _check_numbers(model, path)
     if device.type == "cpu":
@@ -134,8 +136,8 @@ def skeleton(path: str, config: Any) -> Any:
     return model.eval()
 
 
-def _filled(stored: QuantisedCheckpoint, path: str, config: Any, dtype: torch.dtype) -> Any:
-    """The stock model with quantised weights, rounded to bfloat16, whatever it computes in."""
+def _filled(stored: GgufFile | QuantisedCheckpoint, path: str, config: Any, dtype: torch.dtype) -> Any:
+    """The stock model with weights in blocks, rounded to bfloat16, whatever it computes in."""
     model = skeleton(path, config)
     weights_of(stored, model).fill(model)
     for parameter in model.parameters():
@@ -151,6 +153,8 @@ def _dequantised(gguf: GgufFile, path: str, config: Any, dtype: torch.dtype) -> 
 
     from engine.weights.gguf.reader import MODEL, read_by_transformers
 
+    if has_states(config):
+        return _filled(gguf, path, config, dtype), {"missing_keys": [], "mismatched_keys": []}
     if config.model_type == "mixtral":
         raise ModelError("transformers reads no Mixtral from GGUF, which runs on a CPU in bfloat16 alone")
     with read_by_transformers(gguf) as alone, redirect_stderr(io.StringIO()):  # transformers' progress bars
@@ -206,6 +210,11 @@ def load_config(path: str) -> Any:
             "back to before a draft that was not accepted; use a model whose layers all attend"
         )
     return config
+
+
+def has_states(config: Any) -> bool:
+    """Whether the model has layers with a state, which one forward of ours can run (`engine.model.decoder`)."""
+    return bool(_WITH_STATE.intersection(getattr(config.get_text_config(), "layer_types", None) or ()))
 
 
 def find_device(device: str) -> torch.device:

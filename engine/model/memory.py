@@ -13,11 +13,13 @@ import torch
 from engine.config import AUTO, KVType, Weights
 from engine.core.errors import ModelError
 from engine.core.kv_shape import KVShape
+from engine.core.state_shape import StateShape
 from engine.kernels.attention.attention import has_pairs
 from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.quant.layouts import STEP
 from engine.kernels.quant.stored import row_bytes
 from engine.model.kv_pool import KVPool
+from engine.model.state_pool import StatePool
 from engine.weights.gguf.file import GgufFile
 from engine.weights.quantised_weights import QuantisedCheckpoint
 
@@ -28,6 +30,8 @@ _CGROUPS = (
 )
 """For both cgroup versions: the files of the limit and of the usage, and the entry for page cache not used lately."""
 _KV_SHARE = 0.25  # of free memory
+_STATES_SHARE = 0.5  # of the room for keys and values, in models with layers of both kinds
+_FEWEST_STATES, _MOST_STATES = 4, 1024  # two of one request at a time, and snapshots
 _BESIDE = 600_000_000  # bytes: libraries, compiled kernels, and a layer as bfloat16 while it is tried
 _GROWTH = 1.05  # of the blocks in memory; bytes of keys and values are a share of what is left
 _BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "IQ4_XS": 4.3}
@@ -64,12 +68,22 @@ def kept_as(kv_type: KVType, device: torch.device) -> KVType:
 
 
 def pool_of(
-    sizes: tuple[int, int, int], dtype: torch.dtype, kv_type: KVType, room: int, device: torch.device
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    kv_type: KVType,
+    room: int,
+    device: torch.device,
+    states: StateShape | None = None,
 ) -> KVPool:
-    """A pool of `room` bytes. sizes: layers, key heads, and the dimensions of one. kv_type: see `kept_as`."""
+    """A pool of `room` bytes. sizes: layers with keys and values, key heads, and the dimensions of one. kv_type: see
+    `kept_as`. states: of layers with a state, which get a share of the room.
+    """
     pairs = device.type != "cuda" and has_pairs(dtype)
-    shape = KVShape(*sizes, dtype, pairs, kv_type == "q8_0")
-    return KVPool(shape, shape.blocks_in(room), device)
+    shape, layer_states = KVShape(*sizes, dtype, pairs, kv_type == "q8_0"), None
+    if states is not None:
+        slots = max(_FEWEST_STATES, min(_MOST_STATES, int(_STATES_SHARE * room) // states.slot_bytes))
+        layer_states, room = StatePool(states, slots), room - slots * states.slot_bytes
+    return KVPool(shape, shape.blocks_in(room), device, layer_states)
 
 
 def check_memory(stored: GgufFile | QuantisedCheckpoint, field: str, free_bytes: int) -> None:

@@ -17,6 +17,7 @@ from engine.core.batch import BLOCK
 from engine.core.errors import ConfigError, ModelError, first_line
 from engine.kernels.gemm.product import PackedLinear, multiplies
 from engine.model.decoder import LeanDecoder
+from engine.model.decoder_layer import state_shape
 from engine.model.forward import Captures
 from engine.model.loading import (
     Facts,
@@ -179,9 +180,9 @@ class Target(Runner):
         """The target that an earlier start has tried, without transformers."""
         weights = reopened(stored, proved.places, proved.vectors)
         structure, device = proved.structure, torch.device("cpu")
-        sizes = (len(structure.layers), structure.kv_heads, structure.head_dim)
-        room = kv_room(kv_memory, device, weights.size)
-        pool = pool_of(sizes, torch.bfloat16, kept_as(kv_type, device), room, device)
+        sizes = (structure.key_layers, structure.kv_heads, structure.head_dim)
+        room, states = kv_room(kv_memory, device, weights.size), state_shape(structure, torch.bfloat16)
+        pool = pool_of(sizes, torch.bfloat16, kept_as(kv_type, device), room, device, states)
         lean = LeanDecoder(structure, pool, proved.rules, weights, activations)
         chosen = Chosen(Runner(lean, pool, proved.facts.vocab_size, torch.bfloat16), "")
         return cls(path, proved.facts, chosen, device, weights.kind)

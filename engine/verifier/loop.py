@@ -16,7 +16,7 @@ import zmq
 
 from engine.config import Config
 from engine.core.batch import Segment
-from engine.core.errors import OutOfBlocks
+from engine.core.errors import OutOfBlocks, StateLost
 from engine.core.methods import METHODS
 from engine.model.target import Target
 from engine.verifier.drafter_link import FROM_DRAFTER, DrafterLink
@@ -118,8 +118,8 @@ class Verifier:
         self.front_end.send_progress(plan.reading, self.timer.costs, self.requests.chunk, started_ns)
         try:
             logits, hidden_states = self.target.run([*trees, *chunks], self.drafter.wants.feature_layers)
-        except torch.AcceleratorError:
-            raise  # the device's state is lost: this worker ends, and the next one continues
+        except (torch.AcceleratorError, StateLost):
+            raise  # the device's or the requests' state is lost: this worker ends, and the next one continues
         except Exception as error:  # exhausted memory, say
             return self._blame(plan, error)
         self.timer.end_forward(started_ns, [*trees, *chunks])

@@ -48,6 +48,7 @@ def _identity(model: str, target: Target) -> bytes:
     facts = (
         target.dtype,
         target.pool.shape,
+        None if target.pool.layer_states is None else target.pool.layer_states.shape,
         machine_code(),
         [version(name) for name in _LIBRARIES],
     )
@@ -55,7 +56,7 @@ def _identity(model: str, target: Target) -> bytes:
 
 
 def _probe(target: Target) -> bytes:
-    """A hash of the logits, keys and values of a fixed text."""
+    """A hash of the logits, keys, values and state of a fixed text."""
     assert target.pool is not None
     length = min(_PROBE_BLOCKS * BLOCK, target.context)
     cache = target.new_cache(length)
@@ -63,5 +64,7 @@ def _probe(target: Target) -> bytes:
     digest = hashlib.sha256(logits.cpu().numpy().tobytes())
     for part in target.pool.keys, target.pool.values:
         digest.update(part[:, cache.table.tolist()].float().numpy().tobytes())
+    if target.pool.layer_states is not None:
+        digest.update(target.pool.layer_states.states[cache.state.slot])
     cache.release()
     return digest.digest()

@@ -23,7 +23,7 @@ from engine.kernels.quant.quantise import quantised
 from engine.kernels.quant.stored import StoredMatrix, row_bytes
 from engine.weights.checkpoint import CheckpointTensor, read_checkpoint
 from engine.weights.quantised import QuantisedSource, quantised_source_of
-from engine.weights.stored_weights import Place, StoredWeights, Unreadable, named
+from engine.weights.stored_weights import Place, StoredWeights, Unreadable, is_vector, named
 
 _AT_ONCE = 1 << 18  # numbers that a thread quantises together
 
@@ -102,7 +102,7 @@ def matched(checkpoint: QuantisedCheckpoint, model: Any) -> tuple[dict[str, Plac
         tensor = checkpoint.tensors[name]
         if tensor.shape != tuple(model.get_parameter(first).shape):
             raise Unreadable(f"{name} is stored in another shape")
-        if len(tensor.shape) < 2:
+        if is_vector(model.get_parameter(first)):
             vectors |= dict.fromkeys(same, _numbers(tensor))
         else:
             places |= dict.fromkeys(same, Place((name,), tuple(tensor.shape)))

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from engine.kernels.quant.stored import StoredMatrix
 
+OWN = "file:"
+"""Before the name of a parameter: as the file holds it, where that differs from what the stock model has."""
+
 
 class Unreadable(Exception):
     """A parameter is stored in a way that is not read here, but perhaps by transformers."""
@@ -20,18 +23,19 @@ class Unreadable(Exception):
 class Place(msgspec.Struct, frozen=True):
     """Where a matrix [outputs, inputs] is stored, or those of all experts [experts, outputs, inputs].
 
-    tensors: names; an expert's outputs are those of each in turn. shape: of the parameter. order: int64, the stored row
-    that each output is; empty if they are the same.
+    tensors: names; a matrix's outputs are those of each in turn. shape: of the parameter. order, columns: int64, the
+    stored row that each output is and the stored column that each input is; empty if they are the same.
     """
 
     tensors: tuple[str, ...]
     shape: tuple[int, ...]
     order: bytes = b""
+    columns: bytes = b""
 
 
 class StoredWeights(ABC):
     """size: bytes of all matrices as they are multiplied. kind: the type of most weights, in lower case. places: of
-    matrices. vectors: all other parameters, bfloat16.
+    matrices. vectors: all other parameters, bfloat16, or float32 where the file holds numbers that need it.
     """
 
     def __init__(self, size: int, kind: str, places: Mapping[str, Place], vectors: Mapping[str, Tensor]):
@@ -41,8 +45,16 @@ class StoredWeights(ABC):
     def rows(self, tensor: str) -> StoredMatrix:
         """All rows of a stored tensor, in blocks, of all experts one after the other."""
 
+    @property
+    def own_vectors(self) -> dict[str, Tensor]:
+        """The vectors but those of the stock model that the file holds in another way: what a decoder reads."""
+        return {name: vector for name, vector in self.vectors.items() if OWN + name not in self.vectors}
+
+    def holds(self, name: str) -> bool:
+        return name in self.places or name in self.vectors
+
     def matrix(self, name: str) -> StoredMatrix:
-        """A matrix [outputs, inputs] in blocks."""
+        """A matrix [outputs, inputs] in blocks, of a place with one tensor whose columns are the parameter's."""
         place = self.places[name]
         [tensor] = place.tensors
         matrix = self.rows(tensor)
@@ -60,11 +72,14 @@ class StoredWeights(ABC):
         return self.vectors[name]
 
     def values(self, name: str) -> Tensor:
-        """A parameter as bfloat16."""
+        """A parameter as the stock model has it: bfloat16, but for vectors that the file holds with more bits."""
         if name in self.vectors:
             return self.vectors[name]
-        if len(self.places[name].shape) == 2:
-            return self.matrix(name).values()
+        place = self.places[name]
+        if len(place.shape) == 2:
+            whole = torch.cat([self.rows(tensor).values() for tensor in place.tensors])
+            whole = whole[torch.frombuffer(bytearray(place.order), dtype=torch.int64)] if place.order else whole
+            return whole[:, torch.frombuffer(bytearray(place.columns), dtype=torch.int64)] if place.columns else whole
         return torch.stack([torch.cat([part.values() for part in parts]) for parts in self.experts(name)])
 
     def fill_small(self, model: nn.Module) -> None:
@@ -84,6 +99,14 @@ class StoredWeights(ABC):
                 filled[id(parameter)] = nn.Parameter(self.values(name), requires_grad=False)
             module, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(module), attribute, filled[id(parameter)])
+        for name in [name for name, _ in model.named_buffers() if name in names]:
+            module, _, attribute = name.rpartition(".")
+            model.get_submodule(module).register_buffer(attribute, self.values(name), persistent=False)
+
+
+def is_vector(parameter: Tensor) -> bool:
+    """Whether a parameter is no matrix: a convolution of each channel by itself is none."""
+    return parameter.dim() < 2 or (parameter.dim() == 3 and parameter.shape[1] == 1)
 
 
 def named(model: nn.Module) -> dict[str, list[str]]:

@@ -39,6 +39,19 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 SLIDING = {"head_dim": 16, "sliding_window": 12}
+SHARED = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 32,
+}
+LINEAR, CONVOLUTIONS = (["linear_attention", "full_attention", "linear_attention"], ["conv", "full_attention", "conv"])
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {}),
@@ -60,9 +73,39 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "qwen3.5's attention": ("Qwen3_5TextConfig", {"head_dim": 32, "layer_types": ["full_attention"] * 3}),
+    "qwen3.5's shared experts": (
+        "Qwen3_5MoeTextConfig",
+        {
+            "head_dim": 32,
+            "layer_types": ["full_attention"] * 3,
+        }
+        | SHARED,
+    ),
+    "qwen3.5": ("Qwen3_5TextConfig", {"head_dim": 32, "layer_types": LINEAR} | DELTA),
+    "qwen3.5 with experts": (
+        "Qwen3_5MoeTextConfig",
+        {"head_dim": 32, "layer_types": LINEAR} | DELTA | SHARED | {"moe_intermediate_size": 32},
+    ),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {"head_dim": 32, "layer_types": LINEAR, "decoder_sparse_step": 1} | DELTA | SHARED,
+    ),
+    "lfm2": ("Lfm2Config", {"layer_types": CONVOLUTIONS, "block_auto_adjust_ff_dim": False}),
+    "lfm2 with experts": (
+        "Lfm2MoeConfig",
+        {
+            "layer_types": CONVOLUTIONS,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "num_dense_layers": 1,
+        },
+    ),
 }
 STOCK = {"gpt_neox"}
-EXPERTS = {"qwen3 with experts", "mixtral"}
+EXPERTS = {"qwen3 with experts", "mixtral", "qwen3.5's shared experts"}
+STATES = {"qwen3.5", "qwen3.5 with experts", "qwen3-next", "lfm2", "lfm2 with experts"}
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 every_family = pytest.mark.parametrize("family", FAMILIES)
 both_types = pytest.mark.parametrize("dtype", TYPES)
@@ -251,7 +294,9 @@ def test_drafted_text_is_plain_text_and_right_drafts_are_accepted(family: str, d
     assert decoded(target, prompt, sampling, plain) == plain
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - EXPERTS))  # the stock forward's experts are not exact
+@pytest.mark.parametrize(
+    "family", sorted(FAMILIES.keys() - EXPERTS - STATES)
+)  # the stock forward's experts are not exact
 @both_types
 def test_transformers_own_generate_gives_the_text_of_the_stock_forward(
     family: str, dtype: str, monkeypatch: pytest.MonkeyPatch

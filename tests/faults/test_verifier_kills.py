@@ -19,6 +19,7 @@ import pytest
 
 from engine import Engine
 from engine.model.target import Target
+from tests.engine.tiny_hybrids import KINDS, save_tiny_hybrid
 from tests.faults.test_batching import THREADS, Asked, alone, random_requests
 from tests.faults.test_endurance import is_running
 from tests.faults.test_faults import _own_temporary_folder, pid_of, replaced, until
@@ -108,6 +109,11 @@ async def kill_under_load(model: str, kills: int, latest_s: float) -> list[float
 
 async def test_verifiers_killed_under_load_lose_no_request_and_change_no_text(tiny: str) -> None:
     await kill_under_load(tiny, 3, 1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_verifiers_killed_under_load_lose_no_state(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    await kill_under_load(save_tiny_hybrid(tmp_path_factory.mktemp("hybrid"), kind), 2, 1.0)
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def enter_codes_kernel(address: Any) -> None:
     units, room = work.kv_heads * work.rows, work.scratch + thread_id() * work.dims * 4
     for unit in range(units * thread_id() // num_threads(), units * (thread_id() + 1) // num_threads()):
         kv_head, row = unit // work.rows, unit % work.rows
-        x = work.qkv + row * (heads + 2 * work.kv_heads) * size
+        x = work.qkv + row * work.stride
         _pad(work, room)
         put_queries(work, unit, row, x + kv_head * work.q_per_kv * size, room)
         block, lane = int_at(work.slots + 4 * row) // LANES, int_at(work.slots + 4 * row) % LANES

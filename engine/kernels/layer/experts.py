@@ -3,6 +3,8 @@
     x --> [product router] --> router --> [route] --> chosen, shares --> [pack] --> places, records of the products
     x --> [gather] --> packed --> [gate_up of each] --> inner --> [down of each] --> packed --> [combine] --> delta
 
+A shared expert is an MLP of every row, whose result [combine] adds, times the sigmoid of the router's last output.
+
 Which experts a row gets and how their results are added depends on the row alone, and a product's rows do not depend on
 each other: a row has the same bits whatever the others choose.
 """
@@ -13,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray
+from numba import carray, njit
 from torch import Tensor
 
 from engine.kernels.exponential import exp
@@ -40,7 +42,11 @@ from engine.kernels.threads import address_of, barrier, kernel, num_threads, run
 
 EXPERTS = record_of(
     "rows",
-    "logits",  # [rows, experts] of the router
+    "logits",  # [rows, logit_count] of the router: of each expert, then of the gate of the shared one
+    "logit_count",
+    "bias",  # [experts] float32, added to what experts are chosen by, or 0
+    "sigmoid",  # 1: an expert's share is the sigmoid of its logit; 0: the softmax
+    "shared_out",  # [rows, hidden]: what the shared expert makes of x, or 0
     "x",  # [rows, hidden]
     "out",  # [rows, hidden]
     "chosen",  # [rows, top_k] int32: the likeliest experts, the best first
@@ -58,40 +64,65 @@ EXPERTS = record_of(
     "width",
     "normalised",  # 1: the shares of the chosen sum to 1
     "shared",  # 1: the products have scratch that all threads use together
+    floats=("scale",),  # of all shares
 )
+_LEAST = np.float32(1e-6)  # added to a sum of sigmoids by which shares are divided
 _ROWS, _TILES, _X, _OUT = (MATMUL.fields[name][1] for name in ("rows", "tiles", "x", "out"))  # type: ignore[index]
 _RECORD = MATMUL.itemsize
 
 
 @kernel(EXPERTS)
 def route_kernel(address: Any) -> None:
-    """Choose each row's experts, of equals the first, and their shares: the softmax of their logits."""
+    """Choose each row's experts, of equals the first, and their shares: the softmax of their logits, or the sigmoid."""
     work = carray(address, 1)[0]
     for row in range(thread_id(), work.rows, num_threads()):
-        logits, chosen = work.logits + row * work.experts * work.width, row * work.top_k * 4
+        logits, chosen = work.logits + row * work.logit_count * work.width, row * work.top_k * 4
         last, last_expert = np.float32(np.inf), -1
         top = sums = np.float32(0)
         for rank in range(work.top_k):
             best, best_expert = np.float32(-np.inf), -1
             for expert in range(work.experts):
-                x = number_at(logits + expert * work.width, work.width)
+                x = _score(work, logits, expert)
                 if (x < last or (x == last and expert > last_expert)) and (best_expert < 0 or x > best):
                     best, best_expert = x, expert
             best_expert = max(best_expert, 0)  # where logits are NaN
             if rank == 0:
                 top = best
-            share = largest(exp(splat(best - top)))
+            share = _share(work, logits, best_expert, top)
             sums += share
             put_int(work.chosen + chosen + 4 * rank, np.int32(best_expert))
             put_float(work.shares + chosen + 4 * rank, share)
             last, last_expert = best, best_expert
-        if work.normalised == 0:
+        if work.sigmoid != 0:
+            sums = sums + _LEAST if work.normalised != 0 else np.float32(1)
+        elif work.normalised == 0:
             sums = np.float32(0)
             for expert in range(work.experts):
-                sums += largest(exp(splat(number_at(logits + expert * work.width, work.width) - top)))
+                sums += _share(work, logits, expert, top)
         for rank in range(work.top_k):
             place = work.shares + chosen + 4 * rank
-            put_float(place, float_at(place) / sums)
+            put_float(place, float_at(place) / sums * work.scale)
+
+
+@njit
+def _score(work: Any, logits: int, expert: int) -> Any:
+    """What the experts are chosen by."""
+    x = number_at(logits + expert * work.width, work.width)
+    if work.sigmoid != 0:
+        x = _sigmoid(x)
+    return x if work.bias == 0 else x + float_at(work.bias + 4 * expert)
+
+
+@njit
+def _share(work: Any, logits: int, expert: int, top: Any) -> Any:
+    """What an expert counts, before shares are normalised. top: the largest logit, where there is a softmax."""
+    x = number_at(logits + expert * work.width, work.width)
+    return _sigmoid(x) if work.sigmoid != 0 else largest(exp(splat(x - top)))
+
+
+@njit
+def _sigmoid(x: Any) -> Any:
+    return np.float32(1) / (np.float32(1) + largest(exp(splat(-x))))
 
 
 @kernel(EXPERTS)
@@ -157,15 +188,21 @@ def experts_kernel(address: Any) -> None:
 
 @kernel(EXPERTS)
 def combine_kernel(address: Any) -> None:
-    """out = the sum of a row's results, each times its share, the best expert first."""
+    """out = the sum of a row's results, each times its share, the best expert first and the shared one last."""
     work = carray(address, 1)[0]
     for row in range(thread_id(), work.rows, num_threads()):
+        gate = np.float32(0)
+        if work.shared_out != 0:
+            gate = _sigmoid(number_at(work.logits + (row * work.logit_count + work.experts) * work.width, work.width))
         for at in range(0, work.hidden * work.width, LANES * work.width):
             sums = splat(np.float32(0))
             for rank in range(work.top_k):
                 unit = 4 * (row * work.top_k + rank)
                 source = work.packed + int_at(work.places + unit) * work.hidden * work.width
                 sums = fma(numbers_at(source + at, work.width), splat(float_at(work.shares + unit)), sums)
+            if work.shared_out != 0:
+                source = work.shared_out + row * work.hidden * work.width
+                sums = fma(numbers_at(source + at, work.width), splat(gate), sums)
             put_numbers(sums, work.out + row * work.hidden * work.width + at, work.width)
 
 
@@ -175,11 +212,21 @@ class ExpertRecords:
     """
 
     def __init__(
-        self, mlp: ExpertMlp, x: Tensor, logits: Tensor, out: Tensor, packed_rows: Tensor, packed_inner: Tensor
+        self,
+        mlp: ExpertMlp,
+        x: Tensor,
+        logits: Tensor,
+        out: Tensor,
+        packed_rows: Tensor,
+        packed_inner: Tensor,
+        shared_out: Tensor | None,
     ):
-        """packed_rows: [units, hidden], packed_inner: [units, inner]; of `top_k` units a row, shared by all layers."""
+        """packed_rows: [units, hidden], packed_inner: [units, inner]; of `top_k` units a row, shared by all layers.
+        shared_out: [rows, hidden], if there is a shared expert.
+        """
         experts, (units, hidden) = len(mlp.gate_up), packed_rows.shape
         packed, inner = packed_rows.data_ptr(), packed_inner.data_ptr()
+        self._bias = mlp.bias
         self._kept = [torch.zeros(units, dtype=torch.int32) for _ in range(2)] + [torch.zeros(units)]
         chosen, places, shares = (part.data_ptr() for part in self._kept)
         made = [product.record(units // mlp.top_k, packed, inner) for product in [*mlp.gate_up, *mlp.down]]
@@ -192,7 +239,9 @@ class ExpertRecords:
         fields |= {"shares": shares, "places": places, "packed": packed, "inner": inner, "hidden": hidden}
         fields |= {"records": records[0], "tiles": row_words(0)[1], "experts": experts, "top_k": mlp.top_k}
         fields |= {"inner_size": mlp.inner, "width": x.itemsize, "normalised": mlp.normalised}
-        fields |= {"shared": self.products["shared_bytes"].any()}
+        fields |= {"shared": self.products["shared_bytes"].any(), "logit_count": logits.shape[1]}
+        fields |= {"sigmoid": mlp.sigmoid, "bias": 0 if mlp.bias is None else mlp.bias.data_ptr(), "scale": mlp.scale}
+        fields |= {"shared_out": 0 if shared_out is None else shared_out.data_ptr()}
         for name, value in fields.items():
             self._all[name] = value
         self._all["steps"] = [int(self._steps.ctypes.data) + 16 * experts * part for part in range(2)]

@@ -47,10 +47,11 @@ from engine.kernels.layer.experts import (
     pack_kernel,
     route_kernel,
 )
-from engine.kernels.layer.row_kernels import ROW_NORM, row_norm_kernel
-from engine.kernels.layer.weights import ExpertMlp, GatedMlp, LayerWeights, Norm
+from engine.kernels.layer.row_kernels import ROW_GATE, ROW_NORM, row_gate_kernel, row_norm_kernel
+from engine.kernels.layer.weights import AttentionWeights, ExpertMlp, GatedMlp, LayerWeights, Norm
 from engine.kernels.quant.embedding import EMBED, embed_kernel, tiled_embed_kernel
 from engine.kernels.quant.tiled import TiledMatrix
+from engine.kernels.state.walk import LayerPlace
 from engine.kernels.threads import Kernel, Program, address_of, int_fields
 
 FEW_ROWS = 8  # of a small kernel: waking the other threads costs as much as their work
@@ -90,9 +91,11 @@ class LayerProgram:
         self._dtype, self._kept_alive = dtype, list[Tensor]()
         self._steps = Program()
         self._norms, self._enters = _Records(NORM, 2 * layers + 1), _Records(ENTER, layers)
-        self._products, self._gates = _Records(MATMUL, 4 * layers + 2), _Records(GATE, layers)
+        self._products, self._gates = _Records(MATMUL, 7 * layers + 2), _Records(GATE, layers)
         self._embeds, self._row_norms = _Records(EMBED, 1), _Records(ROW_NORM, 2 * layers)
+        self._row_gates = _Records(ROW_GATE, layers)
         self._experts: list[ExpertRecords] = []
+        self._others: list[np.ndarray[Any, Any]] = []  # records of layers with a state
         self._of_embed = int_fields(self._embeds.all, "tokens", "rows")
         self._of_enters, self._cos_sin = int_fields(self._enters.all, "positions", "rows"), self._enters.all["cos_sin"]
         self._tables: list[int] = []  # of cosines and sines, one for each of `enters`
@@ -146,11 +149,12 @@ class LayerProgram:
 
         add_product(self._steps, self._products.all, self._products.latest, product, x, out, used)
 
-    def enter(self, layer: int, source: str, weights: LayerWeights) -> None:
+    def enter(self, layer: int, source: str, weights: AttentionWeights) -> None:
         """Write the layer's keys and values to the pool, and lay out its queries. source: a buffer like `qkv`."""
         shape, q_per_kv, qkv = self.attention.pool.shape, self.attention.q_per_kv, self.buffers[source]
         keys, values = self.attention.pool.addresses(layer)
         fields = {"qkv": qkv.data_ptr(), "keys": keys, "values": values, "rotated": weights.rotated}
+        fields |= {"stride": qkv.stride(0) * qkv.itemsize}
         fields |= {"q_per_kv": q_per_kv, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
         fields |= {"dims": shape.dims, "width": shape.dtype.itemsize, "vnni": shape.vnni}
         norms: dict[str, float] = {}
@@ -177,37 +181,65 @@ class LayerProgram:
         out = self.buffer("attended", self.attention.q_per_kv * shape.kv_heads * shape.head_dim)
         self._steps.add(self.attention.kernel, self.attention.record(layer, rule, out))
 
+    def _gate(self, name: str, gates: str) -> None:
+        """Multiply a buffer's rows by the sigmoid of the last columns of another's."""
+        x, gate = self.buffers[name], self.buffers[gates]
+        place = gate.data_ptr() + (gate.shape[1] - x.shape[1]) * gate.itemsize
+        fields = {"x": x.data_ptr(), "columns": x.shape[1], "width": x.itemsize}
+        fields |= {"gate": place, "stride": gate.stride(0) * gate.itemsize}
+        self.add(row_gate_kernel(), self._row_gates.add(**fields))
+
     def attention_and_mlp(self, layer: int, weights: LayerWeights, rule: Rule) -> None:
-        """All of a layer that comes after `qkv` was made of its input."""
-        self.enter(layer, "qkv", weights)
+        """All of a layer that comes after `qkv` was made of its input. layer: its number in the pool."""
+        assert isinstance(weights.mixer, AttentionWeights)
+        self.enter(layer, "qkv", weights.mixer)
         self.attend(layer, rule)
-        self.product(weights.out, "attended", "delta", self.residual.shape[1])
+        if weights.mixer.gated:
+            self._gate("attended", "qkv")
+        self._after_mixer(weights, "attended")
+
+    def state_and_mlp(self, weights: LayerWeights, place: LayerPlace) -> None:
+        """All of a layer with a state that comes after the norm of its input."""
+        assert not isinstance(weights.mixer, AttentionWeights)
+        self._after_mixer(weights, weights.mixer.build(self, place))
+
+    def step(self, kernel: Kernel, records: np.ndarray[Any, Any]) -> None:
+        """A step of a layer with a state. records: one, which the program keeps."""
+        self._others.append(records)
+        self._steps.add(kernel, address_of(records))
+
+    def _after_mixer(self, weights: LayerWeights, made: str) -> None:
+        """made: the buffer that the mixer's last product multiplies."""
+        self.product(weights.mixer.out, made, "delta", self.residual.shape[1])
         self.delta(weights.out_norm, weights.residual_scale)
         self.norm(weights.inner_norm)
         if isinstance(weights.mlp, GatedMlp):
-            self._mlp(weights.mlp)
+            self._mlp(weights.mlp, "inner", "delta")
         else:
             self._experts_of(weights.mlp)
         self.delta(weights.down_norm, weights.residual_scale)
 
-    def _mlp(self, mlp: GatedMlp) -> None:
-        """delta = down(act(gate) * up) of x."""
+    def _mlp(self, mlp: GatedMlp, inner: str, goal: str) -> None:
+        """goal = down(act(gate) * up) of x. inner: the name of the buffer between the products."""
         if mlp.gated:
-            self.product(mlp.gate_up, "x", "inner", mlp.inner)
+            self.product(mlp.gate_up, "x", inner, mlp.inner)
         else:
-            self.product(mlp.gate_up, "x", "gate_up", 2 * mlp.inner)
-            ends = {"gate_up": self.buffers["gate_up"].data_ptr(), "out": self.buffer("inner", mlp.inner).data_ptr()}
+            both = f"{inner}_gate_up"
+            self.product(mlp.gate_up, "x", both, 2 * mlp.inner)
+            ends = {"gate_up": self.buffers[both].data_ptr(), "out": self.buffer(inner, mlp.inner).data_ptr()}
             record = self._gates.add(inner=mlp.inner, width=self._dtype.itemsize, gelu=mlp.gelu, **ends)
             self._steps.add(gate_kernel(), record)
-        self.product(mlp.down, "inner", "delta", self.residual.shape[1])
+        self.product(mlp.down, inner, goal, self.residual.shape[1])
 
     def _experts_of(self, mlp: ExpertMlp) -> None:
         """delta = what the experts of each row make of x."""
-        self.product(mlp.router, "x", "router", len(mlp.gate_up))
+        self.product(mlp.router, "x", "router", len(mlp.gate_up) + (mlp.shared is not None))
         hidden = self.residual.shape[1]
+        if mlp.shared is not None:
+            self._mlp(mlp.shared, "shared_inner", "shared")
         ends = self.buffers["x"], self.buffers["router"], self.buffer("delta", hidden)
         packed = self.buffer("packed", hidden, mlp.top_k), self.buffer("packed_inner", mlp.inner, mlp.top_k)
-        experts = ExpertRecords(mlp, *ends, *packed)
+        experts = ExpertRecords(mlp, *ends, *packed, self.buffers["shared"] if mlp.shared is not None else None)
         self._experts.append(experts)
         for kernel in (route_kernel, pack_kernel, gather_kernel):
             self.add(kernel(), experts.up)
@@ -255,6 +287,7 @@ class LayerProgram:
             self._make_scratch(threads)
         if rows != self.rows:
             self._gates.all["rows"] = self._row_norms.all["rows"] = self._counts[:] = rows
+            self._row_gates.all["rows"] = rows
             for experts in self._experts:
                 experts.of_batch[:] = rows
             self._of_products[:] = row_words(rows)

@@ -1,4 +1,4 @@
-"""Kernels that change rows in place: norms over all heads at once, and what caps or scales logits."""
+"""Kernels that change rows in place: norms over all heads at once, gates, and what caps or scales logits."""
 
 from __future__ import annotations
 
@@ -51,6 +51,28 @@ def row_norm_kernel(address: Any) -> None:
         for at in range(0, work.columns, LANES):
             numbers = multiply(numbers_at(x + at * work.width, work.width), scale)
             put_numbers(multiply(numbers, load(work.weight + 4 * at, FLOAT32)), x + at * work.width, work.width)
+
+
+ROW_GATE = record_of(
+    "rows",
+    "x",  # [rows, columns]
+    "gate",  # address of the first row's first gate, of [rows, columns] that lie `stride` bytes apart
+    "stride",
+    "columns",  # a multiple of 16
+    "width",
+)
+
+
+@kernel(ROW_GATE)
+def row_gate_kernel(address: Any) -> None:
+    """x = x * sigmoid(gate)."""
+    work = carray(address, 1)[0]
+    one = splat(np.float32(1))
+    for row in range(thread_id(), work.rows, num_threads()):
+        x, gate = work.x + row * work.columns * work.width, work.gate + row * work.stride
+        for at in range(0, work.columns * work.width, LANES * work.width):
+            down = exp(multiply(numbers_at(gate + at, work.width), splat(np.float32(-1))))
+            put_numbers(divide(numbers_at(x + at, work.width), add(one, down)), x + at, work.width)
 
 
 CAP = record_of(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.kernels.gemm.matmul import Matmul, Multiplies
+from engine.kernels.state.walk import StateLayer
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,10 @@ class GatedMlp:
 
 @dataclass(frozen=True)
 class ExpertMlp:
-    """Some of many gated MLPs for each row. router: hidden to experts; gate_up, down: of each expert, gated.
-    normalised: the shares of the `top_k` that are chosen sum to 1.
+    """Some of many gated MLPs for each row. router: hidden to experts and, if there is a shared one, to its gate;
+    gate_up, down: of each expert, gated. normalised: the shares of the `top_k` that are chosen sum to 1. sigmoid: a
+    share is the sigmoid of an expert's logit, and not the softmax of all. bias: [experts] float32, added to what
+    experts are chosen by. scale: of all shares. shared: an MLP of every row, times the sigmoid of its gate.
     """
 
     router: Multiplies
@@ -43,28 +46,44 @@ class ExpertMlp:
     inner: int
     top_k: int
     normalised: bool
+    sigmoid: bool = False
+    bias: Tensor | None = None
+    scale: float = 1.0
+    shared: GatedMlp | None = None
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """Attention with grouped queries. A norm that is None is left out.
+
+    qkv: hidden to (q_per_kv + 2) * kv_heads * head_dim; out: back to hidden. query_norm, key_norm: of each head, or of
+    all heads at once if their weights are as long. rotated: how many dimensions of a head are, by the rotary table of
+    that number. gated: `qkv` makes a gate for each query too, after the values, whose sigmoid multiplies what attention
+    gives.
+    """
+
+    qkv: Multiplies
+    out: Multiplies
+    query_norm: Norm | None
+    key_norm: Norm | None
+    rotated: int
+    rotary_table: int = 0
+    gated: bool = False
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     """A norm that is None is left out.
 
-    qkv: hidden to (q_per_kv + 2) * kv_heads * head_dim; out: back to hidden. input_norm, inner_norm: before qkv and
-    before the MLP; out_norm, down_norm: of what attention and the MLP add to the residual, with the epsilon of the norm
-    after them; residual_scale: by which it is multiplied where there is no such norm. query_norm, key_norm: of each
-    head, or of all heads at once if their weights are as long. rotated: how many dimensions of a head are, by the
-    rotary table of that number.
+    mixer: what makes a row of itself and the rows before it. input_norm, inner_norm: before the mixer and before the
+    MLP; out_norm, down_norm: of what the mixer and the MLP add to the residual, with the epsilon of the norm after
+    them; residual_scale: by which it is multiplied where there is no such norm.
     """
 
-    qkv: Multiplies
-    out: Multiplies
+    mixer: AttentionWeights | StateLayer
     mlp: GatedMlp | ExpertMlp
     input_norm: Norm | None
     inner_norm: Norm | None
-    query_norm: Norm | None
-    key_norm: Norm | None
-    rotated: int
-    rotary_table: int = 0
     out_norm: Norm | None = None
     down_norm: Norm | None = None
     residual_scale: float = 1.0

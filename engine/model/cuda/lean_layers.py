@@ -19,8 +19,9 @@ from engine.model.cuda.padded_rows import PaddedRows
 from engine.model.cuda.triton_attention import TritonAttention
 from engine.model.decoder_layer import norm_of
 from engine.model.kv_pool import KVPool
+from engine.model.reader.parts import only
 from engine.model.rotary import cosines_sines
-from engine.model.structure import OtherStructure, only
+from engine.model.structure import OtherStructure
 
 
 class LeanLayers:

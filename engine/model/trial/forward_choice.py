@@ -18,19 +18,20 @@ from engine.kernels.gemm.product import pack_linears
 from engine.kernels.pointwise import PointwiseOperations
 from engine.model.cuda_products import allow_split_sums, exact_sizes, forbid_split_sums, hold_split_sums
 from engine.model.decoder import LeanDecoder
-from engine.model.decoder_layer import InMemory
+from engine.model.decoder_layer import InMemory, state_shape
 from engine.model.forward import Forward
 from engine.model.kv_pool import KVPool
-from engine.model.loading import Facts, name_of
+from engine.model.loading import Facts, has_states, name_of
 from engine.model.masked import MaskedForward, refusal
 from engine.model.memory import kept_as, kv_room, pool_of
+from engine.model.reader.decoder import describe, head_sizes
 from engine.model.rotary import hold_frequencies
 from engine.model.runner import Chosen, Runner
 from engine.model.stock import NAME, StockForward, Unsupported
-from engine.model.structure import OtherStructure, describe, head_sizes
+from engine.model.structure import DecoderStructure, OtherStructure
 from engine.model.trial.probe import ModelProbe
 from engine.model.trial.proof import Proof, ProvedModel
-from engine.model.trial.stock_logits import LayeredStock, WholeStock
+from engine.model.trial.stock_logits import LayeredStock, WholeStock, passed_rules
 from engine.model.windows import short_windows
 from engine.weights.stored_weights import StoredWeights
 
@@ -56,6 +57,7 @@ class ForwardChoice:
         self.model, self.name, self.context, self.kv_memory, self.device = model, name, context, kv_memory, device
         self.draft = draft
         self.kv_type = kept_as(kv_type, device)
+        self.structure: DecoderStructure | None = None  # as far as it is known
 
     @property
     def accelerated(self) -> bool:
@@ -72,6 +74,12 @@ class ForwardChoice:
         chosen = self._try_exact(trial)
         if not isinstance(chosen, str):
             return chosen
+        if has_states(self.model.config):
+            raise ModelError(
+                f"model={self.name}: {self.model.config.model_type} has layers with a state, which the lean decoder "
+                f"alone can take back to before a draft, and it does not run here ({chosen}); use a model whose "
+                "layers all attend"
+            )
         return Chosen(self._masked(trial), chosen, chosen if self.device.type == "cpu" else "")
 
     @torch.inference_mode()
@@ -84,8 +92,8 @@ class ForwardChoice:
         trial = ModelProbe(self.model, self.name, self.context, stock)
         rules = stock.passed[-1]
         hold_frequencies(self.model)
+        structure = self.structure = describe(self.model, weights)
         pool, _ = self._make_pool(weights=weights.size)
-        structure = describe(self.model)
         lean = LeanDecoder(structure, pool, rules, weights, activations)
         runner = self._runner(lean, pool)
         if trial.beyond is not None:
@@ -98,7 +106,7 @@ class ForwardChoice:
         served = self._served(lean, runner, trial)
         if not trial.equal_bits(served):
             return Chosen(served, _BESIDE)
-        proof.write(ProvedModel(facts, structure, rules, weights.places, weights.vectors))
+        proof.write(ProvedModel(facts, structure, rules, weights.places, weights.own_vectors))
         return Chosen(served, "")
 
     def _runner(self, forward: Forward | MaskedForward, pool: KVPool | None) -> Runner:
@@ -109,9 +117,11 @@ class ForwardChoice:
         if self.model.dtype not in (torch.float32, torch.bfloat16):
             return f"its type is {name_of(self.model.dtype)}"
         if self.accelerated:
-            return self._try_cuda(trial)
+            return "layers with a state run on a CPU" if has_states(self.model.config) else self._try_cuda(trial)
         if self.device.type != "cpu":
             return f"exact attention is not there for {self.device.type} yet"
+        if has_states(self.model.config):
+            return self._try_states(trial)
         with PointwiseOperations() as pointwise:
             stock = self._try_attention(StockForward, trial)
         if isinstance(stock, str):
@@ -120,10 +130,30 @@ class ForwardChoice:
         lean = self._try_lean(stock, trial)
         if isinstance(lean, str):
             return Chosen(stock, self._inexact_stock(stock, trial, pointwise), lean)
+        return self._chosen_lean(lean, trial)
+
+    def _chosen_lean(self, lean: Runner, trial: ModelProbe) -> Chosen:
+        """The lean decoder, which agreed with the stock forward."""
         assert isinstance(lean.forward, LeanDecoder)
         served = self._served(lean.forward, lean, trial)
         even = lean.forward.exact
         return Chosen(served, self._inexact(served, trial) if even else self._uneven("number of rows"))
+
+    def _try_states(self, trial: ModelProbe) -> Chosen | str:
+        """The lean decoder for a model that has layers with a state, which no other forward of ours has; or why it
+        cannot run the model.
+        """
+        try:
+            self.structure = describe(self.model)
+            pool, _ = self._make_pool()
+            lean = LeanDecoder(self.structure, pool, passed_rules(self.model), InMemory(self.model))
+        except (OtherStructure, AttributeError) as error:  # a part of the structure is missing
+            return first_line(error)
+        runner = self._runner(lean, pool)
+        if not trial.agrees_anywhere(runner):
+            return "its logits differ from those of the lean decoder"
+        lean.forget_far()
+        return self._chosen_lean(runner, trial)
 
     def _served(self, lean: LeanDecoder, tried: Runner, trial: ModelProbe) -> Runner:
         """The lean decoder with keys and values of the type that is asked for, once it agreed with the stock forward in
@@ -244,11 +274,14 @@ class ForwardChoice:
         """The pool, and query heads per key head. weights: bytes that are still to be read into memory when the first
         one is made, for which free memory is measured.
         """
-        config = self.model.config.get_text_config()
+        config, structure, states = self.model.config.get_text_config(), self.structure, None
         heads, kv_heads, head_dim = head_sizes(config)
         self.kv_memory = kv_room(self.kv_memory, self.device, weights)
-        sizes = (config.num_hidden_layers, kv_heads, head_dim)
-        return pool_of(sizes, self.model.dtype, kv_type, self.kv_memory, self.device), heads // kv_heads
+        layers = config.num_hidden_layers
+        if structure is not None:
+            layers, states = structure.key_layers, state_shape(structure, self.model.dtype)
+        sizes = (layers, kv_heads, head_dim)
+        return pool_of(sizes, self.model.dtype, kv_type, self.kv_memory, self.device, states), heads // kv_heads
 
 
 def _other_matrix(model: Any) -> str | None:

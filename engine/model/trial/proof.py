@@ -38,7 +38,7 @@ _READ = (SOURCE, "config.json", "generation_config.json")  # files of the folder
 
 
 class ProvedModel(NamedTuple):
-    """rules: the attention rule of each layer. places, vectors: see `StoredWeights`."""
+    """rules: the attention rule of each layer that attends. places, vectors: see `StoredWeights`."""
 
     facts: Facts
     structure: DecoderStructure
@@ -56,14 +56,22 @@ class _StoredRule(msgspec.Struct):
     sinks: list[float] | None
 
 
+class _StoredVector(msgspec.Struct):
+    """The bits of bfloat16 numbers or, if it is wide, of float32 ones."""
+
+    bits: bytes
+    shape: list[int]
+    wide: bool
+
+
 class _Stored(msgspec.Struct):
-    """A `ProvedModel`. vectors: the bits of each, bfloat16."""
+    """A `ProvedModel`."""
 
     facts: Facts
     structure: DecoderStructure
-    rules: list[_StoredRule]
+    rules: dict[int, _StoredRule]
     places: dict[str, Place]
-    vectors: dict[str, bytes]
+    vectors: dict[str, _StoredVector]
 
 
 class Proof:
@@ -82,21 +90,19 @@ class Proof:
             found = msgspec.msgpack.decode(read_whole(self._file, self._key), type=_Stored)
         except (OSError, Damaged, msgspec.MsgspecError):
             return None
-        rules = {layer: _rule(stored) for layer, stored in enumerate(found.rules)}
-        vectors = {
-            name: torch.frombuffer(bytearray(bits), dtype=torch.bfloat16) for name, bits in found.vectors.items()
-        }
+        rules = {layer: _rule(stored) for layer, stored in found.rules.items()}
+        vectors = {name: _vector(stored) for name, stored in found.vectors.items()}
         return ProvedModel(found.facts, found.structure, rules, found.places, vectors)
 
     def write(self, proved: ProvedModel) -> None:
         """Remember that the model agreed. It only saves time, so a folder that cannot be written is no error."""
-        rules = [
-            _StoredRule(rule.scale, rule.window, rule.softcap, None if rule.sinks is None else rule.sinks.tolist())
-            for _, rule in sorted(proved.rules.items())
-        ]
-        vectors = {
-            name: vector.detach().view(torch.uint16).numpy().tobytes() for name, vector in proved.vectors.items()
+        rules = {
+            layer: _StoredRule(
+                rule.scale, rule.window, rule.softcap, None if rule.sinks is None else rule.sinks.tolist()
+            )
+            for layer, rule in proved.rules.items()
         }
+        vectors = {name: _stored_vector(vector) for name, vector in proved.vectors.items()}
         stored = _Stored(proved.facts, proved.structure, rules, dict(proved.places), vectors)
         with contextlib.suppress(OSError):
             write_checked(self._file, self._key, [msgspec.msgpack.encode(stored)])
@@ -110,6 +116,16 @@ def _rule(stored: _StoredRule) -> Rule:
 def described_by(folder: Path) -> list[bytes]:
     """What says which model a folder names."""
     return [_content(folder / name) for name in _READ]
+
+
+def _vector(stored: _StoredVector) -> Tensor:
+    dtype = torch.float32 if stored.wide else torch.bfloat16
+    return torch.frombuffer(bytearray(stored.bits), dtype=dtype).view(stored.shape)
+
+
+def _stored_vector(vector: Tensor) -> _StoredVector:
+    bits = vector.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    return _StoredVector(bits, [*vector.shape], vector.dtype == torch.float32)
 
 
 def _content(file: Path) -> bytes:

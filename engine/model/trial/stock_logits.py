@@ -54,6 +54,24 @@ class WholeStock:
         return logits
 
 
+def passed_rules(model: Any) -> dict[int, Rule]:
+    """The attention rules that the layers of a model in memory pass, of those that attend."""
+    rules: dict[int, Rule] = {}
+    with _talons_attention(model):
+        model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False, exact=_Observer(rules))
+    return rules
+
+
+@contextmanager
+def _talons_attention(model: Any) -> Iterator[None]:
+    usual = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(usual)
+
+
 class ReadsParameters(Protocol):
     """Where the weights come from."""
 
@@ -74,7 +92,7 @@ class LayeredStock:
     def __call__(self, tokens: list[int], starts: Sequence[int]) -> list[Tensor]:
         with self._embedding_of(tokens):
             calls = [self._calls(len(tokens), start) for start in starts]
-            with self._talons_attention():
+            with _talons_attention(self.model):
                 marked = self._calls(len(tokens), 0)
         states = [call[0].args[0] for call in calls]
         rules: dict[int, Rule] = {}
@@ -82,7 +100,7 @@ class LayeredStock:
             weights = {
                 name: self.weights.values(f"model.layers.{index}.{name}") for name, _ in layer.named_parameters()
             }
-            with self._talons_attention():
+            with _talons_attention(self.model):
                 _run(layer, weights, marked[index], states[0], exact=_Observer(rules))
             states = [_run(layer, weights, call[index], state) for call, state in zip(calls, states, strict=True)]
         self.passed.append(rules)
@@ -145,15 +163,6 @@ class LayeredStock:
             yield
         finally:
             del head.forward
-
-    @contextmanager
-    def _talons_attention(self) -> Iterator[None]:
-        usual = self.model.config._attn_implementation
-        self.model.set_attn_implementation(NAME)
-        try:
-            yield
-        finally:
-            self.model.set_attn_implementation(usual)
 
 
 class _Call(NamedTuple):

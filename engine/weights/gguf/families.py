@@ -28,7 +28,8 @@ from transformers.modeling_gguf_pytorch_utils import (
 from engine.core.errors import ModelError, shown
 from engine.weights.gguf.file import GgufFile
 from engine.weights.gguf.header import GgufTensor
-from engine.weights.stored_weights import Place, Unreadable, named
+from engine.weights.gguf.hybrids import HYBRIDS, check_hybrid, delta_parameters, draft_block
+from engine.weights.stored_weights import Place, Unreadable, is_vector, named
 
 _COMMON = GGUF_CONFIG_MAPPING["qwen2"]
 _GRANITE = {
@@ -82,26 +83,41 @@ def located(file: GgufFile, model: Any) -> tuple[dict[str, Place], dict[str, Ten
     read: set[str] = set()
     places: dict[str, Place] = {}
     vectors: dict[str, Tensor] = {}
-    for name, same in named(model).items():
+    for layer in (i for i, one in enumerate(model.model.layers) if hasattr(one, "linear_attn")):
+        net = delta_parameters(file, config, layer)
+        places |= net.places
+        vectors |= net.vectors
+        read |= net.tensors
+    for name, same in _rest(model, {*places, *vectors}).items():
         found = next((held for one in reversed(same) if (held := _find(one, names, tensors))), None)
         if found is None:
             raise Unreadable(f"{name} is not in the file")
         read |= {tensor.name for tensor in found}
-        parameter = model.get_parameter(name)
-        if parameter.dim() < 2:
-            values = _values(file, found[0], processor, parameter.shape).to(model.dtype)
-            vectors |= dict.fromkeys(same, values)
+        module, _, part = name.rpartition(".")
+        parameter = getattr(model.get_submodule(module), part)
+        if is_vector(parameter):
+            values = _values(file, found[0], processor, parameter.shape)
+            vectors |= dict.fromkeys(same, values if part == "expert_bias" else values.to(model.dtype))
         else:
             places |= dict.fromkeys(same, _place(found, processor, tuple(parameter.shape)))
-    if left := [name for name in tensors if name not in read and not name.startswith("rope_")]:
+    ignored = ("rope_", *filter(None, [draft_block(file)]))
+    if left := [name for name in tensors if name not in read and not name.startswith(ignored)]:
         raise Unreadable(f"{left[0]} is not of this model")
     return places, vectors
+
+
+def _rest(model: Any, known: set[str]) -> dict[str, list[str]]:
+    """All names of each parameter, and of each buffer that a checkpoint holds, by the first, but of the known ones."""
+    biases = {name: [name] for name, _ in model.named_buffers() if name.endswith(".expert_bias")}
+    return {name: same for name, same in (named(model) | biases).items() if name not in known}
 
 
 def _find(name: str, names: TensorNameMap, tensors: Mapping[str, GgufTensor]) -> list[GgufTensor]:
     """The tensors that hold a parameter, in their order; none if one of them is not there."""
     module, _, suffix = name.rpartition(".")
     sought = [f"{names.get_name(module)}.{suffix}"]
+    if suffix == "expert_bias":
+        sought = [f"{names.get_name(name)}.bias"]
     if module.endswith(".experts"):
         sought = [f"{names.get_name(f'{module}.{part}')}.weight" for part in _EXPERTS.get(suffix, ())]
     return [tensors[stored] for stored in sought] if sought and all(stored in tensors for stored in sought) else []
@@ -111,7 +127,8 @@ def _place(tensors: list[GgufTensor], processor: TensorProcessor, shape: tuple[i
     named = tuple(tensor.name for tensor in tensors)
     *count, outputs, inputs = shape
     each = outputs // len(tensors)
-    if any(tensor.shape != (inputs, each, *count) for tensor in tensors) or each * len(tensors) != outputs:
+    row = (inputs,) if outputs == 1 else None  # one output has no dimension of its own
+    if any(tensor.shape not in ((inputs, each, *count), row) for tensor in tensors) or each * len(tensors) != outputs:
         raise Unreadable(f"{named[0]} is stored in another shape")
     if count:
         return Place(named, shape)
@@ -146,6 +163,9 @@ def completed(file: GgufFile, config: Any) -> Any:
     if architecture == "olmo2" and value("attention.sliding_window"):
         raise ModelError("OLMo 3, whose windows are not read from GGUF")
     config.vocab_size = value("vocab_size", file.metadata["tokenizer.ggml.tokens"])
+    if architecture in HYBRIDS:
+        check_hybrid(file)
+        return config
     if (config.pad_token_id or 0) >= config.vocab_size:  # a default of the family's largest model
         config.pad_token_id = None
     if architecture == "llama" and value("expert_count", 0):

@@ -98,6 +98,14 @@ class GgufFile:
                 pass
         return raw
 
+    def read_rows(self, tensor: GgufTensor, rows: Sequence[int]) -> NDArray[np.uint8]:
+        """[rows, bytes] some rows of a matrix. Raises ModelError if the file was cut meanwhile."""
+        part, size = self.parts[tensor.part], tensor.size // tensor.shape[1]
+        found = [os.pread(part.content.fileno(), size, part.start + tensor.offset + row * size) for row in rows]
+        if any(len(row) < size for row in found):
+            raise ModelError(f"model={part.path}: the GGUF file was cut short while it was read; get it again")
+        return np.frombuffer(b"".join(found), np.uint8).reshape(len(found), size)
+
     @property
     def kind(self) -> str:
         """The type of most of the weights, such as Q4_K."""
@@ -172,6 +180,8 @@ def _checked(file: GgufFile, field: str) -> GgufFile:
 def _check_counts(file: GgufFile, field: str) -> None:
     """Raise ModelError for counts that the tensors contradict: whoever trusted them would make a model of that size."""
     blocks = len({tensor.name.split(".")[1] for tensor in file.tensors if tensor.name.startswith("blk.")})
+    if blocks == 1 and any(".nextn." in tensor.name for tensor in file.tensors):  # a draft head alone, the last block
+        blocks = _LARGEST
     embedding = file.tensor("token_embd.weight")
     held = {"block_count": blocks} | ({} if embedding is None else {"embedding_length": embedding.shape[0]})
     for key in _COUNTS:

@@ -16,29 +16,39 @@ from engine.kernels.attention.attention import Rule
 from engine.model.loading import Facts
 from engine.model.rotary import Frequencies
 from engine.model.structure import (
+    AttentionStructure,
     DecoderStructure,
     ExpertsStructure,
+    GatedDeltaStructure,
     LayerStructure,
     LinearStructure,
     MlpStructure,
     NormStructure,
+    Picked,
+    ShortConvolutionStructure,
 )
 from engine.model.trial import proof as proofs
 from engine.model.trial.proof import Proof, ProvedModel
 from engine.weights.gguf.source import GgufSource
 from engine.weights.stored_weights import Place
 
-LINEAR = LinearStructure(("a.weight", "b.weight"), ("a.bias", ""), ((0, 2, 1, 3), ()))
+LINEAR = LinearStructure(("a.weight", "b.weight"), ("a.bias", ""), (Picked(4, (0, 2, 1, 3)), None))
 NORM = NormStructure("norm.weight", 1e-5, True)
-MLPS = MlpStructure(LINEAR, LINEAR, True), ExpertsStructure("gate.weight", "gate_up", "down", 4, 32, 2, False)
-LAYERS = tuple(LayerStructure(LINEAR, LINEAR, mlp, NORM, None, NORM, None, NORM, NORM, 0.5, 8, 1) for mlp in MLPS)
+MLP = MlpStructure(LINEAR, LINEAR, True)
+MLPS = MLP, ExpertsStructure(LINEAR, "gate_up", "down", 4, 32, 2, False, True, "bias", 2.0, MLP)
+MIXERS = (
+    AttentionStructure(LINEAR, LINEAR, NORM, NORM, 8, 1, True),
+    GatedDeltaStructure(LINEAR, LINEAR, "conv", "decay", False, "dt", NORM, LINEAR, 1, 2, 16, 32, 4, (0, 0)),
+    ShortConvolutionStructure(LINEAR, "conv", "", LINEAR, 3),
+)
+LAYERS = tuple(LayerStructure(mixer, mlp, NORM, None, NORM, None, 0.5) for mixer in MIXERS for mlp in MLPS)
 FREQUENCIES = Frequencies(tuple(torch.tensor([1.0, 0.1]).tolist()), 0.7)
 STRUCTURE = DecoderStructure(64, 32, 4, 2, 8, (FREQUENCIES,), LAYERS, NORM, LINEAR, "embedding", True, 2.0, 3.0, 30.0)
 RULES = {0: Rule(0.25, 12, 30.0, torch.tensor([1.0, 2.0])), 1: Rule(0.5)}
 FACTS = Facts(64, 2, 512, 256, frozenset([1, 2]), {"top_k": 20, "top_p": None}, ["num_beams=2"])
-PROVED = ProvedModel(
-    FACTS, STRUCTURE, RULES, {"a.weight": Place(("q", "k"), (2, 3), b"12")}, {"norm": torch.tensor([0.1]).bfloat16()}
-)
+PLACES = {"a.weight": Place(("q", "k"), (2, 3), b"12", b"34")}
+VECTORS = {"norm": torch.tensor([0.1]).bfloat16(), "conv": torch.tensor([[0.1, 0.2], [0.3, 0.4]])}
+PROVED = ProvedModel(FACTS, STRUCTURE, RULES, PLACES, VECTORS)
 
 
 @pytest.fixture
@@ -58,7 +68,9 @@ def test_what_was_found_is_read_again(folder: Path) -> None:
     assert found is not None and found.rules[1] == RULES[1] and found.rules[0].window == 12
     assert found.rules[0].sinks is not None and found.rules[0].sinks.tolist() == [1.0, 2.0]
     assert (found.facts, found.structure, found.places) == (FACTS, STRUCTURE, PROVED.places)
-    assert found.vectors.keys() == {"norm"} and torch.equal(found.vectors["norm"], PROVED.vectors["norm"])
+    assert found.vectors.keys() == {"norm", "conv"}
+    for name, vector in found.vectors.items():
+        assert vector.dtype == PROVED.vectors[name].dtype and torch.equal(vector, PROVED.vectors[name])
 
 
 def test_a_proof_of_another_type_is_none(folder: Path) -> None:

@@ -50,6 +50,39 @@ _SCALED = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
 }
 _HALF = {"rope_type": "default", "rope_theta": 50_000.0, "partial_rotary_factor": 0.5}
+_DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0, "partial_rotary_factor": 0.5},
+}
+_OF_DELTA = {
+    "full_attention_interval": 4,
+    "rope.dimension_count": 16,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 6,
+    "ssm.inner_size": 96,
+}
+_SECTIONS = {"rope.dimension_sections": [11, 11, 10, 0]}
+_SHARED = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 32,
+}
+_OF_SHARED = {
+    "expert_count": 8,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 64,
+    "expert_shared_feed_forward_length": 32,
+}
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5}
+_OF_CONVOLUTIONS = {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 2, 0]}
 _OF_GEMMA = {"attention.sliding_window": 12}
 FAMILIES = {
     "llama": Family("LlamaConfig", {}, "llama"),
@@ -88,6 +121,20 @@ FAMILIES = {
         "llama",
         {"expert_count": 4, "expert_used_count": 2},
     ),
+    "qwen3.5": Family("Qwen3_5TextConfig", _DELTA, "qwen35", _OF_DELTA | _SECTIONS),
+    "qwen3.5 with experts": Family(
+        "Qwen3_5MoeTextConfig", _DELTA | _SHARED, "qwen35moe", _OF_DELTA | _SECTIONS | _OF_SHARED
+    ),
+    "qwen3-next": Family("Qwen3NextConfig", _DELTA | _SHARED, "qwen3next", _OF_DELTA | _OF_SHARED),
+    "lfm2": Family("Lfm2Config", _CONVOLUTIONS | {"block_auto_adjust_ff_dim": False}, "lfm2", _OF_CONVOLUTIONS),
+    "lfm2 with experts": Family(
+        "Lfm2MoeConfig",
+        _CONVOLUTIONS
+        | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_dense_layers": 1},
+        "lfm2moe",
+        _OF_CONVOLUTIONS
+        | {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 64, "leading_dense_block_count": 1},
+    ),
     "gpt-oss": Family(
         "GptOssConfig",
         {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12, "hidden_size": 64,
@@ -99,8 +146,9 @@ FAMILIES = {
 
 
 def random_model(family: str, **changes: Any) -> Any:
-    """A random model of that family, in float32. Norms are random too, so that one in a wrong place is seen. Routers
-    are as sure as trained ones: a near tie that rounding turns is another expert's output.
+    """A random model of that family, in float32, whose parameters are numbers of bfloat16. Norms are random too, so
+    that one in a wrong place is seen. Routers are as sure as trained ones: a near tie that rounding turns is another
+    expert's output.
     """
     about = FAMILIES[family]
     torch.manual_seed(0)
@@ -113,29 +161,53 @@ def random_model(family: str, **changes: Any) -> Any:
         for name, parameter in model.named_parameters():
             if name.endswith(("gate.weight", "router.weight")):
                 parameter *= 8
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer += 0.1 * torch.randn(buffer.shape)
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
     return model.eval()
 
 
-def write_family(path: Path, family: str, model: Any, kind: Kind = Kind.F32) -> None:
-    """kind: of the matrices."""
+def write_family(
+    path: Path,
+    family: str,
+    model: Any,
+    kind: Kind = Kind.F32,
+    head: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    head_alone: bool = False,
+) -> None:
+    """kind: of the matrices. head: of a draft head (`draft_head`), stored as one more block. changes: of the metadata,
+    None leaves out. head_alone: without the model's blocks.
+    """
     about, config = FAMILIES[family], model.config
     writer = gguf.GGUFWriter(path, about.architecture)
     writer.add_name("random")
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + bool(head))
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if hasattr(config, "intermediate_size"):
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if "attention.head_count_kv" not in about.metadata:
+        writer.add_head_count_kv(config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
     writer.add_rope_freq_base(_theta(config))
     if "rope.dimension_count" not in about.metadata:
         writer.add_rope_dimension_count(head_dim)
-    for key, value in about.metadata.items():
-        writer.add_key_value(f"{about.architecture}.{key}", value, gguf.GGUFValueType.get_type(value))
+    nextn = {"nextn_predict_layers": 1} if head else {}
+    for key, value in (about.metadata | nextn | changes).items():
+        writer.kv_data[0].pop(f"{about.architecture}.{key}", None)
+        if value is None:
+            continue
+        if isinstance(value, list):
+            writer.add_array(f"{about.architecture}.{key}", value)
+        else:
+            writer.add_key_value(f"{about.architecture}.{key}", value, gguf.GGUFValueType.get_type(value))
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
@@ -146,8 +218,10 @@ def write_family(path: Path, family: str, model: Any, kind: Kind = Kind.F32) -> 
     writer.add_eos_token_id(3)
     writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)
-    for name, array in stored_tensors(family, model).items():
-        of_kind = kind if array.ndim > 1 and "ffn_gate_inp" not in name else Kind.F32
+    for name, array in (stored_tensors(family, model) | _stored_head(head, config.num_hidden_layers)).items():
+        if head_alone and name.startswith("blk.") and not name.startswith(f"blk.{config.num_hidden_layers}."):
+            continue
+        of_kind = kind if array.ndim > 1 and "ffn_gate_inp" not in name and array.shape[-1] % 32 == 0 else Kind.F32
         writer.add_tensor(name, gguf.quantize(array, of_kind), raw_dtype=of_kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -169,13 +243,20 @@ def stored_tensors(family: str, model: Any) -> dict[str, NDArray[np.float32]]:
         if ".experts." in name:
             made |= _experts(name, array, about.architecture)
             continue
+        if ".linear_attn." in name and (held := _delta(name, tensor, config, about.architecture)):
+            made |= {key: part.contiguous().numpy() for key, part in held.items()}
+            continue
         module, _, suffix = name.rpartition(".")
+        if suffix == "expert_bias":
+            module, suffix = name, "bias"
+        if name.endswith(("conv.conv.weight", "shared_expert_gate.weight")):
+            array = array.squeeze()
         if module.endswith("self_attn") and suffix == "sinks":
             module, suffix = name, "weight"
         found = names.get_name(module.replace("mlp.router", "mlp.gate") if "router" in module else module)
         if found is None:
             raise ValueError(f"gguf has no name for {name} of {about.architecture}")
-        if about.architecture in ("gemma2", "gemma3") and "norm" in found:
+        if about.architecture in ("gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next") and "norm" in found:
             array = array + 1
         if about.architecture in ("llama", "granite", "smollm3") and (
             ".attn_q." in f"{found}." or ".attn_k." in f"{found}."
@@ -185,6 +266,83 @@ def stored_tensors(family: str, model: Any) -> dict[str, NDArray[np.float32]]:
             array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
         made[f"{found}.{suffix}"] = array
     return made
+
+
+def draft_head(model: Any) -> dict[str, torch.Tensor]:
+    """Random tensors of a draft head for a model whose last layer attends, by their names in safetensors."""
+    torch.manual_seed(1)
+    last, hidden = f"model.layers.{model.config.num_hidden_layers - 1}.", model.config.hidden_size
+    shapes = {
+        f"mtp.layers.0.{name.removeprefix(last)}": one.shape for name, one in model.state_dict().items() if last in name
+    }
+    shapes |= {f"mtp.{name}.weight": (hidden,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    shapes |= {"mtp.fc.weight": (hidden, 2 * hidden)}
+    return {name: (0.2 * torch.randn(shape)).to(torch.bfloat16).float() for name, shape in shapes.items()}
+
+
+_HEAD_NAMES = {
+    "fc": "nextn.eh_proj",
+    "pre_fc_norm_embedding": "nextn.enorm",
+    "pre_fc_norm_hidden": "nextn.hnorm",
+    "norm": "nextn.shared_head_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+}
+
+
+def _stored_head(head: Mapping[str, torch.Tensor], block: int) -> dict[str, NDArray[np.float32]]:
+    made = {}
+    for name, tensor in head.items():
+        stored = _HEAD_NAMES[name.split(".")[-2]]
+        made[f"blk.{block}.{stored}.weight"] = (tensor + 1 if "norm" in stored else tensor).numpy()
+    return made
+
+
+def _delta(name: str, tensor: torch.Tensor, config: Any, architecture: str) -> dict[str, torch.Tensor]:
+    """A parameter of a gated delta net as stored: Qwen3.5's value heads in turn, one of every key head after another;
+    Qwen3-Next's one matrix in two.
+    """
+    block, part = f"blk.{name.split('.')[2]}.", name.split(".linear_attn.")[1].removesuffix(".weight")
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    channels, size = 2 * keys * config.linear_key_head_dim, config.linear_value_head_dim
+
+    def turned(heads: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """The value heads along a dimension, which may have several numbers each."""
+        if architecture == "qwen3next":
+            return heads
+        grouped = heads.unflatten(dim, (keys, values // keys, -1))
+        return grouped.transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+    if part == "in_proj_qkvz":
+        each = values // keys * size
+        of_heads = tensor.unflatten(0, (keys, -1))
+        q, k, v, z = of_heads.split([config.linear_key_head_dim] * 2 + [each] * 2, dim=1)
+        qkv = torch.cat([rows.flatten(0, 1) for rows in (q, k, v)])
+        return {f"{block}attn_qkv.weight": qkv, f"{block}attn_gate.weight": z.flatten(0, 1)}
+    if part == "in_proj_qkv":
+        return {f"{block}attn_qkv.weight": torch.cat([tensor[:channels], turned(tensor[channels:])])}
+    if part == "conv1d":
+        window = tensor[:, 0]
+        return {f"{block}ssm_conv1d.weight": torch.cat([window[:channels], turned(window[channels:])])}
+    if part == "out_proj":
+        return {f"{block}ssm_out.weight": turned(tensor, 1)}
+    if part == "A_log":
+        return {f"{block}ssm_a": turned(-tensor.exp())}
+    if part == "norm":
+        return {f"{block}ssm_norm.weight": tensor}
+    rows = {"in_proj_z": "attn_gate.weight", "in_proj_b": "ssm_beta.weight", "in_proj_a": "ssm_alpha.weight"}
+    if part in ("in_proj_ba", "dt_bias"):
+        rows |= {"in_proj_ba": "ssm_ba.weight", "dt_bias": "ssm_dt.bias"}
+    return {f"{block}{rows[part]}": turned(tensor)}
 
 
 def _experts(name: str, array: NDArray[np.float32], architecture: str) -> dict[str, NDArray[np.float32]]:

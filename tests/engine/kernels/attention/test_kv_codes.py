@@ -25,6 +25,7 @@ BLOCKS, HEADS, GROUPS = 3, 2, 2
 def entered(pool: KVPool, qkv: Tensor, slots: list[int]) -> Tensor:
     """Write the keys and values of [rows, (groups + 2) * heads * head_dim]; returns the queries."""
     shape, work, rows = pool.shape, np.zeros(1, ENTER), len(qkv)
+    work["stride"] = qkv.stride(0) * qkv.itemsize
     places, angles = np.array(slots, np.int32), np.zeros(rows, np.int32)
     queries = torch.zeros(HEADS, rows, GROUPS, shape.dims, dtype=torch.bfloat16 if shape.vnni else torch.float32)
     scratch = torch.full((torch.get_num_threads(), shape.dims), torch.nan)

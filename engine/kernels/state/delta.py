@@ -1,0 +1,398 @@
+"""Gated delta nets (Qwen3-Next, Qwen3.5): a row decays the state of each value head, corrects what it recalls for the
+row's key, and reads it with the row's query.
+
+    S <- exp(g) S;   d = beta (v - S^T k);   S <- S + k d^T;   o = S^T q;   out = Wo (RMSNorm(o) * w * SiLU(z))
+
+S [key_dim, value_dim] is float32, and lies in tiles of 16 of its columns, which do not depend on each other: a tile of
+8 KB stays in the first level of cache while one thread takes all rows of a request through it. q, k and v are what a
+causal convolution and SiLU make of the row's inputs and those before it; q and k are then divided by their lengths.
+
+A commit replays a row from its inputs, before the convolution, and its gates: with the same operations, so to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+from torch import Tensor
+
+from engine.kernels.exponential import exp
+from engine.kernels.fused import record_of
+from engine.kernels.gemm.matmul import Multiplies
+from engine.kernels.simd import (
+    FLOAT32,
+    LANES,
+    add,
+    copy_half,
+    divide,
+    float_at,
+    fma,
+    int_at,
+    load,
+    multiply,
+    number_at,
+    numbers_at,
+    put_float,
+    put_numbers,
+    splat,
+    store,
+    total,
+)
+from engine.kernels.state.walk import (
+    LEAF,
+    BuildsSteps,
+    LayerPlace,
+    batch_row,
+    kept_row,
+    read_slot,
+    row_count,
+    rows_of,
+    save_at,
+    save_range,
+    scratch_of,
+    segment_count,
+    state_of,
+    step_at,
+    step_range,
+    stored_as,
+    tiles_of,
+    window_room,
+)
+from engine.kernels.state.windows import convolved, copy, find_window, input_of, keep_window
+from engine.kernels.threads import kernel, num_threads, thread_id
+
+_LENGTH_EPSILON = np.float32(1e-6)  # as in transformers and in flash-linear-attention
+
+DELTA = record_of(
+    "walk",  # see `engine.kernels.state.walk`
+    "inputs",  # [rows, ...]: q, k, v, then z
+    "inputs_stride",  # bytes
+    "gates",  # [rows, 2, value_heads]: b, a
+    "state_at",  # where the layer's part begins in a state: the window, then S
+    "row_at",  # where it begins in a kept row: q, k and v, then the gates
+    "taps",  # [taps, channels of q, k and v] float32
+    "decay",  # [value_heads] float32: -exp(A)
+    "dt_bias",  # [value_heads] float32
+    "norm",  # [value_dim] float32
+    "key_head_of",  # [value_heads] int32
+    "out",  # [rows, value_heads * value_dim]
+    "key_heads",
+    "value_heads",
+    "key_dim",
+    "value_dim",
+    "tap_count",
+    "channels",
+    "width",
+    "window_bytes",
+    "row_scratch",  # bytes: q, k, v (then o), exp(g), beta in float32
+    floats=("epsilon", "query_scale"),
+)
+
+
+def delta_sizes(
+    key_heads: int, value_heads: int, key_dim: int, value_dim: int, taps: int, width: int
+) -> tuple[int, int]:
+    """Bytes of a layer's state, and of what is kept of a row. width: bytes of a number of its inputs."""
+    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    return (
+        _window_bytes(channels, taps, width) + 4 * value_heads * key_dim * value_dim,
+        (channels + 2 * value_heads) * width,
+    )
+
+
+def _window_bytes(channels: int, taps: int, width: int) -> int:
+    return -(-(taps - 1) * channels * width // 64) * 64
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """inputs: hidden to q and k of each key head, then v and z of each value head; gates: to b and a of each value
+    head. taps: [taps, channels of q, k and v] float32; decay: -exp(A); norm: [value_dim] float32. key_head_of: the key
+    head of each value head, int32. width: bytes of a number of rows.
+    """
+
+    inputs: Multiplies
+    gates: Multiplies
+    out: Multiplies
+    taps: Tensor
+    decay: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    epsilon: float
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    key_head_of: Tensor
+    width: int
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim
+        return delta_sizes(*sizes, len(self.taps), self.width)
+
+    @property
+    def state_bytes(self) -> int:
+        return self._sizes[0]
+
+    @property
+    def row_bytes(self) -> int:
+        return self._sizes[1]
+
+    @property
+    def scratch_bytes(self) -> int:
+        channels: int = self.taps.shape[1]
+        return 4 * (channels + 2 * self.value_heads)
+
+    @property
+    def tile_bytes(self) -> int:
+        return 4 * self.key_dim * LANES
+
+    def build(self, program: BuildsSteps, place: LayerPlace) -> str:
+        """See `StateLayer`."""
+        channels, made = self.taps.shape[1], self.value_heads * self.value_dim
+        program.product(self.inputs, "x", "state_inputs", channels + made)
+        program.product(self.gates, "x", "state_gates", 2 * self.value_heads)
+        inputs, gates = program.buffer("state_inputs", channels + made), program.buffer("state_gates", 0)
+        record = np.zeros(1, DELTA)
+        fields = {
+            "walk": place.walk,
+            "inputs": inputs.data_ptr(),
+            "inputs_stride": inputs.stride(0) * inputs.itemsize,
+            "gates": gates.data_ptr(),
+            "state_at": place.state,
+            "row_at": place.row,
+            "taps": self.taps.data_ptr(),
+            "decay": self.decay.data_ptr(),
+            "dt_bias": self.dt_bias.data_ptr(),
+            "norm": self.norm.data_ptr(),
+            "key_head_of": self.key_head_of.data_ptr(),
+            "out": program.buffer("mixed", made).data_ptr(),
+            "key_heads": self.key_heads,
+            "value_heads": self.value_heads,
+            "key_dim": self.key_dim,
+            "value_dim": self.value_dim,
+            "tap_count": len(self.taps),
+            "channels": channels,
+            "width": self.width,
+            "window_bytes": _window_bytes(channels, len(self.taps), self.width),
+            "row_scratch": self.scratch_bytes,
+            "epsilon": self.epsilon,
+            "query_scale": 1 / math.sqrt(self.key_dim),
+        }
+        for name, value in fields.items():
+            record[name] = value
+        for step in (delta_inputs_kernel, delta_kernel, delta_out_kernel):
+            program.step(step(), record)
+        return "mixed"
+
+
+@kernel(DELTA)
+def delta_inputs_kernel(address: Any) -> None:
+    """The convolution, for each request and head: q and k of a key head, or v and the gates of a value head. What is to
+    be kept of rows is copied to the store, and the window of each state that is stored is written.
+    """
+    work = carray(address, 1)[0]
+    heads, places = work.key_heads + work.value_heads, window_room(work.walk, thread_id())
+    for unit in range(thread_id(), segment_count(work.walk) * heads, num_threads()):
+        segment, head = unit // heads, unit % heads
+        window = state_of(work.walk, read_slot(work.walk, segment)) + work.state_at
+        first, end = rows_of(work.walk, segment)
+        for row in range(first, end):
+            find_window(
+                work.walk, row, work.tap_count, work.inputs, work.inputs_stride, work.row_at, window,
+                work.channels * work.width, places,
+            )  # fmt: skip
+            scratch = scratch_of(work.walk) + row * work.row_scratch
+            if head < work.key_heads:
+                _enter_key(work, places, head, scratch)
+            else:
+                _enter_value(work, places, head - work.key_heads, scratch)
+                _enter_gates(work, row, head - work.key_heads, scratch)
+            if stored_as(work.walk, row) >= 0:
+                _keep_row(work, row, head)
+        first, end = save_range(work.walk, segment)
+        for save in range(first, end):
+            _keep_windows(work, save, window, head, places)
+
+
+@njit
+def _first_channels(work: Any, head: int) -> Any:
+    """The first channels that a unit reads, of both parts, and how many each has."""
+    if head < work.key_heads:
+        return head * work.key_dim, (work.key_heads + head) * work.key_dim, work.key_dim
+    first = 2 * work.key_heads * work.key_dim + (head - work.key_heads) * work.value_dim
+    return first, first, work.value_dim
+
+
+@njit
+def _activated(work: Any, places: int, channel: int) -> Any:
+    """SiLU of the convolution of 16 channels."""
+    x = convolved(
+        places, work.tap_count, channel * work.width, work.width, work.taps + 4 * channel, work.channels,
+        splat(np.float32(0)),
+    )  # fmt: skip
+    return divide(x, add(splat(np.float32(1)), exp(multiply(x, splat(np.float32(-1))))))
+
+
+@njit
+def _enter_key(work: Any, places: int, head: int, scratch: int) -> None:
+    """q and k of a key head, of length 1; q is then scaled."""
+    for part in range(2):
+        channel = (part * work.key_heads + head) * work.key_dim
+        squares = splat(np.float32(0))
+        for at in range(channel, channel + work.key_dim, LANES):
+            x = _activated(work, places, at)
+            squares = fma(x, x, squares)
+            store(x, scratch + 4 * at, FLOAT32)
+        scale = np.float32(1) / np.sqrt(total(squares) + _LENGTH_EPSILON)
+        if part == 0:
+            scale *= work.query_scale
+        for at in range(channel, channel + work.key_dim, LANES):
+            store(multiply(load(scratch + 4 * at, FLOAT32), splat(scale)), scratch + 4 * at, FLOAT32)
+
+
+@njit
+def _enter_value(work: Any, places: int, head: int, scratch: int) -> None:
+    channel = 2 * work.key_heads * work.key_dim + head * work.value_dim
+    for at in range(channel, channel + work.value_dim, LANES):
+        store(_activated(work, places, at), scratch + 4 * at, FLOAT32)
+
+
+@njit
+def _enter_gates(work: Any, row: int, head: int, scratch: int) -> None:
+    """exp(g) and beta of a value head, by float64 for a row's bits to be those of one function."""
+    gates = input_of(work.walk, row, work.gates, 2 * work.value_heads * work.width, _kept_gates(work))
+    b = np.float64(number_at(gates + head * work.width, work.width))
+    a = np.float64(number_at(gates + (work.value_heads + head) * work.width, work.width))
+    a += np.float64(float_at(work.dt_bias + 4 * head))
+    rate = a if a > 20.0 else math.log1p(math.exp(a))  # softplus
+    place = scratch + 4 * (work.channels + head)
+    put_float(place, np.float32(math.exp(np.float64(float_at(work.decay + 4 * head)) * rate)))
+    put_float(place + 4 * work.value_heads, np.float32(1.0 / (1.0 + math.exp(-b))))
+
+
+@njit
+def _kept_gates(work: Any) -> Any:
+    """Where the gates are in a kept row."""
+    return work.row_at + work.channels * work.width
+
+
+@njit
+def _keep_row(work: Any, row: int, head: int) -> None:
+    """Copy a unit's part of a row's inputs and gates to the store."""
+    at, place = batch_row(work.walk, row), kept_row(work.walk, stored_as(work.walk, row))
+    first, second, count = _first_channels(work, head)
+    source = work.inputs + at * work.inputs_stride
+    copy(source + first * work.width, place + work.row_at + first * work.width, count * work.width)
+    if head < work.key_heads:
+        copy(source + second * work.width, place + work.row_at + second * work.width, count * work.width)
+        return
+    gates, kept = work.gates + at * 2 * work.value_heads * work.width, place + _kept_gates(work)
+    for i in range(head - work.key_heads, 2 * work.value_heads, work.value_heads):
+        for half in range(0, work.width, 2):
+            copy_half(gates + i * work.width + half, kept + i * work.width + half)
+
+
+@njit
+def _keep_windows(work: Any, save: int, window: int, head: int, places: int) -> None:
+    """Write a unit's part of the window of a state that is stored."""
+    row, slot = save_at(work.walk, save)
+    goal, size = state_of(work.walk, slot) + work.state_at, work.width
+    first, second, count = _first_channels(work, head)
+    for part in range(2):
+        if part == 0 or second != first:
+            keep_window(
+                work.walk, row, work.tap_count, work.inputs, work.inputs_stride, work.row_at, window, goal,
+                work.channels * size, (first if part == 0 else second) * size, count * size, places,
+            )  # fmt: skip
+
+
+@kernel(DELTA)
+def delta_kernel(address: Any) -> None:
+    """Take the rows through the states: for each request, value head and 16 columns."""
+    work = carray(address, 1)[0]
+    tiles = work.value_dim // LANES
+    units, size = work.value_heads * tiles, 4 * work.key_dim * LANES
+    levels = tiles_of(work.walk, thread_id())
+    for unit in range(thread_id(), segment_count(work.walk) * units, num_threads()):
+        segment, tile = unit // units, unit % units
+        head, state_at = tile // tiles, work.state_at + work.window_bytes + tile * size
+        key = 4 * int_at(work.key_head_of + 4 * head) * work.key_dim
+        value = 4 * (2 * work.key_heads * work.key_dim + tile * LANES)
+        first, end = step_range(work.walk, segment)
+        for step in range(first, end):
+            row, source, goal = step_at(work.walk, step)
+            scratch = scratch_of(work.walk) + row * work.row_scratch
+            old = levels + source * size if source >= 0 else state_of(work.walk, ~source) + state_at
+            new = levels + goal * size if goal >= 0 else state_of(work.walk, ~goal) + state_at
+            gate = scratch + 4 * (work.channels + head)
+            _advance(
+                old, 0 if goal == LEAF else new, scratch + key, 4 * work.key_heads * work.key_dim, scratch + value,
+                float_at(gate), float_at(gate + 4 * work.value_heads), work.key_dim,
+            )  # fmt: skip
+
+
+@njit
+def _advance(old: int, new: int, query: int, to_key: int, value: int, decay: Any, beta: Any, count: int) -> None:
+    """One row through 16 columns of a state, [count, 16]: the state after it is stored at `new` unless that is 0, and
+    o in the place of v.
+    """
+    key, zero = query + to_key, splat(np.float32(0))
+    a, b, c, d = zero, zero, zero, zero
+    for i in range(0, 4 * count, 16):
+        place = old + 16 * i
+        a = fma(load(place, FLOAT32), splat(float_at(key + i)), a)
+        b = fma(load(place + 64, FLOAT32), splat(float_at(key + i + 4)), b)
+        c = fma(load(place + 128, FLOAT32), splat(float_at(key + i + 8)), c)
+        d = fma(load(place + 192, FLOAT32), splat(float_at(key + i + 12)), d)
+    recalled = add(add(a, b), add(c, d))
+    kept = splat(decay)
+    delta = multiply(splat(beta), fma(recalled, splat(-decay), load(value, FLOAT32)))
+    a, b, c, d = zero, zero, zero, zero
+    for i in range(0, 4 * count, 16):
+        place = old + 16 * i
+        s = fma(splat(float_at(key + i)), delta, multiply(load(place, FLOAT32), kept))
+        t = fma(splat(float_at(key + i + 4)), delta, multiply(load(place + 64, FLOAT32), kept))
+        u = fma(splat(float_at(key + i + 8)), delta, multiply(load(place + 128, FLOAT32), kept))
+        v = fma(splat(float_at(key + i + 12)), delta, multiply(load(place + 192, FLOAT32), kept))
+        a = fma(s, splat(float_at(query + i)), a)
+        b = fma(t, splat(float_at(query + i + 4)), b)
+        c = fma(u, splat(float_at(query + i + 8)), c)
+        d = fma(v, splat(float_at(query + i + 12)), d)
+        if new != 0:
+            store(s, new + 16 * i, FLOAT32)
+            store(t, new + 16 * i + 64, FLOAT32)
+            store(u, new + 16 * i + 128, FLOAT32)
+            store(v, new + 16 * i + 192, FLOAT32)
+    store(add(add(a, b), add(c, d)), value, FLOAT32)
+
+
+@kernel(DELTA)
+def delta_out_kernel(address: Any) -> None:
+    """out = RMSNorm(o) * w * SiLU(z), for each row and value head."""
+    work = carray(address, 1)[0]
+    one, made = splat(np.float32(1)), work.value_heads * work.value_dim
+    for unit in range(thread_id(), row_count(work.walk) * work.value_heads, num_threads()):
+        row, head = unit // work.value_heads, unit % work.value_heads
+        at = batch_row(work.walk, row)
+        if at < 0:
+            continue
+        channel = 2 * work.key_heads * work.key_dim + head * work.value_dim
+        x = scratch_of(work.walk) + row * work.row_scratch + 4 * channel
+        squares = splat(np.float32(0))
+        for i in range(0, 4 * work.value_dim, 4 * LANES):
+            numbers = load(x + i, FLOAT32)
+            squares = fma(numbers, numbers, squares)
+        scale = splat(np.float32(1) / np.sqrt(total(squares) / np.float32(work.value_dim) + work.epsilon))
+        gate = work.inputs + at * work.inputs_stride + (work.channels + head * work.value_dim) * work.width
+        out = work.out + (at * made + head * work.value_dim) * work.width
+        for i in range(0, work.value_dim, LANES):
+            z = numbers_at(gate + i * work.width, work.width)
+            numbers = multiply(multiply(load(x + 4 * i, FLOAT32), scale), load(work.norm + 4 * i, FLOAT32))
+            z = divide(z, add(one, exp(multiply(z, splat(np.float32(-1))))))
+            put_numbers(multiply(numbers, z), out + i * work.width, work.width)

@@ -1,0 +1,76 @@
+"""Causal convolutions over a row and its nearest ancestors, which may be new rows, kept rows, or in the state.
+
+A state's window holds the inputs of the last rows, the oldest first, one fewer than the convolution has taps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+from torch import Tensor
+
+from engine.kernels.simd import FLOAT32, fma, load, long_at, numbers_at, put_long
+from engine.kernels.state.walk import batch_row, kept_row, parent_of
+
+
+def taps_of(convolution: Tensor) -> Tensor:
+    """The weights of a convolution of each channel, [channels, 1, taps] or [channels, taps], as [taps, channels]
+    float32.
+    """
+    return convolution.detach().reshape(len(convolution), -1).t().float().contiguous()
+
+
+@njit
+def input_of(walk: int, row: int, inputs: int, stride: int, kept_at: int) -> Any:
+    """The address of a row's inputs. inputs: of the new rows, `stride` bytes apart; kept_at: where they are in a kept
+    row.
+    """
+    at = batch_row(walk, row)
+    return inputs + at * stride if at >= 0 else kept_row(walk, ~at) + kept_at
+
+
+@njit
+def find_window(
+    walk: int, row: int, taps: int, inputs: int, stride: int, kept_at: int, window: int, window_stride: int, places: int
+) -> None:
+    """Write the addresses of the inputs that a row's convolution reads to `places`, the oldest first. window: of the
+    state, its rows `window_stride` bytes apart.
+    """
+    oldest = taps - 2
+    for tap in range(taps - 1, -1, -1):
+        if row >= 0:
+            put_long(places + 8 * tap, input_of(walk, row, inputs, stride, kept_at))
+            row = parent_of(walk, row)
+        else:
+            put_long(places + 8 * tap, window + oldest * window_stride)
+            oldest -= 1
+
+
+@njit
+def convolved(places: int, taps: int, at: int, width: int, weights: int, channels: int, start: Any) -> Any:
+    """start plus the convolution of 16 channels. at: of the first of them, in bytes of a row's inputs; weights: the
+    address of its first weight, of [taps, channels].
+    """
+    for tap in range(taps):
+        x = numbers_at(long_at(places + 8 * tap) + at, width)
+        start = fma(x, load(weights + 4 * tap * channels, FLOAT32), start)
+    return start
+
+
+@njit
+def keep_window(
+    walk: int, row: int, taps: int, inputs: int, stride: int, kept_at: int, window: int, goal: int, window_stride: int,
+    at: int, size: int, places: int,
+) -> None:  # fmt: skip
+    """Write the window after a row to `goal`, which may be `window` itself: `size` bytes from `at` on of each input."""
+    find_window(walk, row, taps, inputs, stride, kept_at, window, window_stride, places)
+    for tap in range(1, taps):
+        copy(long_at(places + 8 * tap) + at, goal + (tap - 1) * window_stride + at, size)
+
+
+@njit
+def copy(source: int, place: int, size: int) -> None:
+    """Copy bytes, a multiple of 8, as they are: converting a number to bfloat16 again may change a tiny one."""
+    for at in range(0, size, 8):
+        put_long(place + at, long_at(source + at))

@@ -1,0 +1,62 @@
+"""Reads the smallest parts of a stock model: its linear layers, norms and activations."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.kernels.simd import LANES
+from engine.model.structure import LinearStructure, NormStructure, OtherStructure, Picked
+
+
+def only(module: Any, names: set[str]) -> None:
+    """Raises OtherStructure if the module has other parts than these."""
+    if others := {name for name, _ in module.named_children()} - names:
+        raise OtherStructure(f"{type(module).__name__} with {', '.join(sorted(others))}")
+
+
+def linear_structure(
+    module: Any, prefix: str, parts: tuple[str, ...], whole: str = "", orders: tuple[Picked | None, ...] = ()
+) -> LinearStructure:
+    """The parts of the module, or the one that is all of them, as one."""
+    names = (whole,) if hasattr(module, whole) else parts
+    linears: list[Any] = [getattr(module, name, None) for name in names]
+    if not all(type(linear) is nn.Linear for linear in linears) or (orders and len(orders) != len(linears)):
+        raise OtherStructure(f"{type(module).__name__} without {', '.join(parts)}")
+    weights = tuple(f"{prefix}{name}.weight" for name in names)
+    biases = tuple("" if m.bias is None else f"{prefix}{name}.bias" for m, name in zip(linears, names, strict=True))
+    return LinearStructure(weights, biases, orders or (None,) * len(names))
+
+
+def norm_structure(norm: Any, prefix: str) -> NormStructure:
+    """An RMSNorm of the model. Raises OtherStructure if it is none."""
+    weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if weight is None or epsilon is None or getattr(norm, "bias", None) is not None:
+        raise OtherStructure(f"{type(norm).__name__} is not an RMSNorm with a weight")
+    kind: Any = type(norm)
+    return NormStructure(f"{prefix}weight", float(epsilon), _adds_one(kind))
+
+
+@cache
+def _adds_one(kind: Any) -> bool:
+    """Whether norms of that kind multiply by 1 + weight."""
+    try:
+        with torch.device("cpu"):
+            norm: Any = kind(LANES)
+            norm.weight.data.zero_()
+            return bool(norm(torch.ones(1, LANES)).any())
+    except TypeError as error:
+        raise OtherStructure(f"{kind.__name__} is made in another way than RMSNorm") from error
+
+
+def is_gelu(activation: Any) -> bool:
+    """Whether that is GELU's tanh approximation; False: SiLU."""
+    x = torch.linspace(-4, 4, 65)
+    for found, gelu in ((F.silu(x), False), (F.gelu(x, approximate="tanh"), True)):
+        if activation is not None and torch.allclose(activation(x), found, rtol=0, atol=1e-5):
+            return gelu
+    raise OtherStructure(f"the activation {type(activation).__name__}")

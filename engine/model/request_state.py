@@ -1,0 +1,170 @@
+"""One request's state: where it is, and which rows of the latest forward a commit has it replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.core.batch import BLOCK, Segment
+from engine.kernels.state.walk import StateRows
+from engine.model.state_pool import EMPTY, StatePool
+
+
+class Snapshot(NamedTuple):
+    """The state after so many positions, a multiple of a block's. lasts: it is not replaced by the request's next."""
+
+    position: int
+    slot: int
+    lasts: bool
+
+
+class RequestState:
+    """position: how many positions the state in `slot` has seen. Those committed after them are kept rows, which the
+    next forward replays.
+
+    wanted: positions whose snapshots are to last: where a prompt ends, or parts from one that was read before.
+    saved: snapshots that were taken and are still to be published; a request takes one at the last full block that it
+    has passed. rolling: the number of the text whose snapshot the next one replaces, 0 if there is none.
+    """
+
+    def __init__(self, pool: StatePool):
+        self.pool, self.slot, self.position = pool, EMPTY, 0
+        self.wanted: set[int] = set()
+        self.saved: list[Snapshot] = []
+        self.rolling = 0
+        self._kept: list[int] = []
+        self._drafted: list[int] = []  # of the latest forward's tree, in the order of its nodes
+        self._spare: list[int] = []  # slots to write to
+        self._goals: list[tuple[int, int]] = []  # of the forward under way: positions, and where their states go
+        self._read = 0  # rows of a text that the forward under way reads
+
+    def reserve(self) -> None:
+        """Take the slot that a forward may write to, if need be that of a snapshot; OutOfBlocks if there is none."""
+        if self._spare:
+            return
+        if not self.pool.free:
+            self._drop_saved()
+        self._spare.append(self.pool.take())
+
+    def rows(self, segment: Segment) -> StateRows:
+        """What the next forward needs to know. Until `end` nothing has changed, so that it may be tried again. Node 0
+        of a tree that is grown level by level may be part of the text already.
+        """
+        held, tree = self.position + len(self._kept) - segment.past, segment.tree  # nodes that the state has seen
+        if not 0 <= held <= min(segment.pending, 1):
+            raise RuntimeError(f"a state after {segment.past + held} positions cannot go on after {segment.past}")
+        self._return_goals()
+        count, known = len(self._kept), segment.pending - held
+        drafted = self._drafted[:known]
+        self.pool.give_rows(self._drafted[known:])
+        stored = [] if tree is None else self.pool.take_rows(len(segment))
+        self._drafted = [*drafted, *stored]
+        if tree is None:
+            self._read = len(segment)
+            parents: Sequence[int] = range(-1, count + self._read - 1)
+        else:
+            self._read = 0
+            parents = [*range(-1, count - 1), *(parent - held + count for parent in tree.parents[held:].tolist())]
+        trunk = count + self._read
+        if trunk:
+            self._goals = self._new_goals(trunk)
+        return StateRows(
+            kept=[*self._kept, *drafted],
+            parents=parents,
+            stored=stored,
+            trunk=trunk,
+            slots=[self.slot, *(slot for _, slot in self._goals)],
+            ends=[position - self.position for position, _ in self._goals],
+        )
+
+    def end(self) -> None:
+        """The forward has run: what it replayed is part of the state now. A text that it read becomes so by `commit`,
+        as drafts do.
+        """
+        if not self._read:
+            self._settle()
+
+    def commit(self, path: Sequence[int], length: int) -> None:
+        """Keep the rows of the latest forward that are given (ascending). length: positions with them. A row that is
+        given many times, as for a measurement, is replayed once.
+        """
+        if self._read:
+            if len(path) != self._read:
+                raise ValueError(f"{len(path)} of a text's {self._read} rows cannot be committed")
+            self._settle()
+        else:
+            self._kept = [self._drafted[node] for node in dict.fromkeys(path)]
+            self.pool.give_rows([row for row in self._drafted if row not in self._kept])
+            self._drafted = []
+        self.position = length - len(self._kept)
+
+    def adopt(self, slot: int, position: int) -> None:
+        """Go on from a snapshot."""
+        kept = self.pool.hold(slot)
+        self._forget()
+        self.slot, self.position = kept, position
+
+    def release(self) -> None:
+        """Return everything to the pool: the text is empty again."""
+        self._forget()
+        for slot in self._spare:
+            self.pool.give(slot)
+        self._drop_saved()
+        self._spare, self.rolling = [], 0
+        self.wanted.clear()
+
+    def _drop_saved(self) -> None:
+        for snapshot in self.saved:
+            self.pool.give(snapshot.slot)
+        self.saved = []
+
+    def _forget(self) -> None:
+        self._return_goals()
+        self.pool.give(self.slot)
+        self.pool.give_rows([*self._kept, *self._drafted])
+        self.slot, self.position, self._kept, self._drafted, self._read = EMPTY, 0, [], [], 0
+
+    def _new_goals(self, trunk: int) -> list[tuple[int, int]]:
+        """Where the states after some of the next `trunk` rows go, the last one's among them. Committed rows are
+        replayed in place if no other request uses the slot; what is read may have to be forgotten, and goes elsewhere.
+        """
+        end = self.position + trunk
+        saves = {end // BLOCK * BLOCK, *self.wanted}
+        positions = sorted({end, *(at for at in saves if self.position < at < end)})
+        slots = [self.slot] if not self._read and self.pool.owned(self.slot) else []
+        while len(slots) < len(positions):
+            if self._spare:
+                slots.append(self._spare.pop())
+            elif self.pool.free:
+                slots.append(self.pool.take())
+            else:
+                del positions[: len(positions) - len(slots)]  # snapshots that there is no room for
+        return [*zip(positions, slots, strict=True)]
+
+    def _return_goals(self) -> None:
+        """The latest forward's states are not those of the request: the slots may be written to again."""
+        self._spare += [slot for _, slot in self._goals if slot != self.slot]
+        self._goals = []
+
+    def _add(self, snapshot: Snapshot) -> None:
+        """Note a snapshot. Of those that do not last, and nobody has published, the latest is kept."""
+        for earlier in [one for one in self.saved if not one.lasts]:
+            self.saved.remove(earlier)
+            self.pool.give(earlier.slot)
+        self.saved.append(snapshot)
+        self.wanted.discard(snapshot.position)
+
+    def _settle(self) -> None:
+        """The states of the forward under way are the request's."""
+        if not self._goals:
+            return
+        end, slot = self._goals[-1]
+        for position, goal in self._goals:
+            if position % BLOCK == 0:
+                if goal == slot:
+                    self.pool.hold(goal)
+                self._add(Snapshot(position, goal, position in self.wanted))
+        if self.slot not in [goal for _, goal in self._goals]:
+            self.pool.give(self.slot)
+        self.pool.give_rows(self._kept)
+        self.slot, self.position, self._kept, self._goals, self._read = slot, end, [], [], 0

@@ -1,0 +1,134 @@
+"""The states of all requests: of models whose layers do not all have keys and values.
+
+A state takes a slot, whatever the length of its text. Slots are reference-counted, as blocks of keys and values are. A
+snapshot is the state at the end of a full block, which requests whose texts begin alike share: it is never written to.
+Snapshots that no request uses stay until their room is needed; the least recently used goes first.
+
+Beside the slots is a store of rows: what layers need to replay the rows of a draft that is accepted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.core.errors import OutOfBlocks
+from engine.core.state_shape import StateShape
+from engine.model.saved_states import SavedStates
+
+EMPTY = 0
+"""The slot of the empty text: zeros."""
+_ROWS = 64  # of the store at first; it grows
+
+
+class StatePool:
+    """A pool of `slots` slots beside the empty one. A slot takes memory when it is first written."""
+
+    def __init__(self, shape: StateShape, slots: int):
+        self.shape, self.slots = shape, slots
+        self.states = np.zeros((slots + 1, shape.slot_bytes), np.uint8)
+        self.saved: SavedStates | None = None
+        self._free = list(range(slots, 0, -1))
+        self._references = [0] * (slots + 1)
+        self._snapshots: OrderedDict[int, int] = OrderedDict()  # by the number of the text; used longest ago first
+        self._lasting: set[int] = set()
+        self._store = np.zeros((_ROWS, shape.row_bytes), np.uint8)
+        self._free_rows = list(range(_ROWS - 1, -1, -1))
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Where the states and the kept rows are."""
+        return int(self.states.ctypes.data), int(self._store.ctypes.data)
+
+    @property
+    def free(self) -> int:
+        """The slots that can be taken, snapshots that no request uses among them."""
+        return len(self._free) + sum(self._references[slot] == 1 for slot in self._snapshots.values())
+
+    # Slots.
+
+    def take(self) -> int:
+        """Take a slot. Raises OutOfBlocks if requests use all of them."""
+        if not self._free:
+            unused = (number for number, slot in self._snapshots.items() if self._references[slot] == 1)
+            if (oldest := next(unused, None)) is None:
+                raise OutOfBlocks(f"verifier.kv_memory: {self.slots} states of requests are in use; raise it")
+            self.drop(oldest)
+        slot = self._free.pop()
+        self._references[slot] = 1
+        return slot
+
+    def hold(self, slot: int) -> int:
+        """Add a reference to a slot, which is returned."""
+        self._references[slot] += slot != EMPTY
+        return slot
+
+    def give(self, slot: int) -> None:
+        """Drop a reference to a slot."""
+        if slot == EMPTY:
+            return
+        self._references[slot] -= 1
+        if not self._references[slot]:
+            self._free.append(slot)
+
+    def owned(self, slot: int) -> bool:
+        """Whether whoever holds the slot is alone, and may write to it."""
+        return self._references[slot] == 1
+
+    # Snapshots.
+
+    def find(self, number: int) -> int | None:
+        """The snapshot at the end of the text of that number."""
+        if (slot := self._snapshots.get(number)) is not None:
+            self._snapshots.move_to_end(number)
+        return slot
+
+    def keep(self, number: int, slot: int, lasts: bool = True) -> None:
+        """Let requests find the state of a text; of two the first stays. lasts: `replace` leaves it alone."""
+        if lasts:
+            self._lasting.add(number)
+        if number not in self._snapshots:
+            self._snapshots[number] = self.hold(slot)
+
+    def replace(self, number: int) -> None:
+        """Forget the snapshot of a text unless it is to last: its request has a newer one."""
+        if number not in self._lasting:
+            self.drop(number)
+
+    def drop(self, number: int) -> None:
+        """Forget the snapshot of a text, if there is one."""
+        self._lasting.discard(number)
+        if (slot := self._snapshots.pop(number, None)) is not None:
+            self.give(slot)
+
+    def save(self, number: int, key: bytes) -> None:
+        """Write a snapshot to the cache folder, unless it has been evicted by then. key: of its text there."""
+        if self.saved is not None:
+            self.saved.save(key, lambda: self._snapshots.get(number))
+
+    def restore(self, number: int, key: bytes) -> int | None:
+        """The snapshot of a text, from the cache folder; None if it is not there."""
+        if self.saved is None or not self.free or not self.saved.has(key):
+            return None
+        slot = self.take()
+        if self.saved.read(key, slot):
+            self.keep(number, slot)
+            self.saved.used(key)
+        self.give(slot)
+        return self.find(number)
+
+    # Rows.
+
+    def take_rows(self, count: int) -> list[int]:
+        """Take so many rows of the store."""
+        while len(self._free_rows) < count:
+            rows = len(self._store)
+            self._store = np.concatenate([self._store, np.zeros_like(self._store)])
+            self._free_rows = [*range(2 * rows - 1, rows - 1, -1), *self._free_rows]
+        return [self._free_rows.pop() for _ in range(count)]
+
+    def give_rows(self, rows: Sequence[int]) -> None:
+        """Give rows of the store back."""
+        self._free_rows.extend(rows)

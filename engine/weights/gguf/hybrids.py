@@ -1,0 +1,207 @@
+"""How GGUF files hold hybrids, some of whose layers keep a state: what transformers' tables leave out, and where the
+parameters of gated delta nets are.
+
+llama.cpp's converter puts the value heads of `qwen35` and `qwen35moe` in another order: those that one key head serves
+do not lie together, but the first of every key head come before the second of each. Rows could be put back, but the
+last matrix has a column for each number of a value head, and columns cross blocks. So the decoder keeps the file's
+order, and maps heads (`GatedDeltaStructure.key_head_of`); only the stock forward is given transformers' order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from gguf import dequantize
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, GGUFTensor, TensorProcessor
+
+from engine.core.errors import ModelError
+from engine.weights.gguf.file import GgufFile
+from engine.weights.stored_weights import OWN, Place, Unreadable
+
+HYBRIDS = ("qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe")
+"""Architectures that GGUF files name."""
+_TILED = ("qwen35", "qwen35moe")
+_DELTA = (*_TILED, "qwen3next")
+_HEADS = ("ssm.group_count", "ssm.time_step_rank")
+
+
+class _ZeroCentred(TensorProcessor):  # type: ignore[misc]
+    """llama.cpp stores 1 + weight of every norm but that of a delta net's heads."""
+
+    def process(self, weights: Any, name: str, **_: Any) -> GGUFTensor:
+        centred = name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
+        return GGUFTensor(weights - np.float32(1) if centred else weights, name, {})
+
+
+def _qwen3next(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
+    """Qwen3-Next is Qwen3.5 with experts, but for the positions of images."""
+    as_qwen35 = {key.replace("qwen3next.", "qwen35moe."): value for key, value in metadata.items()}
+    config: dict[str, Any] = GGUF_CONFIG_ARCHS["qwen35moe"](
+        as_qwen35 | {"qwen35moe.rope.dimension_sections": ()}, tensors
+    )
+    rope = config["rope_parameters"]
+    kept = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor")}
+    names = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}
+    return config | names | {"rope_parameters": {"rope_type": "default", **kept}}
+
+
+def _lfm2moe(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
+    as_lfm2 = {key.replace("lfm2moe.", "lfm2."): value for key, value in metadata.items()}
+    config: dict[str, Any] = GGUF_CONFIG_ARCHS["lfm2"](as_lfm2, tensors)
+    config.pop("block_auto_adjust_ff_dim")
+    return config | {
+        "model_type": "lfm2_moe",
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "moe_intermediate_size": metadata["lfm2moe.expert_feed_forward_length"],
+        "num_experts": metadata["lfm2moe.expert_count"],
+        "num_experts_per_tok": metadata["lfm2moe.expert_used_count"],
+        "num_dense_layers": metadata["lfm2moe.leading_dense_block_count"],
+        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in tensors),
+    }
+
+
+GGUF_CONFIG_ARCHS |= {"qwen3next": _qwen3next, "lfm2moe": _lfm2moe}
+TENSOR_PROCESSORS |= dict.fromkeys(_DELTA, _ZeroCentred) | {"lfm2moe": TENSOR_PROCESSORS["lfm2"]}
+
+
+def check_hybrid(file: GgufFile) -> None:
+    """Raise ModelError for a hybrid's file that contradicts itself."""
+    architecture, metadata = file.architecture, file.metadata
+    blocks = {int(tensor.name.split(".")[1]) for tensor in file.tensors if tensor.name.startswith("blk.")}
+    count = metadata.get(f"{architecture}.block_count")
+    if metadata.get(f"{architecture}.nextn_predict_layers") and 0 not in blocks:
+        raise ModelError("it holds a draft head alone; name it as drafter.path, and the model's own file as model")
+    if blocks != set(range(count)):
+        raise ModelError(f"{architecture}.block_count is {count}, and its tensors are of {len(blocks)}")
+    if architecture in _DELTA:
+        keys, values = (int(metadata[f"{architecture}.{key}"]) for key in _HEADS)
+        if not keys or values % keys:
+            raise ModelError(
+                f"{architecture}.{_HEADS[1]} is {values}: value heads are no multiple of the key heads "
+                f"({architecture}.{_HEADS[0]} is {keys})"
+            )
+
+
+def draft_block(file: GgufFile) -> str:
+    """How the names of the draft head's tensors begin, which is no part of the model; "" if the file has none."""
+    heads = file.metadata.get(f"{file.architecture}.nextn_predict_layers", 0)
+    return f"blk.{file.metadata[f'{file.architecture}.block_count'] - 1}." if heads else ""
+
+
+class DeltaParameters(NamedTuple):
+    """The parameters of one gated delta net, and the tensors that hold them."""
+
+    places: Mapping[str, Place]
+    vectors: Mapping[str, Tensor]
+    tensors: frozenset[str]
+
+
+def delta_parameters(file: GgufFile, config: Any, layer: int) -> DeltaParameters:
+    """Those of that layer of the model. config: of the model. Raises Unreadable if a tensor is not there."""
+    reader = _DeltaReader(file, config, f"model.layers.{layer}.linear_attn.", f"blk.{layer}.")
+    return DeltaParameters(reader.places, reader.vectors, frozenset(reader.read))
+
+
+class _DeltaReader:
+    """prefix, block: before the names of parameters and of tensors."""
+
+    def __init__(self, file: GgufFile, config: Any, prefix: str, block: str):
+        self.file, self.prefix, self.block = file, prefix, block
+        self.places: dict[str, Place] = {}
+        self.vectors: dict[str, Tensor] = {}
+        self.read: set[str] = set()
+        self.hidden, self.key_heads = config.hidden_size, config.linear_num_key_heads
+        self.each = config.linear_num_value_heads // self.key_heads
+        self.value_dim = config.linear_value_head_dim
+        self.keys = self.key_heads * config.linear_key_head_dim
+        self.values = self.key_heads * self.each * self.value_dim
+        self.tiled = file.architecture in _TILED and self.each > 1 and self.key_heads > 1
+        heads = np.arange(2 * self.keys, dtype=np.int64)
+        self._channels = np.concatenate([heads, 2 * self.keys + self._grouped(self.value_dim)])
+        if file.architecture in _TILED:
+            self._matrix("in_proj_qkv", "attn_qkv", self._channels)
+            self._matrix("in_proj_z", "attn_gate", self._grouped(self.value_dim))
+            self._matrix("in_proj_b", "ssm_beta", self._grouped(1))
+            self._matrix("in_proj_a", "ssm_alpha", self._grouped(1))
+        else:
+            self._whole()
+        self._out()
+        self._vectors()
+
+    def _grouped(self, size: int) -> NDArray[np.int64]:
+        """The stored place of each number of value heads in transformers' order, `size` of each head."""
+        shape = (self.each, self.key_heads, size) if self.tiled else (1, -1, size)
+        return np.arange(self.key_heads * self.each * size, dtype=np.int64).reshape(shape).swapaxes(0, 1).reshape(-1)
+
+    def _matrix(self, name: str, tensor: str, order: NDArray[np.int64]) -> None:
+        stored, parameter = self._found(f"{tensor}.weight", (self.hidden, len(order))), f"{self.prefix}{name}.weight"
+        shape = (len(order), self.hidden)
+        self.places[parameter] = Place((stored,), shape, _permutation(order))
+        if self.tiled:
+            self.places[OWN + parameter] = Place((stored,), shape)
+
+    def _whole(self) -> None:
+        """Qwen3-Next's: transformers has one matrix, with q, k, v and z of each key head together."""
+        channels, inputs = 2 * self.keys + self.values, self.hidden
+        qkv = self._found("attn_qkv.weight", (inputs, channels))
+        z = self._found("attn_gate.weight", (inputs, self.values))
+        starts = np.split(np.arange(channels + self.values), [self.keys, 2 * self.keys, channels])
+        order = np.concatenate([part.reshape(self.key_heads, -1) for part in starts], axis=1).reshape(-1)
+        self.places[f"{self.prefix}in_proj_qkvz.weight"] = Place((qkv, z), (len(order), inputs), _permutation(order))
+        self.places[f"{OWN}{self.prefix}in_proj_qkv.weight"] = Place((qkv,), (channels, inputs))
+        self.places[f"{OWN}{self.prefix}in_proj_z.weight"] = Place((z,), (self.values, inputs))
+        self._matrix("in_proj_ba", "ssm_ba", np.arange(2 * self.key_heads * self.each))
+
+    def _out(self) -> None:
+        stored, parameter = self._found("ssm_out.weight", (self.values, self.hidden)), f"{self.prefix}out_proj.weight"
+        shape = (self.hidden, self.values)
+        self.places[parameter] = Place((stored,), shape, b"", _permutation(self._grouped(self.value_dim)))
+        if self.tiled:
+            self.places[OWN + parameter] = Place((stored,), shape)
+
+    def _vectors(self) -> None:
+        """What is no matrix: of a step's decay, minus the exponential of what transformers has is stored."""
+        heads, prefix = self.key_heads * self.each, self.prefix
+        decay, bias = self._numbers("ssm_a", heads), self._numbers("ssm_dt.bias", heads)
+        convolution = self._numbers("ssm_conv1d.weight", len(self._channels))
+        if not bool((decay < 0).all()):
+            raise ModelError(f"model={self.file.path}: tensor {self.block}ssm_a is not negative; get the file again")
+        order, channels = torch.from_numpy(self._grouped(1)), torch.from_numpy(self._channels)
+        self.vectors |= {f"{prefix}A_log": (-decay).log()[order], f"{OWN}{prefix}A_log": decay}
+        self.vectors |= {f"{prefix}dt_bias": bias[order], f"{prefix}conv1d.weight": convolution[channels][:, None]}
+        if self.tiled:
+            self.vectors |= {f"{OWN}{prefix}dt_bias": bias, f"{OWN}{prefix}conv1d.weight": convolution[:, None]}
+        self.vectors[f"{prefix}norm.weight"] = self._numbers("ssm_norm.weight", self.value_dim).to(torch.bfloat16)
+
+    def _numbers(self, name: str, count: int) -> Tensor:
+        """A tensor as float32, [count, ...]."""
+        stored = self._found(name, None)
+        tensor = self.file.tensor(stored)
+        assert tensor is not None
+        values = torch.from_numpy(dequantize(self.file.read(tensor), tensor.kind).copy()).view(tensor.shape[::-1])
+        if len(values) != count:
+            raise Unreadable(f"{stored} is stored in another shape")
+        if not values.isfinite().all():
+            raise ModelError(f"model={self.file.path}: tensor {stored} holds NaN or infinity; get the file again")
+        return values
+
+    def _found(self, name: str, shape: tuple[int, ...] | None) -> str:
+        """The whole name of a tensor, which is noted as read."""
+        tensor = self.file.tensor(stored := f"{self.block}{name}")
+        if tensor is None:
+            raise Unreadable(f"{stored} is not in the file")
+        if shape is not None and tensor.shape != shape:
+            raise Unreadable(f"{stored} is stored in another shape")
+        self.read.add(stored)
+        return stored
+
+
+def _permutation(order: NDArray[np.int64]) -> bytes:
+    """As a `Place` has it."""
+    return b"" if np.array_equal(order, np.arange(len(order))) else np.ascontiguousarray(order, np.int64).tobytes()

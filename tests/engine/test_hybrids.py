@@ -1,0 +1,156 @@
+"""Engines on models with layers that have a state: drafts, neighbours, preemption, caches and kills change no text."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Engine
+from engine.core.params import SamplingParams
+from engine.files.checked_file import _HEADER
+from engine.model.target import Target
+from engine.verifier.request import Request
+from tests.engine.test_cache import GREEDY, PROMPT, SAMPLED, WHOLE, answers
+from tests.engine.tiny_hybrids import KINDS, save_tiny_hybrid
+from tests.faults.test_batching import alone, random_requests
+from tests.faults.test_faults import THREADS
+
+REQUESTS = 40
+LONGEST = 1 << 16  # bytes for keys, values and states: little more than one request needs
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_hybrid(tmp_path_factory.mktemp("hybrid"), request.param)
+
+
+@pytest.fixture(scope="module")
+def delta(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_hybrid(tmp_path_factory.mktemp("delta"), "qwen3.5")
+
+
+@pytest.mark.parametrize(
+    ("method", "mode"),
+    [("none", "sequential"), ("pld", "sequential"), ("pld", "async"), ("suffix", "sequential"), ("suffix", "async")],
+)
+@pytest.mark.parametrize("room", [None, LONGEST], ids=["large pool", "small pool"])
+async def test_many_requests_get_the_text_that_each_gets_alone(
+    hybrid: str, method: str, mode: str, room: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the prompts begin like others, and half are sampled."""
+    requests, target = random_requests(random.Random(1), REQUESTS), Target.load(hybrid)
+    expected = [alone(target, *request) for request in requests]
+    preempted: list[int] = []
+    preempt = Request.preempt
+    monkeypatch.setattr(Request, "preempt", lambda request: (preempted.append(request.number), preempt(request))[1])
+    options: dict[str, Any] = {"method": method, "mode": mode, "transport": "inproc", "verifier.cut": False} | THREADS
+    options |= {} if room is None else {"verifier.kv_memory": room}
+    async with await Engine.start({"model": hybrid}, **options) as engine:
+        results = await asyncio.gather(*(engine.generate(*request) for request in requests))
+    assert [result.token_ids for result in results] == expected
+    assert bool(preempted) == (room is not None)
+
+
+async def test_a_draft_model_may_have_a_state_too(hybrid: str) -> None:
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    [plain] = await answers(hybrid, None, (PROMPT, sampling), name="none")
+    options: dict[str, Any] = {"drafter.path": hybrid, "drafter.branches": [2, 2, 1], "verifier.cut": False}
+    async with await Engine.start({"model": hybrid}, method="sps", transport="inproc", **THREADS, **options) as engine:
+        drafted = await engine.generate(PROMPT, sampling)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.metrics.mean_accepted_tokens > 2
+
+
+# What prompts begin with.
+
+
+async def test_a_second_turn_reads_only_what_is_new(hybrid: str) -> None:
+    async with await Engine.start({"model": hybrid}, method="suffix", transport="inproc", **THREADS) as engine:
+        first = await engine.generate(PROMPT, GREEDY)
+        turn = [*PROMPT, *first.token_ids, *b"and then?"]
+        second = await engine.generate(turn, GREEDY)
+    [plain] = await answers(hybrid, None, (turn, GREEDY), name="none")
+    assert second.token_ids == plain.token_ids
+    assert second.metrics.cached_tokens == (len(PROMPT) + len(first.token_ids) - 1) // 16 * 16
+
+
+async def test_a_third_prompt_begins_where_the_second_parted_from_the_first(delta: str) -> None:
+    prompts = [[*PROMPT[:70], *(end,) * 30] for end in (5, 6, 7)]
+    async with await Engine.start({"model": delta}, method="none", transport="inproc", **THREADS) as engine:
+        results = [await engine.generate(prompt, SAMPLED) for prompt in prompts]
+    plain = [(await answers(delta, None, (prompt, SAMPLED), name="none"))[0] for prompt in prompts]
+    assert [result.metrics.cached_tokens for result in results] == [0, 0, 64]
+    assert [result.token_ids for result in results] == [result.token_ids for result in plain]
+
+
+async def test_requests_that_come_together_follow_the_first_one(delta: str) -> None:
+    """One reads what they begin with, in chunks, and the others go on from its states."""
+    prompts = [[*PROMPT, *(end,) * 20] for end in range(4, 10)]
+    options: dict[str, Any] = {"transport": "inproc", "verifier.prefill_chunk": 32} | THREADS
+    async with await Engine.start({"model": delta}, method="none", **options) as engine:
+        results = await asyncio.gather(*(engine.generate(prompt, GREEDY) for prompt in prompts))
+    plain = [(await answers(delta, None, (prompt, GREEDY), name="none"))[0] for prompt in prompts]
+    assert [result.token_ids for result in results] == [result.token_ids for result in plain]
+    assert sum(result.metrics.cached_tokens >= 64 for result in results) >= 4
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["T=0", "T=1"])
+async def test_a_prompt_and_its_state_are_read_back_after_a_restart(
+    hybrid: str, tmp_path: Path, sampling: SamplingParams
+) -> None:
+    [plain] = await answers(hybrid, None, (PROMPT, sampling), name="none")
+    results = [(await answers(hybrid, tmp_path, (PROMPT, sampling)))[0] for _ in range(2)]
+    assert [result.metrics.cached_tokens for result in results] == [0, WHOLE]
+    assert all(result.token_ids == plain.token_ids for result in results)
+
+
+async def test_the_second_turn_is_found_after_a_restart(delta: str, tmp_path: Path) -> None:
+    [first] = await answers(delta, tmp_path, (PROMPT, SAMPLED))
+    turn = [*PROMPT, *first.token_ids, *b"and then?"]
+    [second] = await answers(delta, tmp_path, (turn, SAMPLED))
+    [plain] = await answers(delta, None, (turn, SAMPLED), name="none")
+    assert second.metrics.cached_tokens == (len(PROMPT) + len(first.token_ids) - 1) // 16 * 16
+    assert second.token_ids == plain.token_ids
+
+
+def cut_short(content: bytes) -> bytes:
+    return content[:-1]
+
+
+def changed(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+def of_another_version(content: bytes) -> bytes:
+    return content[:8] + bytes([content[8] + 1]) + content[9:]
+
+
+def of_another_size(content: bytes) -> bytes:
+    return content[: _HEADER.size]
+
+
+@pytest.mark.parametrize("ruin", [cut_short, changed, of_another_version, of_another_size])
+async def test_a_snapshot_that_is_not_what_was_written_costs_the_cache_alone(
+    delta: str, tmp_path: Path, ruin: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    [first] = await answers(delta, tmp_path, (PROMPT, SAMPLED))
+    files = [*(tmp_path / "snapshots").iterdir()]
+    assert files
+    for file in files:
+        file.write_bytes(ruin(file.read_bytes()))
+    [again] = await answers(delta, tmp_path, (PROMPT, SAMPLED))
+    assert (again.token_ids, again.metrics.cached_tokens) == (first.token_ids, 0)
+    assert "ignored" in capfd.readouterr().err
+    [third] = await answers(delta, tmp_path, (PROMPT, SAMPLED))
+    assert (third.token_ids, third.metrics.cached_tokens) == (first.token_ids, WHOLE)
+
+
+async def test_another_model_finds_no_state(delta: str, tmp_path: Path) -> None:
+    other = save_tiny_hybrid(tmp_path / "other", "qwen3.5", seed=1)
+    await answers(delta, tmp_path / "cache", (PROMPT, GREEDY))
+    [found] = await answers(other, tmp_path / "cache", (PROMPT, GREEDY))
+    assert found.metrics.cached_tokens == 0
