@@ -37,6 +37,18 @@ def delta(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_hybrid(tmp_path_factory.mktemp("delta"), "qwen3.5")
 
 
+def note_preemptions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of requests that are preempted from now on."""
+    preempted, preempt = list[int](), Request.preempt
+
+    def note(request: Request) -> None:
+        preempted.append(request.number)
+        preempt(request)
+
+    monkeypatch.setattr(Request, "preempt", note)
+    return preempted
+
+
 @pytest.mark.parametrize(
     ("method", "mode"),
     [("none", "sequential"), ("pld", "sequential"), ("pld", "async"), ("suffix", "sequential"), ("suffix", "async")],
@@ -48,19 +60,27 @@ async def test_many_requests_get_the_text_that_each_gets_alone(
     """Half of the prompts begin like others, and half are sampled."""
     requests, target = random_requests(random.Random(1), REQUESTS), Target.load(hybrid)
     expected = [alone(target, *request) for request in requests]
-    preempted, preempt = list[int](), Request.preempt
-
-    def note(request: Request) -> None:
-        preempted.append(request.number)
-        preempt(request)
-
-    monkeypatch.setattr(Request, "preempt", note)
+    preempted = note_preemptions(monkeypatch)
     options: dict[str, Any] = {"method": method, "mode": mode, "transport": "inproc", "verifier.cut": False} | THREADS
     options |= {} if room is None else {"verifier.kv_memory": room}
     async with await Engine.start({"model": hybrid}, **options) as engine:
         results = await asyncio.gather(*(engine.generate(*request) for request in requests))
     assert [result.token_ids for result in results] == expected
     assert bool(preempted) == (room is not None)
+
+
+async def test_requests_wait_for_states_and_are_not_preempted_for_want_of_them(
+    delta: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are more blocks than states."""
+    requests = [([10 + number] * 8, SamplingParams(max_tokens=7, ignore_eos=True)) for number in range(20)]
+    expected = [alone(Target.load(delta), *request) for request in requests]
+    preempted = note_preemptions(monkeypatch)
+    options: dict[str, Any] = {"verifier.kv_memory": LONGEST, "transport": "inproc"} | THREADS
+    async with await Engine.start({"model": delta}, method="none", **options) as engine:
+        results = await asyncio.gather(*(engine.generate(*request) for request in requests))
+    assert [result.token_ids for result in results] == expected
+    assert not preempted
 
 
 async def test_a_draft_model_may_have_a_state_too(hybrid: str) -> None:
