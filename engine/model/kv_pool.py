@@ -36,7 +36,7 @@ from engine.model.cuda.graphs import uploaded
 from engine.model.request_state import RequestState
 from engine.model.saved_blocks import SavedBlocks
 from engine.model.saved_states import SavedStates
-from engine.model.state_pool import StatePool
+from engine.model.state_pool import SLOTS_EACH, StatePool
 
 _CPU = torch.device("cpu")
 _STATES_SHARE = 4  # hidden states may take one part in so many of what keys and values take, beside them
@@ -85,6 +85,13 @@ class KVPool:
     def free(self) -> int:
         """The number of unreferenced blocks."""
         return len(self._free) + len(self._idle)
+
+    def has_state_beside(self, caches: Sequence[KVCache]) -> bool:
+        """Whether one more request gets the slots that it needs, if any, beside those of these caches."""
+        if self.layer_states is None:
+            return True
+        promised = sum(cache.state.missing for cache in caches if cache.state is not None)
+        return self.layer_states.free - promised >= SLOTS_EACH
 
     def take(self, wanted: int) -> list[int]:
         """Take `wanted` blocks; OutOfBlocks, and none is taken, if fewer are free."""

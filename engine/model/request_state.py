@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from engine.core.batch import BLOCK, Segment
 from engine.kernels.state.walk import StateRows
-from engine.model.state_pool import EMPTY, StatePool
+from engine.model.state_pool import EMPTY, SLOTS_EACH, StatePool
 
 
 class Snapshot(NamedTuple):
@@ -37,6 +37,11 @@ class RequestState:
         self._spare: list[int] = []  # slots to write to
         self._goals: list[tuple[int, int]] = []  # of the forward under way: positions, and where their states go
         self._read = 0  # rows of a text that the forward under way reads
+
+    @property
+    def missing(self) -> int:
+        """How many slots it may still take."""
+        return SLOTS_EACH - self.pool.owned(self.slot) - bool(self._spare)
 
     def reserve(self) -> None:
         """Take the slot that a forward may write to, if need be that of a snapshot; OutOfBlocks if there is none."""

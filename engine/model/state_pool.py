@@ -20,6 +20,8 @@ from engine.model.saved_states import SavedStates
 
 EMPTY = 0
 """The slot of the empty text: zeros."""
+SLOTS_EACH = 2
+"""Slots that a request may hold: its state, and the one that the next forward writes to."""
 _ROWS = 64  # of the store at first; it grows
 
 

@@ -93,6 +93,7 @@ class EngineCollector(Collector):
         yield self._gauge("talon:kv_blocks", "Blocks of 16 positions, held or free.", state.blocks)
         yield self._gauge("talon:kv_blocks_held", "Blocks that requests hold.", state.held_blocks)
         yield self._gauge("talon:kv_bytes", "Of memory, at most, for keys and values.", self.engine.target.kv_bytes)
+        yield self._gauge("talon:state_bytes", "Of memory, at most, for states.", self.engine.target.state_bytes)
         yield self._gauge("talon:weight_bytes", "Of memory, for the weights.", self.engine.target.weight_bytes)
         yield self._gauge("talon:verifier_ready", "1 while a verifier serves.", int(self.engine.ready))
         yield self._counter("talon:verifier_busy_seconds", "Spent in the target's forwards.", totals.busy_s)

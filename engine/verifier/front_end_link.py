@@ -113,6 +113,7 @@ class FrontEndLink:
             )
         defaults = own_defaults(target.facts.generation, target.name)
         pool = target.pool
+        states = None if pool is None else pool.layer_states
         ready = Ready(
             vocab_size=target.vocab_size,
             context=target.context,
@@ -121,6 +122,8 @@ class FrontEndLink:
             eos_tokens=tuple(sorted(target.eos_tokens)),
             weight_bytes=target.weight_bytes,
             kv_bytes=0 if pool is None else pool.blocks * pool.shape.block_bytes,
+            state_bytes=0 if states is None else states.slots * states.shape.slot_bytes,
+            snapshot_bytes=0 if states is None else states.shape.slot_bytes,
             activations=target.activations,
             kv_type=target.kv_type,
             weights=target.weights,

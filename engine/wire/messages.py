@@ -57,7 +57,9 @@ class Ready(Message, frozen=True, kw_only=True):
 
     defaults: the sampling settings in the target's files (`own_defaults`). inexact: why a token's logits may depend on
     the other rows of the forward, "" if they do not. eos_tokens: the ids that end an answer. weight_bytes, kv_bytes:
-    memory of the weights as they are laid out, and at most of keys and values, 0 if these are not pooled. activations:
+    memory of the weights as they are laid out, and at most of keys and values, 0 if these are not pooled. state_bytes:
+    memory at most of the states of requests and of snapshots, of which each takes snapshot_bytes; 0 if all layers have
+    keys and values. activations:
     how products take their rows, bfloat16 (or the model's own type) or int8. weights: the type that most matrices are
     held in, a GGUF type or the model's own. kv_type: what keys and values are kept as.
     """
@@ -69,6 +71,8 @@ class Ready(Message, frozen=True, kw_only=True):
     eos_tokens: tuple[int, ...] = ()
     weight_bytes: int = 0
     kv_bytes: int = 0
+    state_bytes: int = 0
+    snapshot_bytes: int = 0
     activations: str = "bfloat16"
     kv_type: str = "bfloat16"
     weights: str = "bfloat16"

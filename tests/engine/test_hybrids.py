@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from engine import Engine
+from engine.core.batch import Batch
 from engine.core.params import SamplingParams
 from engine.files.checked_file import _HEADER
+from engine.model.decoder import LeanDecoder
 from engine.model.target import Target
 from engine.verifier.request import Request
 from tests.engine.test_cache import GREEDY, PROMPT, SAMPLED, WHOLE, answers
@@ -33,6 +37,18 @@ def delta(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_hybrid(tmp_path_factory.mktemp("delta"), "qwen3.5")
 
 
+def note_preemptions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of requests that are preempted from now on."""
+    preempted, preempt = list[int](), Request.preempt
+
+    def note(request: Request) -> None:
+        preempted.append(request.number)
+        preempt(request)
+
+    monkeypatch.setattr(Request, "preempt", note)
+    return preempted
+
+
 @pytest.mark.parametrize(
     ("method", "mode"),
     [("none", "sequential"), ("pld", "sequential"), ("pld", "async"), ("suffix", "sequential"), ("suffix", "async")],
@@ -44,15 +60,27 @@ async def test_many_requests_get_the_text_that_each_gets_alone(
     """Half of the prompts begin like others, and half are sampled."""
     requests, target = random_requests(random.Random(1), REQUESTS), Target.load(hybrid)
     expected = [alone(target, *request) for request in requests]
-    preempted: list[int] = []
-    preempt = Request.preempt
-    monkeypatch.setattr(Request, "preempt", lambda request: (preempted.append(request.number), preempt(request))[1])
+    preempted = note_preemptions(monkeypatch)
     options: dict[str, Any] = {"method": method, "mode": mode, "transport": "inproc", "verifier.cut": False} | THREADS
     options |= {} if room is None else {"verifier.kv_memory": room}
     async with await Engine.start({"model": hybrid}, **options) as engine:
         results = await asyncio.gather(*(engine.generate(*request) for request in requests))
     assert [result.token_ids for result in results] == expected
     assert bool(preempted) == (room is not None)
+
+
+async def test_requests_wait_for_states_and_are_not_preempted_for_want_of_them(
+    delta: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are more blocks than states."""
+    requests = [([10 + number] * 8, SamplingParams(max_tokens=7, ignore_eos=True)) for number in range(20)]
+    expected = [alone(Target.load(delta), *request) for request in requests]
+    preempted = note_preemptions(monkeypatch)
+    options: dict[str, Any] = {"verifier.kv_memory": LONGEST, "transport": "inproc"} | THREADS
+    async with await Engine.start({"model": delta}, method="none", **options) as engine:
+        results = await asyncio.gather(*(engine.generate(*request) for request in requests))
+    assert [result.token_ids for result in results] == expected
+    assert not preempted
 
 
 async def test_a_draft_model_may_have_a_state_too(hybrid: str) -> None:
@@ -63,6 +91,47 @@ async def test_a_draft_model_may_have_a_state_too(hybrid: str) -> None:
         drafted = await engine.generate(PROMPT, sampling)
     assert drafted.token_ids == plain.token_ids
     assert drafted.metrics.mean_accepted_tokens > 2
+
+
+async def test_drafts_change_no_text_with_matrices_activations_and_keys_of_8_bits(hybrid: str) -> None:
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    codes: dict[str, Any] = {"dtype": "bfloat16", "weights": "q8_0", "verifier.kv_type": "q8_0", "activations": "int8"}
+    [plain] = await answers(hybrid, None, (PROMPT, sampling), name="none", **codes)
+    options: dict[str, Any] = {"drafter.path": hybrid, "drafter.branches": [2, 2, 1], "verifier.cut": False}
+    options |= codes | THREADS
+    async with await Engine.start({"model": hybrid}, method="sps", transport="inproc", **options) as engine:
+        drafted = await engine.generate(PROMPT, sampling)
+        assert (engine.target.activations, engine.target.kv_type) == ("int8", "q8_0")
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.metrics.mean_accepted_tokens > 1.3
+
+
+async def test_the_engine_says_what_memory_states_and_a_snapshot_take(delta: str) -> None:
+    options: dict[str, Any] = {"verifier.kv_memory": 1 << 20} | THREADS
+    async with await Engine.start({"model": delta}, method="none", transport="inproc", **options) as engine:
+        told = engine.target
+    layers, heads, window = 2, 2 * 16 * 16 * 4, 3 * 64 * 4
+    assert told.snapshot_bytes == layers * (heads + window)
+    assert told.state_bytes == (1 << 19) // told.snapshot_bytes * told.snapshot_bytes
+    assert 1 << 18 < told.kv_bytes <= (1 << 20) - told.state_bytes
+
+
+async def test_a_forward_that_is_interrupted_ends_the_worker_and_the_next_one_gives_the_same_text(
+    delta: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [plain] = await answers(delta, None, (PROMPT, SAMPLED), name="none")
+    run, calls = LeanDecoder._run, count()
+
+    def interrupted(decoder: LeanDecoder, batch: Batch, whole: bool) -> Tensor:
+        logits = run(decoder, batch, whole)
+        if len(batch.segments) and batch.segments[0].past == 110 and next(calls) == 0:
+            raise MemoryError("no room")
+        return logits
+
+    async with await Engine.start({"model": delta}, method="none", transport="inproc", **THREADS) as engine:
+        monkeypatch.setattr(LeanDecoder, "_run", interrupted)
+        assert (await engine.generate(PROMPT, SAMPLED)).token_ids == plain.token_ids
+    assert next(calls) > 1
 
 
 # What prompts begin with.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.core.state_shape import StateShape
+from engine.kernels.gemm.matmul import Matmul
 from engine.kernels.state.walk import LayerPlace, StateLayer, StateRows, Walk
 from engine.kernels.threads import Kernel, address_of
 
@@ -20,7 +21,7 @@ class Matrix:
     """A product in the dtype of its rows."""
 
     weight: Tensor
-    matmul: None = None
+    matmul: Matmul | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         return x @ self.weight.T.to(x.dtype)
