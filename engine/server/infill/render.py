@@ -11,8 +11,10 @@ from engine.answer import Piece, Result
 from engine.server.answers import Chunk, JsonObject
 from engine.server.errors import ApiError
 from engine.server.infill.schema import InfillRequest
+from engine.server.reading.progress import progress_fields, timings
 from engine.server.translate import ChoiceRequest
 from engine.server.vocabulary import Vocabulary
+from engine.wire.messages import PromptProgress
 
 _REASONS = {"eos": "eos", "stop": "eos", "length": "limit"}
 _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed")
@@ -32,6 +34,10 @@ class InfillRenderer:
 
     def opening(self) -> list[Chunk]:
         return []
+
+    def progress(self, choice: int, progress: PromptProgress) -> list[Chunk]:
+        shown = {"index": 0, "content": "", "tokens": [], "stop": False} | progress_fields(progress)
+        return [shown] if self._body.return_progress else []
 
     def piece(self, choice: int, piece: Piece) -> list[Chunk]:
         self._sent += len(piece.token_ids)
@@ -77,7 +83,7 @@ class InfillRenderer:
             "truncated": False,
             "stop_type": "word" if stopped else _REASONS[result.finish_reason] if self._body.n_predict else "limit",
             "stopping_word": stopped,
-            "timings": _timings(result, len(self._wanted.prompt), len(shown)),
+            "timings": timings(result).model_dump(),
         }
 
     def _settings(self) -> dict[str, Any]:
@@ -97,19 +103,3 @@ class InfillRenderer:
             if value is not None:
                 found[path.rpartition("/")[2]] = value
         return found
-
-
-def _timings(result: Result, prompt: int, answer: int) -> dict[str, float]:
-    """How long prompt and answer have taken, with llama.cpp's names."""
-    cached = min(result.metrics.cached_tokens, prompt)
-    read_ms = result.metrics.time_to_first_token_s * 1e3
-    answer_ms = sum(round_.round_us for round_ in result.rounds[1:]) / 1e3
-    timings: dict[str, float] = {"cache_n": cached}
-    for name, count, spent_ms in (("prompt", prompt - cached, read_ms), ("predicted", answer, answer_ms)):
-        timings |= {
-            f"{name}_n": count,
-            f"{name}_ms": spent_ms,
-            f"{name}_per_token_ms": spent_ms / max(1, count),
-            f"{name}_per_second": 1e3 * count / max(1e-3, spent_ms),
-        }
-    return timings

@@ -45,6 +45,7 @@ class InfillRequest(Body):
     ) = None
     ignore_eos: bool = False
     return_tokens: bool = False
+    return_progress: bool = False
     response_fields: Annotated[list[str], Field(max_length=64)] | None = Field(
         None, description="The fields that are wanted; a slash names one within another."
     )
@@ -58,7 +59,6 @@ class InfillRequest(Body):
     n_indent: Ignored = False
     n_keep: Ignored = False
     repeat_last_n: Ignored = False
-    return_progress: Ignored = False
     samplers: Ignored = False
     t_max_predict_ms: Ignored = False
     t_max_prompt_ms: Ignored = False

@@ -8,7 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.server.infill.render import InfillRenderer
+from engine.server.infill.schema import InfillRequest
 from engine.text.fill_in import FillIn
+from engine.wire.messages import PromptProgress
 from tests.conftest import tiny_tokenizer
 from tests.engine.server.figures import until
 from tests.engine.server.process import ServerProcess
@@ -60,6 +63,18 @@ def test_the_parts_of_a_stream_add_up_and_the_last_one_has_the_figures(tool_serv
     assert "".join(part["content"] for part in parts) == post(tool_server).json()["content"]
     assert [part["stop"] for part in parts] == [False] * (len(parts) - 1) + [True]
     assert parts[-1]["tokens_predicted"] == parts[-2]["tokens_predicted"] == 12
+
+
+def test_a_long_prompt_says_how_far_it_is_where_that_is_wanted() -> None:
+    read = PromptProgress(request=1, read=64, total=200, cached=16, elapsed_us=5000, left_us=9000)
+    told = [infill(return_progress=wanted).progress(0, read) for wanted in (True, False)]
+    shown = {"total": 200, "cache": 16, "processed": 64, "time_ms": 5, "left_ms": 9}
+    assert [chunk["prompt_progress"] for chunk in told[0]] == [shown] and told[1] == []
+
+
+def infill(**more: Any) -> InfillRenderer:
+    """A renderer that shows no text."""
+    return InfillRenderer("tiny", InfillRequest(**VIM, **more), None, None, 4096)  # type: ignore[arg-type]
 
 
 def test_only_the_fields_that_are_wanted_come_back(tool_server: ServerProcess) -> None:
