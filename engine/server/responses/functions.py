@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -73,20 +73,27 @@ class ShownTool:
         )
 
 
-def shown_tools(tools: Sequence[AskedTool]) -> list[ShownTool]:
-    """Return what the model sees, without the tools that this server has not. Takes milliseconds for each grammar."""
-    shown: list[ShownTool] = []
+def shown_tools(tools: Sequence[AskedTool], added: Sequence[AskedTool] = ()) -> list[ShownTool]:
+    """Return what the model sees, without the tools that this server has not. added: by a conversation, in which a
+    later tool takes the place of an earlier one of its name. Takes milliseconds for each grammar.
+    """
+    own = list(_each(tools))
+    if not added:
+        return own
+    return list({tool.function["name"]: tool for tool in (*own, *_each(added))}.values())
+
+
+def _each(tools: Sequence[AskedTool]) -> Iterator[ShownTool]:
     for tool in tools:
         if isinstance(tool, NamespaceTool):
             about = tool.description
             for one in tool.tools:  # what is said of all stands with the first
-                shown.append(_shown(one, tool.name, about))
+                yield _shown(one, tool.name, about)
                 about = None
         elif isinstance(tool, LocalShellTool):
-            shown.append(ShownTool(SHELL, SHELL, _SHELL_FUNCTION))
+            yield ShownTool(SHELL, SHELL, _SHELL_FUNCTION)
         elif isinstance(tool, FunctionTool | CustomTool):
-            shown.append(_shown(tool))
-    return shown
+            yield _shown(tool)
 
 
 def flat(name: str, namespace: str | None) -> str:
