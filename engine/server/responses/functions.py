@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -76,21 +76,28 @@ class ShownTool:
         )
 
 
-def shown_tools(tools: Sequence[AskedTool]) -> list[ShownTool]:
-    """Return what the model sees, without the tools that this server has not. Takes milliseconds for each grammar."""
-    shown: list[ShownTool] = []
+def shown_tools(tools: Sequence[AskedTool], added: Sequence[AskedTool] = ()) -> list[ShownTool]:
+    """Return what the model sees, without the tools that this server has not. added: by a conversation, in which a
+    later tool takes the place of an earlier one of its name. Takes milliseconds for each grammar.
+    """
+    own = list(_each(tools, "tools"))
+    if not added:
+        return own
+    return list({tool.function["name"]: tool for tool in (*own, *_each(added, "input.tools"))}.values())
+
+
+def _each(tools: Sequence[AskedTool], field: str) -> Iterator[ShownTool]:
     for number, tool in enumerate(tools):
-        path = f"tools[{number}]"
+        path = f"{field}[{number}]"
         if isinstance(tool, NamespaceTool):
             about = tool.description
             for place, one in enumerate(tool.tools):  # what is said of all stands with the first
-                shown.append(_shown(one, f"{path}.tools[{place}]", tool.name, about))
+                yield _shown(one, f"{path}.tools[{place}]", tool.name, about)
                 about = None
         elif isinstance(tool, LocalShellTool):
-            shown.append(ShownTool(SHELL, SHELL, _SHELL_FUNCTION, path))
+            yield ShownTool(SHELL, SHELL, _SHELL_FUNCTION, path)
         elif isinstance(tool, FunctionTool | CustomTool):
-            shown.append(_shown(tool, path))
-    return shown
+            yield _shown(tool, path)
 
 
 def flat(name: str, namespace: str | None) -> str:

@@ -38,9 +38,10 @@ def add_responses(app: FastAPI, serving: Serving, stream: Responses, refusals: R
         if body.previous_response_id is not None:
             earlier = store.find(body.previous_response_id, key, "previous_response_id").conversation
         conversation = [*earlier, *conversation_of(body.input)]
-        tools = await anyio.to_thread.run_sync(shown_tools, body.all_tools)
+        asked, added = body.tools or [], body.added_tools
+        tools = await anyio.to_thread.run_sync(shown_tools, asked, added)
         chat = chat_request(chat_fields(body, conversation, tools))
-        serving.note([*body.ignored, *(["tools.format"] if has_free_grammar(body.all_tools) else [])])
+        serving.note([*body.ignored, *(["tools.format"] if has_free_grammar([*asked, *added]) else [])])
 
         def completed(response: dict[str, Any], blocks: Sequence[Block]) -> None:
             if body.store:

@@ -76,13 +76,10 @@ class ResponsesRequest(Body):
     speculation: SpeculationFields | None = None
 
     @property
-    def all_tools(self) -> list[AskedTool]:
-        """The request's tools, and those that its input has added."""
+    def added_tools(self) -> list[AskedTool]:
+        """The tools that the input adds to those of the request."""
         items = self.input if isinstance(self.input, list) else []
-        return [
-            *(self.tools or ()),
-            *(one for item in items if isinstance(item, AdditionalToolsItem) for one in item.tools),
-        ]
+        return [tool for item in items if isinstance(item, AdditionalToolsItem) for tool in item.tools]
 
     @property
     def ignored(self) -> list[str]:

@@ -77,7 +77,7 @@ def test_a_call_of_a_namespaces_tool_comes_back_with_both_names(tool_server: Ser
 
 def test_the_model_sees_a_namespaces_tools_under_one_name_each() -> None:
     two = [SKY | {"tools": [WEATHER_TOOL, WEATHER_TOOL | {"name": "wind", "description": None}]}]
-    functions = [tool.function for tool in shown_tools(body_of(tools=two).all_tools)]
+    functions = [tool.function for tool in shown_tools(body_of(tools=two).tools or ())]
     assert [one["name"] for one in functions] == ["sky__weather", "sky__wind"]
     assert [one["description"] for one in functions] == ["Of the sky.\nTell it.", ""]
 
@@ -119,7 +119,7 @@ def test_a_grammar_that_cannot_be_forced_is_told_to_the_model_and_in_the_log(
     tool_server: ServerProcess, definition: str
 ) -> None:
     tools = [PATCH | {"format": GRAMMAR | {"definition": definition}}]
-    (shown,) = shown_tools(body_of(tools=tools).all_tools)
+    (shown,) = shown_tools(body_of(tools=tools).tools or ())
     assert definition in shown.function["description"] and "pattern" not in str(shown.function["parameters"])
     post(tool_server, tools=tools, max_output_tokens=1)
     logged(tool_server, "ignored field: tools.format:")
@@ -246,10 +246,21 @@ def test_a_response_with_a_text_for_a_tool_is_gone_on_from_as_if_it_were_told_ag
 
 
 def test_tools_that_the_input_adds_can_be_called(tool_server: ServerProcess) -> None:
-    added = [{"type": "additional_tools", "role": "developer", "tools": [WEATHER_TOOL]}]
-    told = [{"role": "user", "content": "Weather?"}]
-    (call,) = post(tool_server, input=[*added, *told], tool_choice={"type": "function", "name": "weather"})["output"]
-    assert call["name"] == "weather"
+    tools = [{"type": "namespace", "name": "functions", "tools": [PATCH | {"format": GRAMMAR}]}]
+    added = {"type": "additional_tools", "id": "at_1", "role": "developer", "tools": tools}
+    choice = {"type": "custom", "name": "patch", "namespace": "functions"}
+    told = [added, {"role": "user", "content": "Weather?"}, added]
+    (call,) = post(tool_server, input=told, tool_choice=choice)["output"]
+    assert (call["type"], call["namespace"], call["name"]) == ("custom_tool_call", "functions", "patch")
+    assert re.fullmatch(EXPRESSION, call["input"])
+
+
+def test_a_tool_that_is_added_takes_the_place_of_an_earlier_one_of_its_name() -> None:
+    newer = WEATHER_TOOL | {"description": "Newer."}
+    body = body_of(tools=[WEATHER_TOOL, SHELL], input=[{"type": "additional_tools", "tools": [newer, SKY]}])
+    shown = shown_tools(body.tools or (), body.added_tools)
+    told = [(tool.function["name"], tool.function["description"].partition("\n")[0]) for tool in shown]
+    assert told[0] == ("weather", "Newer.") and [name for name, _ in told[1:]] == ["local_shell", "sky__weather"]
 
 
 # Choices of tools.
