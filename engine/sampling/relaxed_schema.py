@@ -17,7 +17,8 @@ from engine.sampling.matcher import refusal_of, without_annotations
 
 _KEPT = 128  # schemas
 _PATTERNS = 1024
-_KEYWORDS: dict[str, dict[str, Any]] = {
+_MOST_ASKED = 256  # keywords of one schema about which the library is asked one by one; with more it is left as it is
+KEYWORDS: dict[str, dict[str, Any]] = {
     "propertyNames": {"propertyNames": {"maxLength": 9}},
     "uniqueItems": {"uniqueItems": True},
     "not": {"not": {}},
@@ -62,11 +63,11 @@ def relaxed(schema: dict[str, Any]) -> RelaxedSchema:
 
 @functools.lru_cache(maxsize=_KEPT)
 def _relaxed(text: str) -> tuple[str, tuple[str, ...]]:
-    schema = json.loads(without_annotations(text))
-    if _fits(schema):
-        return json.dumps(schema), ()
     left_out: list[str] = []
     try:
+        schema = json.loads(without_annotations(text))
+        if _fits(schema) or sum(map(text.count, ('"oneOf"', '"pattern"', '"patternProperties"'))) > _MOST_ASKED:
+            return json.dumps(schema), ()
         schema = _without_unknown(schema, "", left_out)
         if not _fits(schema):
             schema = _with_any_of(schema, schema, "", left_out)
@@ -115,7 +116,7 @@ def _followed(key: str, value: Any) -> bool:
 @functools.cache
 def _unknown() -> frozenset[str]:
     """Return the keywords that the library does not know."""
-    return frozenset(key for key, schema in _KEYWORDS.items() if not _fits(schema))
+    return frozenset(key for key, schema in KEYWORDS.items() if not _fits(schema))
 
 
 @functools.lru_cache(maxsize=_PATTERNS)

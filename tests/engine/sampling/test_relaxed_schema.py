@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ pytest.importorskip("llguidance", reason="pip install 'talon-decoding[grammar]'"
 from engine.core.errors import RequestError
 from engine.core.grammar import Grammar
 from engine.sampling.matcher import check
-from engine.sampling.relaxed_schema import relaxed
+from engine.sampling.relaxed_schema import KEYWORDS, relaxed
 
 TEXT = {"type": "string"}
 AHEAD = {"type": "string", "pattern": "^(?=.*a).*$"}
@@ -116,8 +117,19 @@ def test_a_schema_is_not_changed_itself() -> None:
     assert schema == of(a={"not": TEXT})
 
 
-def test_large_schemas_take_no_long_time() -> None:
-    """Each place is visited once, and equal expressions are read once."""
+def test_large_and_deep_schemas_take_no_long_time() -> None:
     started_s = time.perf_counter()
-    assert len(relaxed(of(**{f"p{number}": AHEAD for number in range(3000)})).left_out) == 3000
+    assert len(relaxed(of(**{f"p{number}": {"not": {}} for number in range(3000)})).left_out) == 3000
+    assert len(relaxed(of(**{f"p{number}": AHEAD for number in range(256)})).left_out) == 256
+    assert relaxed(of(**{f"p{number}": AHEAD for number in range(257)})).left_out == ()
+    for depth in (50, 200, 600):
+        deep: dict[str, Any] = {"not": {}}
+        for _ in range(depth):
+            deep = {"items": deep}
+        assert relaxed(of(a=deep)).left_out in ((), (".properties.a" + ".items" * depth + ".not",))
     assert time.perf_counter() - started_s < 20
+
+
+def test_the_page_of_what_is_ignored_names_every_keyword() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "ignored.md").read_text("utf8")
+    assert [keyword for keyword in KEYWORDS if f"`{keyword}`" not in page] == []

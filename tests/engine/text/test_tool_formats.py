@@ -237,6 +237,15 @@ def test_hidden_control_tokens_and_blanks_before_a_call_hide_no_call(tools: Tool
         assert takes(format_, Wanted(TOOLS, "auto"), lead + text) not in (None, len(lead + text))
 
 
+@FORMATS
+@pytest.mark.parametrize("lead", ["\n", "<other>\n", "\n<other><other>"])
+def test_an_answer_that_begins_so_may_call_nothing(tools: ToolFormat, lead: str) -> None:
+    text = lead + "Say it."
+    assert takes(format_of(tools, True), Wanted(TOOLS, "auto"), text) is None
+    shown = text.replace("<other>", "")
+    assert parts(AnswerReader(format_of(tools, True), TOOLS), iter(shown)) == [AnswerPart("content", shown)]
+
+
 @pytest.mark.parametrize("before", ["<other>", "So<other> "])
 @pytest.mark.parametrize(("days", "fits"), [(9, True), (10, False)])
 def test_a_spelled_mark_after_a_control_token_begins_a_call_too(before: str, days: int, fits: bool) -> None:
@@ -367,6 +376,18 @@ def test_harmony_may_name_the_tool_as_whom_a_message_is_to(before: str, written_
         found = parts(AnswerReader(format_, TOOLS), (text[at : at + size] for at in range(0, len(text), size)))
         assert calls_of(found) == CALLS[:1]
         assert [part.text for part in found if part.kind == "content"] == ["I look."] * ("I look." in before)
+
+
+@pytest.mark.parametrize("lead", ["\n", "<other>\n\n", "\n<other>"])
+def test_a_message_to_a_tool_may_begin_so_too(lead: str) -> None:
+    format_ = format_of(TOOL_FORMATS[0], True, REASONING_FORMATS[0])
+    text = f"{lead} to=functions.now<|channel|>commentary json<|message|>{{}}"
+    assert takes(format_, Wanted(TOOLS, "auto"), text) is None
+    assert takes(format_, Wanted(TOOLS, "auto"), text.replace("now", "nothing")) is not None
+    shown = text.replace("<other>", "")
+    for size in (1, 5, 1000):
+        pieces = (shown[at : at + size] for at in range(0, len(shown), size))
+        assert calls_of(parts(AnswerReader(format_, TOOLS), pieces)) == [("now", {})]
 
 
 @pytest.mark.parametrize("text", [" to=", " to=functions", " to=function calls.", "Ask to=functions.now"])
