@@ -183,7 +183,8 @@ class PromptState(BaseModel):
 
 class ChangeSeen(BaseModel):
     """A text that was another in an earlier prompt, though what is behind it was the same. at: tokens before it;
-    tokens: its own; behind: those behind it that were read again; times: how often. text: only with --log-prompts.
+    tokens: its own; behind: those behind it that were read again; times: how often. text: with --log-prompts, on a
+    server without keys.
     """
 
     at: int

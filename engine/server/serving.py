@@ -136,15 +136,16 @@ class Serving:
 
     def _compare(self, prompt: list[int]) -> None:
         """Count a change that keeps a long part of the prompt from being found in the prefix cache; the log says it
-        once of each place.
+        once of each place. Clients see its text where the log may hold it and all of them are one.
         """
         if (change := self.changed.compare(prompt)) is None:
             return
         text = self.vocabulary.texts(prompt[change.at : change.at + change.tokens]) if self.log.prompts else None
-        if self.changed.add(change, text):
+        if self.changed.add(change, None if self.settings.api_keys else text):
+            said = "" if text is None else f": {text!r}"
             self.log.warn(
                 f"prefix cache: behind {change.at} tokens of a prompt {change.tokens} differ from an earlier one, so "
-                f"the {change.behind} behind them, which do not, are read again: let what changes come later"
+                f"the {change.behind} behind them, which do not, are read again: let what changes come later{said}"
             )
 
     async def _stream(

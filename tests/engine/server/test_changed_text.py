@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from engine.server.reading.changes import ChangedSpan, ChangedText
+from engine.server.serving import Serving
 
 RNG = random.Random(1)
 
@@ -80,3 +83,17 @@ def test_changes_are_counted_by_their_place_and_the_first_there_is_news() -> Non
     for at in range(100, 200):
         changed.add(ChangedSpan(at, 1, 200), None)
     assert len(changed.times) == len(changed.latest) == 32 and 199 in changed.times
+
+
+@pytest.mark.parametrize(("prompts", "keys"), [(True, ("key",)), (True, ()), (False, ())])
+def test_a_text_is_shown_to_clients_only_where_the_log_may_hold_it_and_there_are_no_keys(
+    prompts: bool, keys: tuple[str, ...]
+) -> None:
+    told: list[str] = []
+    changed, log = ChangedText(), SimpleNamespace(prompts=prompts, warn=told.append)
+    vocabulary, settings = SimpleNamespace(texts=lambda tokens: f"{tokens}"), SimpleNamespace(api_keys=keys)
+    serving: Any = SimpleNamespace(changed=changed, log=log, vocabulary=vocabulary, settings=settings)
+    for number in (1, 2):
+        Serving._compare(serving, [*HEAD, number, *TOOLS])
+    assert changed.latest[len(HEAD)][1] == ("[2]" if prompts and not keys else None)
+    assert told[0].endswith(": '[2]'" if prompts else "come later")
