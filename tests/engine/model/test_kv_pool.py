@@ -247,8 +247,8 @@ def test_a_text_read_in_steps_is_published_block_by_block_and_each_once() -> Non
 def test_a_text_is_shared_up_to_its_first_block_that_is_not_finite_and_no_further(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever has the same text computes it again; a cache that is used again shares again. Blocks after that one are not
-    looked at in every round.
+    """Whoever has the same text computes it again; a cache that is used again shares again. What follows that block is
+    not looked at in every round.
     """
     pool, text = pool_of(8), text_of(4)
     looked_at: list[int] = []
