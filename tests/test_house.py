@@ -51,6 +51,7 @@ FLOORS = (  # folders and modules from the ground up: a floor imports itself and
     "engine.server",
     "benchmarks.report",
     "benchmarks.inputs",
+    "benchmarks.kernels",
     "benchmarks.measure",
     "benchmarks.baselines",
     "benchmarks.cli",

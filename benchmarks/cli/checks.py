@@ -68,12 +68,24 @@ def check(
             "it, in bfloat16 and with activations=int8.",
         ),
     ] = None,
+    kernels: Annotated[
+        bool,
+        typer.Option(
+            "--kernels",
+            help="Instead, list every kernel of attention and products by the instructions that it needs, and whether "
+            "it agrees here with its definition in float64.",
+        ),
+    ] = False,
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
 ) -> None:
     """Show that every method, mode, transport and number of threads gives the text of plain decoding; exit code 1 if
     one does not."""
     console = Console(stderr=True)
+    if kernels:
+        with one_line_errors():
+            _check_kernels(console)
+        return
     if against is not None:
         with one_line_errors():
             _check_precision(
@@ -105,6 +117,27 @@ def check(
         return len(wrong)
 
     if run(main()):
+        raise typer.Exit(1)
+
+
+def _check_kernels(told: Console) -> None:
+    from ..kernels.every import check_kernels, counted, kernel_table
+    from ..kernels.processors import PROCESSORS, check_as
+
+    out = Console(width=120, highlight=False)
+    told.print("talon: each kernel is compiled the first time, which takes some minutes")
+    checks = check_kernels()
+    out.print(kernel_table(checks).rich(), f"\non this processor: {counted(checks)}")
+    for processor in PROCESSORS:
+        found = check_as(processor)
+        if found is None:
+            out.print(f"as on one with {processor.name}: not run, this processor cannot stand for it")
+            continue
+        out.print(f"as on one with {processor.name}: {counted(found)}")
+        if wrong := [check for check in found if check.difference]:
+            out.print(kernel_table(wrong).rich())
+        checks += found
+    if any(check.difference for check in checks):
         raise typer.Exit(1)
 
 

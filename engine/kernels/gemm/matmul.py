@@ -65,6 +65,11 @@ class Unit(Enum):
         return _KERNELS[self, layout.number]
 
     @property
+    def title(self) -> str:
+        """What processors' makers call the instructions."""
+        return {Unit.AMX: "AMX", Unit.VECTORS: "AVX512-BF16", Unit.FMA: "AVX2"}[self]
+
+    @property
     def paired(self) -> bool:
         """Whether it multiplies pairs of bfloat16."""
         return self is not Unit.FMA

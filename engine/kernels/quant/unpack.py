@@ -335,5 +335,5 @@ def rounded(builder: ir.IRBuilder, lower: ir.Value, upper: ir.Value) -> ir.Value
         odd = builder.and_(builder.lshr(bits, integers(16)), integers(1))
         bits = builder.lshr(builder.add(bits, builder.add(odd, integers(0x7FFF))), integers(16))
         halves.append(builder.trunc(bits, ir.VectorType(_HALF, LANES)))
-    order = ir.Constant(ir.VectorType(_INT, 2 * LANES), range(2 * LANES))
+    order = ir.Constant(ir.VectorType(_INT, 2 * LANES), [*range(2 * LANES)])
     return builder.bitcast(builder.shuffle_vector(*halves, order), _PAIR)

@@ -244,9 +244,21 @@ def test_a_text_read_in_steps_is_published_block_by_block_and_each_once() -> Non
     assert again.table.tolist() == cache.table.tolist()
 
 
-def test_a_text_is_shared_up_to_its_first_block_that_is_not_finite_and_no_further() -> None:
-    """Whoever has the same text computes it again; a cache that is used again shares again."""
+def test_a_text_is_shared_up_to_its_first_block_that_is_not_finite_and_no_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever has the same text computes it again; a cache that is used again shares again. What follows that block is
+    not looked at in every round.
+    """
     pool, text = pool_of(8), text_of(4)
+    looked_at: list[int] = []
+    finite = pool.finite
+
+    def look(blocks: list[int]) -> list[bool]:
+        looked_at.extend(blocks)
+        return finite(blocks)
+
+    monkeypatch.setattr(pool, "finite", look)
     cache = KVCache(pool)
     cache.reserve(len(text))
     pool.keys[0, int(cache.table[2]), 0, 0, 0] = torch.nan
@@ -255,7 +267,7 @@ def test_a_text_is_shared_up_to_its_first_block_that_is_not_finite_and_no_furthe
         cache.publish(text[:length])
     other = KVCache(pool)
     other.adopt(text)
-    assert other.length == 2 * BLOCK
+    assert other.length == 2 * BLOCK and looked_at == cache.table[:3].tolist()
     cache.release()
     pool.keys.zero_()
     again, third = read(pool, text), KVCache(pool)

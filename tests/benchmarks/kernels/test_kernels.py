@@ -1,0 +1,145 @@
+"""`talon check --kernels`: what it says of kernels that agree, differ, cannot be compiled or do not run here."""
+
+from __future__ import annotations
+
+import subprocess
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.kernels import attention, every, processors, products
+from benchmarks.kernels.every import KernelCheck, _Case
+from benchmarks.kernels.processors import PROCESSORS, check_as
+from engine.core.errors import TalonError
+from engine.kernels.attention.every_kernel import AttentionKernel, every_attention_kernel
+from engine.kernels.gemm.matmul import Matmul, Unit, units
+from engine.kernels.simd import features
+from tests.command import talon
+
+KERNELS = [
+    pytest.param(one, id=str(one), marks=pytest.mark.skipif(not one.runs, reason=f"needs {one.instructions}"))
+    for one in every_attention_kernel()
+]
+LANES = next(kernel for kernel in every_attention_kernel() if kernel.name == "lanes")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_attention_agrees_with_its_definition(kernel: AttentionKernel) -> None:
+    assert attention.difference(kernel) == ""
+
+
+@pytest.mark.skipif(not units(), reason="this processor has none of our products")
+@pytest.mark.parametrize("unit", Unit)
+def test_products_agree_with_their_definition(unit: Unit) -> None:
+    if unit not in units():
+        pytest.skip(f"needs {unit.title}")
+    assert every._numbers(unit, torch.bfloat16) == every._codes(unit, "Q4_K") == ""
+
+
+def _shifted(found: Tensor) -> Tensor:
+    return found * 1.001
+
+
+def _leaking(found: Tensor) -> Tensor:
+    """The tree's results, if one of them is not finite, with its neighbour's spoiled too."""
+    if not found.isfinite().all():
+        found[0] = torch.nan
+    return found
+
+
+def _dependent(found: Tensor) -> Tensor:
+    found[0] *= 1 + 1e-6 * len(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (_shifted, "its error is 0.001"),
+        (_leaking, "an infinity reaches a row that does not see it"),
+        (torch.nan_to_num, "an infinity is hidden from a row that sees it"),
+        (_dependent, "a row's bits depend on the rows beside it"),
+    ],
+)
+def test_attention_that_is_wrong_is_told(fault: Any, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = attention._attended
+    monkeypatch.setattr(attention, "_attended", lambda *given, **more: fault(right(*given, **more)))
+    assert attention.difference(LANES) == told
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (_shifted, "its error is 0.001"),
+        (lambda out: out + out.isnan().any() * 1e-3, "an infinity or NaN reaches another row"),
+        (torch.nan_to_num, "an infinity or NaN is hidden"),
+        (lambda out: out * (1 + 1e-7 * len(out)), "a row's bits depend on the rows beside it"),
+    ],
+)
+@pytest.mark.skipif(not units(torch.float32), reason="this processor has none of our products")
+def test_a_product_that_is_wrong_is_told(fault: Any, told: str) -> None:
+    weight = torch.randn(products.OUTPUTS, products.INPUTS)
+
+    class Wrong(Matmul):
+        def __call__(self, x: Tensor) -> Tensor:
+            out: Tensor = fault(super().__call__(x))
+            return out
+
+    found = products.difference(Wrong(weight), weight, torch.float32)
+    assert found == told
+
+
+def _broken() -> str:
+    raise IndexError("mask values need to be in range(0, 32)\nand more")
+
+
+CASES = [
+    _Case("one", "AVX2", True, lambda: ""),
+    _Case("two", "AMX", False, _broken),
+    _Case("three", "AVX2", True, lambda: "its error is 0.5"),
+    _Case("four", "AVX2", True, _broken),
+]
+
+
+@pytest.mark.parametrize(("cases", "code"), [(CASES[:2], 0), (CASES, 1)])
+def test_the_command_lists_what_ran_and_what_did_not_and_fails_if_a_kernel_differs(
+    cases: list[_Case], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(every, "_cases", lambda: cases)
+    monkeypatch.setattr(processors, "PROCESSORS", PROCESSORS[:1])
+    monkeypatch.setattr(processors, "check_as", lambda processor: None)
+    done = talon("check", "--kernels")
+    assert done.exit_code == code
+    lines = [" ".join(line.split()) for line in done.output.splitlines()]
+    assert "one AVX2 agrees" in lines and "two AMX not run: this processor does not have these instructions" in lines
+    assert f"on this processor: {len(cases) - 1} of {len(cases)} kernels ran here, {2 * code} differ" in lines
+    assert any(line.endswith("not run, this processor cannot stand for it") for line in lines)
+    if code:
+        assert "three AVX2 its error is 0.5" in lines
+        assert "four AVX2 cannot be compiled (mask values need to be in range(0, 32))" in lines
+
+
+@pytest.mark.skipif("+avx2" not in features(), reason="needs AVX2")
+def test_a_lesser_processor_is_stood_for_by_a_process_that_knows_fewer_instructions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checks, given = [KernelCheck("one", "AVX2", ""), KernelCheck("two", "AMX", None)], dict[str, str]()
+
+    def run(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
+        given.update(env)
+        return SimpleNamespace(returncode=0, stdout=msgspec.json.encode(checks).decode(), stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert check_as(PROCESSORS[-1]) == checks
+    known = given["NUMBA_CPU_FEATURES"].split(",")
+    assert {name[1:] for name in known} == {name[1:] for name in features()}
+    assert "+avx2" in known and not any(name.startswith(("+avx512", "+amx", "+avxvnni")) for name in known)
+    failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nIndexError: mask")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(TalonError, match="kernels as on AVX2: IndexError: mask; this is a defect"):
+        check_as(PROCESSORS[-1])
+    assert check_as(PROCESSORS[-1]._replace(needs="none such")) is None
