@@ -20,12 +20,13 @@ class CacheDamage:
         self.counts: Counter[str] = Counter()
 
     def strike(self) -> None:
-        """Copy all files, or damage some in one way."""
+        """Copy all files of one folder, or damage some in one way."""
+        folder = self.rng.choice(self.folders)
         if self.rng.random() < 0.2:
-            self._copy()
+            self._copy(folder)
             self.counts["cache copied"] += 1
             return
-        files = [file for file in self._files() if file.suffix != _WEIGHTS]
+        files = [file for file in self._files(folder) if file.suffix != _WEIGHTS]
         damage = self.rng.choice(_DAMAGE)
         for file in self.rng.sample(files, min(self.rng.choice((1, 1, 1, 20)), len(files))):
             try:
@@ -34,9 +35,9 @@ class CacheDamage:
                 continue
             self.counts["files damaged"] += 1
 
-    def _copy(self) -> None:
+    def _copy(self, folder: Path) -> None:
         """Put a copy in the place of each file, as `cp -r` of the folder would: another inode, another time."""
-        for file in self._files():
+        for file in self._files(folder):
             copy = file.with_name(f".{file.name}.copied")
             try:
                 shutil.copyfile(file, copy)
@@ -44,11 +45,10 @@ class CacheDamage:
             except OSError:
                 copy.unlink(missing_ok=True)
 
-    def _files(self) -> Iterator[Path]:
-        """The files of the cache folders, but for locks and what is being written."""
-        for folder in self.folders:
-            for place, _, names in os.walk(folder):
-                yield from (Path(place) / name for name in sorted(names) if not name.startswith(".") and "." in name)
+    def _files(self, folder: Path) -> Iterator[Path]:
+        """The files of a cache folder, but for locks and what is being written."""
+        for place, _, names in os.walk(folder):
+            yield from (Path(place) / name for name in sorted(names) if not name.startswith(".") and "." in name)
 
 
 def _cut(file: Path) -> None:

@@ -29,7 +29,7 @@ SOURCE = "source.json"
 SEEN = "seen.msgpack"
 FORMAT = 6
 """Raise it when what stands in such a directory changes: files are then described again."""
-_HASHED_AT_ONCE = 4 << 20  # bytes that a thread hashes
+_HASHED_AT_ONCE = 1 << 20  # bytes that a thread hashes
 _TICK_NS = 20_000_000  # the clock of file systems: a file may be written to twice in one turn of it
 
 States = list[tuple[int, int, int]]
