@@ -256,12 +256,9 @@ def _multiply_blocks(layout: int, work: Any, part: Any, panel: int, end: int) ->
         width = min(end - panel, together)
         for step in range(0, steps, BLOCK_STEPS):
             count = min(BLOCK_STEPS, steps - step)
-            next_panels = step + BLOCK_STEPS >= steps
-            later = (
-                width * part.panel_bytes - tile_offset(layout, step)
-                if next_panels
-                else tile_offset(layout, BLOCK_STEPS)
-            )
+            later = tile_offset(layout, BLOCK_STEPS)  # the next block, after the last one that of the next panels
+            if step + BLOCK_STEPS >= steps:
+                later = width * part.panel_bytes - tile_offset(layout, step)
             for i in range(0, width, PANELS):
                 weights = part.weights + (panel + i) * part.panel_bytes
                 some = min(PANELS, width - i)

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from engine.kernels.gemm.matmul import NO_SCRATCH, Matmul, Unit, give_scratch, units
 from engine.kernels.gemm.matmul_kernels import AT_ONCE, rows_at_once
 from engine.kernels.gemm.onednn import cancelling
+from engine.kernels.quant.stored import StoredMatrix
+from tests.engine.kernels.quant.random_blocks import random_blocks
 
 pytestmark = pytest.mark.skipif(not units(), reason="this processor has no unit that `Matmul` knows")
 Kind = tuple[Unit, torch.dtype]
@@ -86,6 +88,27 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
     for rows in _ROWS:
         order = torch.randperm(rows) % len(x)
         assert torch.equal(matmul(x[order]), expected[order])
+
+
+@pytest.mark.parametrize("stored", ["BF16", "Q4_K", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_many_rows_of_many_outputs_have_the_bits_of_few(kind: Kind, stored: str, gated: bool, threads: int) -> None:
+    """Of a prompt: its rows are multiplied in blocks of inputs by more panels than are kept at a time."""
+    unit, dtype = kind
+    if dtype == torch.float32:
+        pytest.skip("blocks are multiplied in bfloat16")
+    outputs, inputs, most = 16 * 74, 768, 65 if unit is not Unit.AMX else 700
+    if stored == "BF16":
+        inputs += 96  # the last block of inputs is shorter
+        matrix = StoredMatrix.of_numbers(torch.randn(outputs, inputs))
+    else:
+        matrix = random_blocks(stored, outputs, inputs)
+    x = torch.randn(most, inputs).bfloat16()
+    matmul = Matmul([matrix], torch.randn(outputs), gated, unit)
+    expected = torch.cat([matmul(rows) for rows in x.split(16)])
+    for rows in (65, 81, 97, 130, most):
+        if rows <= most:
+            assert torch.equal(matmul(x[:rows]), expected[:rows])
 
 
 def test_a_row_of_no_numbers_spoils_no_other(kind: Kind) -> None:
