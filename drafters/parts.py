@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from engine.config import Config
+from engine.config import AUTO, Config
 from engine.core.errors import ConfigError, shown
 from engine.core.methods import METHODS, find
+from engine.weights.draft_head import METHOD
 
 
 def parts(config: Config) -> tuple[str, ...]:
@@ -12,6 +13,8 @@ def parts(config: Config) -> tuple[str, ...]:
     if not find(config.method).merges:
         return (config.method,)
     head, memories = config.drafter.head, config.drafter.memories
+    if head == AUTO:
+        head = "eagle3"
     for key, name, model in [("head", head, True), *(("memories", name, False) for name in memories)]:
         fitting = [n for n, m in METHODS.items() if m.drafter and not (m.merges or m.probes) and m.has_model == model]
         find(name, f"drafter.{key}")
@@ -24,6 +27,8 @@ def weights_path(config: Config) -> str:
     """Where the weights of the configuration's head or draft model are."""
     if (path := config.drafter.weights(config.method)) is not None:
         return path
+    if config.method == METHOD:  # the head in the model's own file
+        return config.model
     if config.method == "sps":
         raise ConfigError("drafter.path: method sps needs the directory or hub id of a small model")
     raise ConfigError(

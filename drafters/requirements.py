@@ -14,6 +14,7 @@ from drafters.parts import datastore_path, parts, weights_path
 from engine.config import Config
 from engine.core.errors import ConfigError, ModelError
 from engine.core.methods import find
+from engine.weights.draft_head import METHOD
 
 
 def check(config: Config) -> None:
@@ -78,11 +79,13 @@ def check_weights(path: str, method: str) -> None:
     from engine.weights.gguf.source import source_of
     from engine.weights.hub import is_hub_id
 
+    if method == METHOD and Path(path).is_file():
+        return  # a GGUF file, which whoever reads it checks
     if method == "sps" and is_hub_id(path) and not Path(path).is_dir():
         return  # the draft model is fetched as the target is
     folder = find_folder(path, "drafter.path")
     read_config(folder, "drafter.path")
-    in_gguf = method == "sps" and source_of(folder) is not None
+    in_gguf = method in ("sps", METHOD) and source_of(folder) is not None
     if not in_gguf and not any(file.suffix in (".safetensors", ".bin", ".pt") for file in folder.iterdir()):
         raise ModelError(f"drafter.path={path}: holds no weights (.safetensors, .bin, .pt): copy the directory again")
 

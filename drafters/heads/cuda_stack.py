@@ -67,7 +67,7 @@ class CudaStack:
 
     def __init__(self, spec: StackSpec):
         self.spec, self.dtype = spec, spec.dtype
-        self._layers, self._norm = [_Layer.over(layer) for layer in spec.layers], norm_of(spec.norm)
+        self._layers, self._norm = [_Layer.over(layer) for layer in spec.own_layers], norm_of(spec.norm)
         first = self.first = spec.first
         self.hidden = first.out.outputs
         self.pool = GrowingPool(spec.kv_shape(), _BLOCKS, self.hidden, spec.dtype, first.device)

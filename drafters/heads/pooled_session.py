@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from drafters.heads.feature_weights import FeatureWeights
+from drafters.heads.pooled_weights import PooledWeights
 from drafters.heads.session import Session
 from drafters.heads.stack import PooledCache
 from engine.core.batch import Rows
@@ -25,7 +25,7 @@ _READ = 512  # positions of texts that are read in one forward
 class PooledSession(Session):
     """One request of a `FeatureHead`; node n > 0 occupies the slot `slots + n - 1`."""
 
-    def __init__(self, head: FeatureWeights, scratch: int):
+    def __init__(self, head: PooledWeights, scratch: int):
         assert head.stack is not None
         self.head, self.scratch = head, scratch
         self.cache = PooledCache(head.stack.pool)
@@ -98,7 +98,7 @@ class PooledSession(Session):
         return bool(self._unread)
 
 
-def roots(head: FeatureWeights, sessions: Sequence[PooledSession]) -> list[Tensor | None]:
+def roots(head: PooledWeights, sessions: Sequence[PooledSession]) -> list[Tensor | None]:
     """Each session's logits after its text, [1, draft_vocab]; unread positions are read first."""
     while reading := [session for session in sessions if session.unread]:
         taken: list[tuple[PooledSession, Tensor, Rows]] = []
@@ -111,7 +111,7 @@ def roots(head: FeatureWeights, sessions: Sequence[PooledSession]) -> list[Tenso
     return [session.logits for session in sessions]
 
 
-def _read(head: FeatureWeights, taken: Sequence[tuple[PooledSession, Tensor, Rows]]) -> None:
+def _read(head: PooledWeights, taken: Sequence[tuple[PooledSession, Tensor, Rows]]) -> None:
     """Read positions of several texts in one forward."""
     assert head.stack is not None
     parts, pool = [rows for _, _, rows in taken], head.stack.pool
@@ -128,7 +128,7 @@ def _read(head: FeatureWeights, taken: Sequence[tuple[PooledSession, Tensor, Row
 
 
 def extend(
-    head: FeatureWeights, asked: Sequence[tuple[PooledSession, list[int], list[int]]]
+    head: PooledWeights, asked: Sequence[tuple[PooledSession, list[int], list[int]]]
 ) -> list[tuple[list[int], Tensor | None]]:
     """Draft new nodes of several sessions in one forward."""
     above = [session.places[parent] for session, parents, _ in asked for parent in parents]

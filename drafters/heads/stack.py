@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from drafters.heads.layers import DecoderLayer, Linear, RMSNorm
 from engine.core.batch import BLOCK, Batch, Int, Rows
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Attention, Rule, has_pairs
+from engine.kernels.gemm.matmul import Matmul
 from engine.kernels.layer.program import LayerProgram
 from engine.kernels.layer.weights import AttentionWeights, GatedMlp, LayerWeights, Norm
 from engine.kernels.simd import BFLOAT16, FLOAT32, LANES, add, int_at, load, store
@@ -48,6 +49,32 @@ def add_tokens_kernel(address: Any) -> None:
                 store(add(load(out + at, FLOAT32), load(source + at, FLOAT32)), out + at, FLOAT32)
 
 
+class RunsRows(Protocol):
+    """A product, and how wide its rows are."""
+
+    inputs: int
+    outputs: int
+    matmul: Matmul | None
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class ProgramLayer(Protocol):
+    """A decoder layer as a stack takes it. heads: of queries, of keys, and the dimensions of one. rotation: cosines and
+    sines of so many positions, [positions, rotated] float32.
+    """
+
+    @property
+    def qkv(self) -> RunsRows: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def heads(self) -> tuple[int, int, int]: ...
+    @property
+    def weights(self) -> LayerWeights: ...
+    def rotation(self, positions: int) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class StackLayer:
     """input_norm: None where the first product multiplies the residual itself."""
@@ -55,6 +82,19 @@ class StackLayer:
     qkv: Linear
     decoder: DecoderLayer
     input_norm: RMSNorm | None
+
+    @property
+    def hidden(self) -> int:
+        return self.decoder.out.outputs
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Of queries, of keys, and the dimensions of one."""
+        return self.decoder.heads, self.decoder.kv_heads, self.decoder.head_dim
+
+    def rotation(self, positions: int) -> Tensor:
+        """[positions, rotated] float32: cosines, then sines."""
+        return self.decoder.rotary.halves(positions)
 
     @property
     def weights(self) -> LayerWeights:
@@ -69,9 +109,9 @@ class StackLayer:
         )
 
 
-def norm_of(norm: RMSNorm | None) -> Norm | None:
+def norm_of(norm: RMSNorm | Norm | None) -> Norm | None:
     """A head's norm, as a program takes it."""
-    return None if norm is None else Norm(norm.weight.float().contiguous(), float(norm.eps))
+    return norm if not isinstance(norm, RMSNorm) else Norm(norm.weight.float().contiguous(), float(norm.eps))
 
 
 class PooledCache(KVCache):
@@ -128,25 +168,32 @@ class StackSpec:
 
     head: multiplies the last layer's output, or its `norm`. enters: what rows start from. of_token: [vocab, qkv], added
     to the first layer's queries, keys and values. entry: makes the residual from what `enters` gives. keeps: whether a
-    row's last residual is kept, in `pool.features`.
+    row's last residual is kept, in `pool.features`, or what the norm makes of it (`normed`).
     """
 
-    layers: Sequence[StackLayer]
+    layers: Sequence[ProgramLayer]
     dtype: torch.dtype
-    head: Linear
+    head: RunsRows
     enters: Enters
-    norm: RMSNorm | None = None
+    norm: RMSNorm | Norm | None = None
     of_token: Tensor | None = None
-    entry: Linear | None = None
+    entry: RunsRows | None = None
     keeps: bool = False
+    normed: bool = False
+
+    @property
+    def own_layers(self) -> list[StackLayer]:
+        """The layers, where they are those of `drafters.heads.layers`."""
+        return [layer for layer in self.layers if isinstance(layer, StackLayer)]
 
     @property
     def first(self) -> DecoderLayer:
-        return self.layers[0].decoder
+        return self.own_layers[0].decoder
 
     def kv_shape(self, pairs: bool = False) -> KVShape:
         """Of the pool that holds what its layers read. pairs: see `KVShape`."""
-        return KVShape(len(self.layers), self.first.kv_heads, self.first.head_dim, self.dtype, pairs)
+        _, kv_heads, head_dim = self.layers[0].heads
+        return KVShape(len(self.layers), kv_heads, head_dim, self.dtype, pairs)
 
 
 class Stack:
@@ -154,17 +201,17 @@ class Stack:
 
     def __init__(self, spec: StackSpec):
         self.spec, self.dtype = spec, spec.dtype
-        first = self.first = spec.first
-        self.hidden = first.out.outputs
+        first = self.first = spec.layers[0]
+        self.hidden = first.hidden
         self.pool = GrowingPool(spec.kv_shape(has_pairs(spec.dtype)), _BLOCKS, self.hidden, torch.float32)
-        self.cos_sin = first.rotary.halves(256)  # [positions, head_dim], as the kernels read them
+        self.cos_sin = first.rotation(256)  # as the kernels read them
         self._adds = np.zeros(1, ADD_TOKENS)
         self._program = self._program_for(1)
 
     def reserve_positions(self, positions: int) -> None:
         """Compute the cosines and sines of `positions` positions."""
         if positions > len(self.cos_sin):
-            self.cos_sin = self.first.rotary.halves(2 * positions)
+            self.cos_sin = self.first.rotation(2 * positions)
 
     def run(self, above: Sequence[int], parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
         """The head's outputs for the chosen rows (None: all), [chosen, outputs]. above: [rows], the slots of the pool
@@ -192,13 +239,15 @@ class Stack:
         out = program.run_to_head(count)
         if spec.keeps:  # of rows that were not chosen the last residual is not computed
             kept = slice(0, rows) if picked is None else picked
-            self._features[batch.slots[kept]] = self._residual[kept]
+            normed = program.buffers["x"][:count].float().numpy() if spec.normed else self._residual[kept]
+            self._features[batch.slots[kept]] = normed
         return out
 
     def _program_for(self, capacity: int) -> LayerProgram:
         """The program for up to `capacity` rows of all blocks that the pool has now."""
         spec, self._blocks = self.spec, self.pool.blocks
-        self._attention = Attention(self.pool, self.first.heads // self.first.kv_heads)
+        heads, kv_heads, head_dim = self.first.heads
+        self._attention = Attention(self.pool, heads // kv_heads)
         program = LayerProgram(self._attention, capacity, self.hidden, self.dtype, len(spec.layers))
         if spec.entry is not None:
             program.buffer("entering", spec.entry.inputs)
@@ -213,7 +262,7 @@ class Stack:
                 self._adds["table"], self._adds["out"] = spec.of_token.data_ptr(), out.data_ptr()
                 self._adds["columns"], self._adds["width"] = out.shape[1], out.itemsize
                 program.add(add_tokens_kernel(), address_of(self._adds))
-            program.attention_and_mlp(index, weights, Rule(layer.decoder.head_dim**-0.5))
+            program.attention_and_mlp(index, weights, Rule(head_dim**-0.5))
         program.norm(norm_of(spec.norm))
         program.head(spec.head, spec.head.outputs)
         # numpy takes less time than torch to copy a few rows

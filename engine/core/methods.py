@@ -38,6 +38,7 @@ METHODS = {
     "hydra": Method("drafters.heads.hydra:HydraHead", has_model=True),
     "block": Method("drafters.heads.one_pass.block:BlockHead", has_model=True),
     "hybrid": Method("drafters.hybrid.hybrid:HybridDrafter", has_model=True, merges=True),
+    "mtp": Method("drafters.heads.mtp.head:MtpHead", has_model=True),
 }
 
 

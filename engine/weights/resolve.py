@@ -11,6 +11,7 @@ from engine.files.progress import shown
 from engine.weights.cache import home, keep
 from engine.weights.catalogue import CATALOGUE, KnownModel
 from engine.weights.download import download
+from engine.weights.draft_head import METHOD, brings_head
 from engine.weights.gguf.described import DESCRIPTION_BYTES, describe, described
 from engine.weights.gguf.source import GgufSource, source_of
 from engine.weights.hub import fetched
@@ -49,7 +50,7 @@ def resolved(config: Config) -> Config:
     """The configuration with the target, what comes with it, and the draft model if there is one, as directories."""
     config = with_own(config.model_copy(update={"model": target_folder(config)}))
     drafter = config.drafter
-    if drafter.path is not None:
+    if drafter.path is not None and not (Path(drafter.path).is_file() and brings_head(Path(drafter.path))):
         drafter = drafter.model_copy(update={"path": resolve(drafter.path, "drafter.path")})
     return config.model_copy(update={"drafter": drafter})
 
@@ -61,7 +62,7 @@ def with_own(config: Config) -> Config:
     downloaded for it.
     """
     drafter = config.drafter
-    if AUTO not in (drafter.answers, drafter.path):
+    if AUTO not in (drafter.answers, drafter.path, drafter.head):
         return config
     here = Path(config.model).exists()
     own = trained_for(Path(config.model)) if here else trained_for_name(config.model)
@@ -70,6 +71,9 @@ def with_own(config: Config) -> Config:
         drafter = drafter.model_copy(update={"answers": None if answers is None else str(answers)})
     if drafter.path == AUTO:
         drafter = drafter.model_copy(update={"path": None if own is None else str(own.heads)})
+    if drafter.head == AUTO and here:
+        named = Path(config.model if drafter.path is None else drafter.path)
+        drafter = drafter.model_copy(update={"head": METHOD if brings_head(named) else "eagle3"})
     return config.model_copy(update={"drafter": drafter})
 
 

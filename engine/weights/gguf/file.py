@@ -98,6 +98,14 @@ class GgufFile:
                 pass
         return raw
 
+    def read_rows(self, tensor: GgufTensor, rows: Sequence[int]) -> NDArray[np.uint8]:
+        """[rows, bytes] some rows of a matrix. Raises ModelError if the file was cut meanwhile."""
+        part, size = self.parts[tensor.part], tensor.size // tensor.shape[1]
+        found = [os.pread(part.content.fileno(), size, part.start + tensor.offset + row * size) for row in rows]
+        if any(len(row) < size for row in found):
+            raise ModelError(f"model={part.path}: the GGUF file was cut short while it was read; get it again")
+        return np.frombuffer(b"".join(found), np.uint8).reshape(len(found), size)
+
     @property
     def kind(self) -> str:
         """The type of most of the weights, such as Q4_K."""

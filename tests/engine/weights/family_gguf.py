@@ -169,12 +169,22 @@ def random_model(family: str, **changes: Any) -> Any:
     return model.eval()
 
 
-def write_family(path: Path, family: str, model: Any, kind: Kind = Kind.F32) -> None:
-    """kind: of the matrices."""
+def write_family(
+    path: Path,
+    family: str,
+    model: Any,
+    kind: Kind = Kind.F32,
+    head: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    head_alone: bool = False,
+) -> None:
+    """kind: of the matrices. head: of a draft head (`draft_head`), stored as one more block. changes: of the metadata,
+    None leaves out. head_alone: without the model's blocks.
+    """
     about, config = FAMILIES[family], model.config
     writer = gguf.GGUFWriter(path, about.architecture)
     writer.add_name("random")
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + bool(head))
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     if hasattr(config, "intermediate_size"):
@@ -189,7 +199,11 @@ def write_family(path: Path, family: str, model: Any, kind: Kind = Kind.F32) -> 
     writer.add_rope_freq_base(_theta(config))
     if "rope.dimension_count" not in about.metadata:
         writer.add_rope_dimension_count(head_dim)
-    for key, value in about.metadata.items():
+    nextn = {"nextn_predict_layers": 1} if head else {}
+    for key, value in (about.metadata | nextn | changes).items():
+        writer.kv_data[0].pop(f"{about.architecture}.{key}", None)
+        if value is None:
+            continue
         if isinstance(value, list):
             writer.add_array(f"{about.architecture}.{key}", value)
         else:
@@ -204,7 +218,9 @@ def write_family(path: Path, family: str, model: Any, kind: Kind = Kind.F32) -> 
     writer.add_eos_token_id(3)
     writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)
-    for name, array in stored_tensors(family, model).items():
+    for name, array in (stored_tensors(family, model) | _stored_head(head, config.num_hidden_layers)).items():
+        if head_alone and name.startswith("blk.") and not name.startswith(f"blk.{config.num_hidden_layers}."):
+            continue
         of_kind = kind if array.ndim > 1 and "ffn_gate_inp" not in name and array.shape[-1] % 32 == 0 else Kind.F32
         writer.add_tensor(name, gguf.quantize(array, of_kind), raw_dtype=of_kind)
     writer.write_header_to_file()
@@ -249,6 +265,45 @@ def stored_tensors(family: str, model: Any) -> dict[str, NDArray[np.float32]]:
             halves = array.reshape(heads, 2, -1, *array.shape[1:])
             array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
         made[f"{found}.{suffix}"] = array
+    return made
+
+
+def draft_head(model: Any) -> dict[str, torch.Tensor]:
+    """Random tensors of a draft head for a model whose last layer attends, by their names in safetensors."""
+    torch.manual_seed(1)
+    last, hidden = f"model.layers.{model.config.num_hidden_layers - 1}.", model.config.hidden_size
+    shapes = {
+        f"mtp.layers.0.{name.removeprefix(last)}": one.shape for name, one in model.state_dict().items() if last in name
+    }
+    shapes |= {f"mtp.{name}.weight": (hidden,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    shapes |= {"mtp.fc.weight": (hidden, 2 * hidden)}
+    return {name: (0.2 * torch.randn(shape)).to(torch.bfloat16).float() for name, shape in shapes.items()}
+
+
+_HEAD_NAMES = {
+    "fc": "nextn.eh_proj",
+    "pre_fc_norm_embedding": "nextn.enorm",
+    "pre_fc_norm_hidden": "nextn.hnorm",
+    "norm": "nextn.shared_head_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+}
+
+
+def _stored_head(head: Mapping[str, torch.Tensor], block: int) -> dict[str, NDArray[np.float32]]:
+    made = {}
+    for name, tensor in head.items():
+        stored = _HEAD_NAMES[name.split(".")[-2]]
+        made[f"blk.{block}.{stored}.weight"] = (tensor + 1 if "norm" in stored else tensor).numpy()
     return made
 
 

@@ -1,0 +1,44 @@
+"""The weights of heads whose rows of all requests go through one stack (`drafters.heads.pooled_session`)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from drafters.heads.head import Head
+from drafters.heads.new_stack import AnyStack
+from engine.core.batch import Rows
+
+
+class PooledWeights(Head):
+    """Predicts from a feature and the token after it, and feeds on the feature that it guesses."""
+
+    hidden_size: int
+    dtype: torch.dtype
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's true features [n, layers, hidden] as the head's own kind, [n, hidden_size]."""
+
+    @abstractmethod
+    def new_stack(self) -> AnyStack | None:
+        """The head's layer and output matrix as a program, None where a stack does not fit."""
+
+    @abstractmethod
+    def entered(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """What the stack's rows start from for these pairs."""
+
+    @cached_property
+    def stack(self) -> AnyStack | None:
+        return self.new_stack()
+
+    def guess(self, above: Sequence[int], parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
+        """Logits [chosen, draft_vocab] after pairs of features and the parts' tokens. above: [rows], the slots of the
+        pool where the features are kept; the guessed ones are kept in the rows' own slots afterwards.
+        """
+        assert self.stack is not None
+        return self.stack.run(above, parts, chosen)
