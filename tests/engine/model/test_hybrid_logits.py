@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, GraniteMoeHybridConfig
 
 from engine.core.batch import Segment
+from engine.core.errors import ModelError
 from engine.core.tree import TokenTree
 from engine.model.target import Target
 from tests.engine.test_exact import STATES, VOCABULARY, build, read
@@ -47,6 +48,13 @@ def close(found: Tensor, expected: Tensor) -> bool:
 def test_a_text_read_in_chunks_has_the_logits_of_the_recurrent_form(family: str, chunk: int) -> None:
     with torch.inference_mode():
         assert close(read(loaded(family)[1], TEXT, chunk), one_by_one(family))
+
+
+def test_a_family_with_other_states_is_refused_with_the_reason() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 64, "mamba_n_heads": 4}
+    model = AutoModelForCausalLM.from_config(GraniteMoeHybridConfig(**sizes, layer_types=["mamba", "attention"])).eval()
+    with pytest.raises(ModelError, match=r"granitemoehybrid has layers with a state, .* does not run here \("):
+        Target.of_model(model, "granite", kv_memory=1 << 22)
 
 
 @families

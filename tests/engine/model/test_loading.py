@@ -54,7 +54,7 @@ def test_a_loaded_model_reads_its_files_no_more(tiny: str, lean: bool, monkeypat
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
-        (transformers.ZambaConfig(), "hybrid, mamba"),
+        (transformers.ZambaConfig(), "hybrid"),
         (transformers.FalconH1Config(), "hybrid"),
     ],
 )
