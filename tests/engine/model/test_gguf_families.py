@@ -94,6 +94,7 @@ def test_the_described_model_computes_what_the_original_does(described: Callable
 def test_a_file_runs_on_the_lean_decoder_and_is_exact(target_of: Callable[[str], Target], family: str) -> None:
     target = target_of(family)
     assert isinstance(target.forward, LeanDecoder) and target.exact and not target.unlike
+    assert target.weights == "q8_0"  # in the file's bits, and not as the stock model's numbers
 
 
 @every_family
