@@ -132,19 +132,21 @@ class RequestState:
     def _new_goals(self, trunk: int) -> list[tuple[int, int]]:
         """Where the states after some of the next `trunk` rows go, the last one's among them. Committed rows are
         replayed in place if no other request uses the slot; what is read may have to be forgotten, and goes elsewhere.
+        Only the last state may take the slot that is read: the windows of all are made of the one in it.
         """
         end = self.position + trunk
         saves = {end // BLOCK * BLOCK, *self.wanted}
         positions = sorted({end, *(at for at in saves if self.position < at < end)})
-        slots = [self.slot] if not self._read and self.pool.owned(self.slot) else []
-        while len(slots) < len(positions):
+        own = [self.slot] if not self._read and self.pool.owned(self.slot) else []
+        slots: list[int] = []
+        while len(slots) + len(own) < len(positions):
             if self._spare:
                 slots.append(self._spare.pop())
             elif self.pool.free:
                 slots.append(self.pool.take())
             else:
-                del positions[: len(positions) - len(slots)]  # snapshots that there is no room for
-        return [*zip(positions, slots, strict=True)]
+                del positions[: len(positions) - len(slots) - len(own)]  # snapshots that there is no room for
+        return [*zip(positions, [*slots, *own], strict=True)]
 
     def _return_goals(self) -> None:
         """The latest forward's states are not those of the request: the slots may be written to again."""

@@ -62,6 +62,7 @@ class Log:
         """Requests are accepted from now on."""
         fields = {"url": url, "model": model, "activations": target.activations}
         fields |= {"weights": target.weights, "kv_type": target.kv_type}
+        fields |= {"head": target.head} if target.head else {}
         megabytes = {"weights_mb": target.weight_bytes // 10**6, "kv_mb": target.kv_bytes // 10**6}
         megabytes |= {"state_mb": target.state_bytes // 10**6} if target.state_bytes else {}
         self._logger.info("serving", extra={"fields": fields | megabytes})

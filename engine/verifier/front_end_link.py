@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 from engine.config import Config
 from engine.core.errors import NotANumber, ProtocolError, RequestError, first_line
+from engine.core.methods import find
 from engine.core.params import own_defaults
 from engine.model.target import Target
 from engine.sampling.matcher import Matcher, Matchers
@@ -30,6 +31,8 @@ class FrontEndLink:
 
     def __init__(self, dealer: Dealer, target: Target, config: Config):
         self.dealer, self.target, self.budget = dealer, target, config.drafter.budget
+        method = find(config.method)
+        self._head = config.drafter.head if method.merges else config.method if method.has_model else ""
         self._matchers = Matchers(lambda: load_tokenizer(config.model), target.vocab_size, target.eos_tokens)
         self._unmatched: list[tuple[Submit, list[Array], Future[Matcher]]] = []  # whose grammar is being read
         self._beaten_ns = 0
@@ -127,6 +130,7 @@ class FrontEndLink:
             activations=target.activations,
             kv_type=target.kv_type,
             weights=target.weights,
+            head=self._head,
         )
         self.dealer.send(ready)
 

@@ -90,9 +90,10 @@ def with_own(config: Config) -> Config:
         drafter = drafter.model_copy(update={"answers": None if answers is None else str(answers)})
     if drafter.path == AUTO:
         drafter = drafter.model_copy(update={"path": None if own is None else str(own.heads)})
-    if drafter.head == AUTO and here:
+    if drafter.head == AUTO:
         named = Path(config.model if drafter.path is None else drafter.path)
-        drafter = drafter.model_copy(update={"head": METHOD if brings_head(named) else "eagle3"})
+        usual = "eagle3" if own is None else own.best_head
+        drafter = drafter.model_copy(update={"head": METHOD if brings_head(named) else usual})
     return config.model_copy(update={"drafter": drafter})
 
 

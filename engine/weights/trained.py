@@ -24,6 +24,7 @@ _TARGETS = {
     "4a2ccafdcfc6b8111984705834abf9d4ce8187c2414ecef84804385835b18637": "qwen2.5-coder-1.5b-instruct",
 }
 """Folders by the SHA-256 of their target's final norm, as little-endian bfloat16."""
+_BEST = ("block", "eagle3")
 _NORM = "model.norm.weight"
 _LARGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
 
@@ -38,6 +39,11 @@ class Trained:
     def answers(self) -> Path | None:
         """The datastore of the model's own answers: see `Config.drafter.answers`."""
         return found if (found := self.folder / "answers").is_dir() else None
+
+    @property
+    def best_head(self) -> str:
+        """The method of the head that drafts best, of those that are there."""
+        return next((name for name in _BEST if (self.folder / name).is_dir()), _BEST[-1])
 
     @property
     def heads(self) -> Path:

@@ -59,9 +59,9 @@ class Ready(Message, frozen=True, kw_only=True):
     the other rows of the forward, "" if they do not. eos_tokens: the ids that end an answer. weight_bytes, kv_bytes:
     memory of the weights as they are laid out, and at most of keys and values, 0 if these are not pooled. state_bytes:
     memory at most of the states of requests and of snapshots, of which each takes snapshot_bytes; 0 if all layers have
-    keys and values. activations:
-    how products take their rows, bfloat16 (or the model's own type) or int8. weights: the type that most matrices are
-    held in, a GGUF type or the model's own. kv_type: what keys and values are kept as.
+    keys and values. activations: how products take their rows, bfloat16 (or the model's own type) or int8. weights: the
+    type that most matrices are held in, a GGUF type or the model's own. kv_type: what keys and values are kept as.
+    head: the method whose model drafts, "" if none does.
     """
 
     vocab_size: int = 0
@@ -76,6 +76,7 @@ class Ready(Message, frozen=True, kw_only=True):
     activations: str = "bfloat16"
     kv_type: str = "bfloat16"
     weights: str = "bfloat16"
+    head: str = ""
 
     @property
     def exact(self) -> bool:

@@ -24,7 +24,7 @@ from tests.faults.test_batching import alone, random_requests
 from tests.faults.test_faults import THREADS
 
 REQUESTS = 40
-LONGEST = 1 << 16  # bytes for keys, values and states: little more than one request needs
+LONGEST = 80_000  # bytes for keys, values and states: little more than one request needs
 
 
 @pytest.fixture(scope="module", params=KINDS)

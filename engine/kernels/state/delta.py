@@ -65,6 +65,7 @@ from engine.kernels.state.walk import (
 from engine.kernels.state.windows import convolved, copy, find_window, input_of, keep_window
 from engine.kernels.threads import kernel, num_threads, thread_id
 
+_FORGOTTEN = 1e-18  # a share that is lost in rounding, and would make numbers so small that processors are slow
 _LENGTH_EPSILON = np.float32(1e-6)  # as in transformers and in flash-linear-attention
 
 DELTA = record_of(
@@ -88,7 +89,7 @@ DELTA = record_of(
     "channels",
     "width",
     "window_bytes",
-    "row_scratch",  # bytes: q, k, v (then o), exp(g), beta in float32
+    "row_scratch",  # bytes: q, k, v (then o), exp(g), beta, and k^T q of each key head, in float32
     floats=("epsilon", "query_scale"),
 )
 
@@ -146,7 +147,7 @@ class GatedDelta:
     @property
     def scratch_bytes(self) -> int:
         channels: int = self.taps.shape[1]
-        return 4 * (channels + 2 * self.value_heads)
+        return 4 * (channels + 2 * self.value_heads + self.key_heads)
 
     @property
     def tile_bytes(self) -> int:
@@ -241,7 +242,7 @@ def _activated(work: Any, places: int, channel: int) -> Any:
 
 @njit
 def _enter_key(work: Any, places: int, head: int, scratch: int) -> None:
-    """q and k of a key head, of length 1; q is then scaled."""
+    """q and k of a key head, of length 1; q is then scaled. Also k^T q."""
     for part in range(2):
         channel = (part * work.key_heads + head) * work.key_dim
         squares = splat(np.float32(0))
@@ -254,6 +255,10 @@ def _enter_key(work: Any, places: int, head: int, scratch: int) -> None:
             scale *= work.query_scale
         for at in range(channel, channel + work.key_dim, LANES):
             store(multiply(load(scratch + 4 * at, FLOAT32), splat(scale)), scratch + 4 * at, FLOAT32)
+    query, to_key, alike = scratch + 4 * head * work.key_dim, 4 * work.key_heads * work.key_dim, splat(np.float32(0))
+    for at in range(query, query + 4 * work.key_dim, 4 * LANES):
+        alike = fma(load(at, FLOAT32), load(at + to_key, FLOAT32), alike)
+    put_float(scratch + 4 * (work.channels + 2 * work.value_heads + head), total(alike))
 
 
 @njit
@@ -272,7 +277,8 @@ def _enter_gates(work: Any, row: int, head: int, scratch: int) -> None:
     a += np.float64(float_at(work.dt_bias + 4 * head))
     rate = a if a > 20.0 else math.log1p(math.exp(a))  # softplus
     place = scratch + 4 * (work.channels + head)
-    put_float(place, np.float32(math.exp(np.float64(float_at(work.decay + 4 * head)) * rate)))
+    kept = math.exp(np.float64(float_at(work.decay + 4 * head)) * rate)
+    put_float(place, np.float32(kept if kept > _FORGOTTEN else 0.0))
     put_float(place + 4 * work.value_heads, np.float32(1.0 / (1.0 + math.exp(-b))))
 
 
@@ -322,7 +328,8 @@ def delta_kernel(address: Any) -> None:
     for unit in range(thread_id(), segment_count(work.walk) * units, num_threads()):
         segment, tile = unit // units, unit % units
         head, state_at = tile // tiles, work.state_at + work.window_bytes + tile * size
-        key = 4 * int_at(work.key_head_of + 4 * head) * work.key_dim
+        key_head = int_at(work.key_head_of + 4 * head)
+        key, alike = 4 * key_head * work.key_dim, 4 * (work.channels + 2 * work.value_heads + key_head)
         value = 4 * (2 * work.key_heads * work.key_dim + tile * LANES)
         first, end = step_range(work.walk, segment)
         for step in range(first, end):
@@ -333,43 +340,35 @@ def delta_kernel(address: Any) -> None:
             gate = scratch + 4 * (work.channels + head)
             _advance(
                 old, 0 if goal == LEAF else new, scratch + key, 4 * work.key_heads * work.key_dim, scratch + value,
-                float_at(gate), float_at(gate + 4 * work.value_heads), work.key_dim,
+                float_at(scratch + alike), float_at(gate), float_at(gate + 4 * work.value_heads), work.key_dim,
             )  # fmt: skip
 
 
 @njit
-def _advance(old: int, new: int, query: int, to_key: int, value: int, decay: Any, beta: Any, count: int) -> None:
+def _advance(
+    old: int, new: int, query: int, to_key: int, value: int, alike: Any, decay: Any, beta: Any, count: int
+) -> None:
     """One row through 16 columns of a state, [count, 16]: the state after it is stored at `new` unless that is 0, and
-    o in the place of v.
+    o in the place of v. alike: k^T q, so that o = exp(g) S^T q + k^T q d of the state before the row.
     """
     key, zero = query + to_key, splat(np.float32(0))
     a, b, c, d = zero, zero, zero, zero
+    e, f, g, h = zero, zero, zero, zero
     for i in range(0, 4 * count, 16):
-        place = old + 16 * i
-        a = fma(load(place, FLOAT32), splat(float_at(key + i)), a)
-        b = fma(load(place + 64, FLOAT32), splat(float_at(key + i + 4)), b)
-        c = fma(load(place + 128, FLOAT32), splat(float_at(key + i + 8)), c)
-        d = fma(load(place + 192, FLOAT32), splat(float_at(key + i + 12)), d)
-    recalled = add(add(a, b), add(c, d))
-    kept = splat(decay)
+        s, t = load(old + 16 * i, FLOAT32), load(old + 16 * i + 64, FLOAT32)
+        u, v = load(old + 16 * i + 128, FLOAT32), load(old + 16 * i + 192, FLOAT32)
+        a, e = fma(s, splat(float_at(key + i)), a), fma(s, splat(float_at(query + i)), e)
+        b, f = fma(t, splat(float_at(key + i + 4)), b), fma(t, splat(float_at(query + i + 4)), f)
+        c, g = fma(u, splat(float_at(key + i + 8)), c), fma(u, splat(float_at(query + i + 8)), g)
+        d, h = fma(v, splat(float_at(key + i + 12)), d), fma(v, splat(float_at(query + i + 12)), h)
+    kept, recalled = splat(decay), add(add(a, b), add(c, d))
     delta = multiply(splat(beta), fma(recalled, splat(-decay), load(value, FLOAT32)))
-    a, b, c, d = zero, zero, zero, zero
-    for i in range(0, 4 * count, 16):
-        place = old + 16 * i
-        s = fma(splat(float_at(key + i)), delta, multiply(load(place, FLOAT32), kept))
-        t = fma(splat(float_at(key + i + 4)), delta, multiply(load(place + 64, FLOAT32), kept))
-        u = fma(splat(float_at(key + i + 8)), delta, multiply(load(place + 128, FLOAT32), kept))
-        v = fma(splat(float_at(key + i + 12)), delta, multiply(load(place + 192, FLOAT32), kept))
-        a = fma(s, splat(float_at(query + i)), a)
-        b = fma(t, splat(float_at(query + i + 4)), b)
-        c = fma(u, splat(float_at(query + i + 8)), c)
-        d = fma(v, splat(float_at(query + i + 12)), d)
-        if new != 0:
-            store(s, new + 16 * i, FLOAT32)
-            store(t, new + 16 * i + 64, FLOAT32)
-            store(u, new + 16 * i + 128, FLOAT32)
-            store(v, new + 16 * i + 192, FLOAT32)
-    store(add(add(a, b), add(c, d)), value, FLOAT32)
+    store(fma(splat(alike), delta, multiply(kept, add(add(e, f), add(g, h)))), value, FLOAT32)
+    if new == 0:
+        return
+    for i in range(0, 4 * count, 4):
+        s = multiply(load(old + 16 * i, FLOAT32), kept)
+        store(fma(splat(float_at(key + i)), delta, s), new + 16 * i, FLOAT32)
 
 
 @kernel(DELTA)

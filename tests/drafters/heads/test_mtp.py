@@ -143,6 +143,7 @@ async def test_texts_that_the_models_own_head_drafts_are_those_of_plain_decoding
         options |= {"method": name, "drafter.path": None, "transport": "inproc", "verifier.kv_memory": 1 << 24}
         async with tiny_engine(str(folders[kind]), "", **options) as engine:
             results = [await engine.generate(*one) for one in asked]
+            assert engine.target.head == ("mtp" if name in ("mtp", "hybrid") else "")
         texts[name] = [result.token_ids for result in results]
         assert all(result.metrics.exact for result in results)
     assert all(text == texts["none"] for text in texts.values())

@@ -94,6 +94,7 @@ def test_the_described_model_computes_what_the_original_does(described: Callable
 def test_a_file_runs_on_the_lean_decoder_and_is_exact(target_of: Callable[[str], Target], family: str) -> None:
     target = target_of(family)
     assert isinstance(target.forward, LeanDecoder) and target.exact and not target.unlike
+    assert target.weights == "q8_0"  # in the file's bits, and not as the stock model's numbers
 
 
 @every_family
@@ -171,3 +172,18 @@ def test_experts_whose_projections_are_of_two_types_are_not_run_lean(
 def test_gpt_oss_is_refused_with_the_reason(described: Callable[..., str]) -> None:
     with pytest.raises(ModelError, match="expert biases, sinks and scaled positions are not read from GGUF"):
         described("gpt-oss")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"block_count": 3}, "qwen35.block_count is 3, and its tensors are of 4"),
+        ({"ssm.time_step_rank": 5}, "qwen35.ssm.time_step_rank is 5: value heads are no multiple of the key heads"),
+    ],
+)
+def test_a_hybrids_file_that_contradicts_itself_is_refused_with_the_field(
+    changes: dict[str, int], problem: str, tmp_path: Path
+) -> None:
+    write_family(tmp_path / "x.gguf", "qwen3.5", random_model("qwen3.5"), changes=changes)
+    with pytest.raises(ModelError, match=problem):
+        describe(read_gguf(tmp_path / "x.gguf", "model=x"), tmp_path, "x", "")

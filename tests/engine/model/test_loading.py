@@ -54,8 +54,8 @@ def test_a_loaded_model_reads_its_files_no_more(tiny: str, lean: bool, monkeypat
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
-        (transformers.Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]), "conv"),
-        (transformers.Qwen3NextConfig(), "linear_attention"),
+        (transformers.ZambaConfig(), "hybrid"),
+        (transformers.FalconH1Config(), "hybrid"),
     ],
 )
 def test_a_model_with_recurrent_layers_is_refused_with_that_reason(config: Any, kind: str, tmp_path: Path) -> None:

@@ -107,6 +107,16 @@ def test_a_snapshot_is_taken_at_the_last_full_block_and_where_one_is_wanted() ->
     assert tree(state, 81).slots[1] != state.saved[1].slot
 
 
+def test_the_slot_that_is_read_is_written_last() -> None:
+    """The windows of all states that are stored are made of the one in it."""
+    state = RequestState(new_pool())
+    text(state, 0, 14)
+    tree(state, 14, [0, 1, 3])
+    own = state.slot
+    rows = tree(state, 17)
+    assert rows.ends == [2, 3] and rows.slots[0] == rows.slots[2] == own != rows.slots[1]
+
+
 def test_without_room_there_are_no_snapshots_and_requests_go_on() -> None:
     state = RequestState(new_pool(2))
     for past in range(0, 320, 40):

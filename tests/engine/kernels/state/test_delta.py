@@ -125,6 +125,17 @@ def test_a_state_within_a_text_is_that_of_its_beginning() -> None:
     assert np.array_equal(run.states[2], run.states[4])
 
 
+def test_a_state_is_replayed_over_itself_after_one_within_was_stored_elsewhere() -> None:
+    run, x = new_run(), rows(12)
+    run.text(x[:6], 0, 1)
+    run(x[6:10], [StateRows([], range(-1, 3), range(4), 0, [1], [])])
+    run(x[10:11], [StateRows(range(4), range(-1, 4), [4], 4, [1, 2, 1], [1, 4])])
+    run.text(x[:7], 0, 3)
+    run.text(x[:10], 0, 4)
+    assert np.array_equal(run.states[2], run.states[3])
+    assert np.array_equal(run.states[1], run.states[4])
+
+
 def test_requests_do_not_see_each_other() -> None:
     run, x, y = new_run(), rows(9), rows(5, seed=2)
     run.text(x[:4], 0, 1)

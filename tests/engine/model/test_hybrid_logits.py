@@ -1,0 +1,77 @@
+"""Logits of models with states beside those of transformers, whose recurrent form takes one token at a time."""
+
+from __future__ import annotations
+
+import random
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, GraniteMoeHybridConfig
+
+from engine.core.batch import Segment
+from engine.core.errors import ModelError
+from engine.core.tree import TokenTree
+from engine.model.target import Target
+from tests.engine.test_exact import STATES, VOCABULARY, build, read
+
+LENGTH, PROMPT = 150, 130
+TEXT = [random.Random(1).randrange(VOCABULARY) for _ in range(LENGTH)]
+TREE = TokenTree.from_lists([5, 1, 2, 3, 4, 6], [-1, 0, 0, 1, 3, 1], [1.0] * 6)
+families = pytest.mark.parametrize("family", sorted(STATES))
+
+
+@cache
+def loaded(family: str) -> tuple[Any, Target]:
+    """The stock model, and the target of a copy."""
+    model = build(family, "float32")
+    return model, Target.of_model(deepcopy(model), family, kv_memory=1 << 22)
+
+
+@cache
+def one_by_one(family: str) -> Tensor:
+    """[LENGTH, vocab]: transformers' logits, a token at a time."""
+    model, past = loaded(family)[0], DynamicCache(config=loaded(family)[0].config)
+    with torch.inference_mode():
+        return torch.cat([model(torch.tensor([[token]]), past_key_values=past).logits[0] for token in TEXT])
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    return bool((found - expected).abs().max() < 1e-3 * expected.std())
+
+
+@families
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_a_text_read_in_chunks_has_the_logits_of_the_recurrent_form(family: str, chunk: int) -> None:
+    with torch.inference_mode():
+        assert close(read(loaded(family)[1], TEXT, chunk), one_by_one(family))
+
+
+def test_a_family_with_other_states_is_refused_with_the_reason() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 64, "mamba_n_heads": 4}
+    model = AutoModelForCausalLM.from_config(GraniteMoeHybridConfig(**sizes, layer_types=["mamba", "attention"])).eval()
+    with pytest.raises(ModelError, match=r"granitemoehybrid has layers with a state, .* does not run here \("):
+        Target.of_model(model, "granite", kv_memory=1 << 22)
+
+
+@families
+def test_trees_of_several_requests_have_the_logits_of_their_paths(family: str) -> None:
+    """After a draft of which a part was accepted, which is replayed."""
+    model, target = loaded(family)
+    with torch.inference_mode():
+        held = [target.new_cache(LENGTH + 32) for _ in range(3)]
+        for request, past in zip(held, (PROMPT, 40, 1), strict=True):
+            target.prefill(request, TEXT[:past])
+            target.verify(request, TREE)
+            request.commit([0, 1, 3])
+        logits, _ = target.run([Segment.of_tree(TREE, request) for request in held])
+        for number, past in enumerate((PROMPT, 40, 1)):
+            for node in range(len(TREE)):
+                text = [*TEXT[:past], *TREE.path_tokens(3), *TREE.path_tokens(node)]
+                expected = model(torch.tensor([text]), use_cache=False).logits[0, -1]
+                assert close(logits[number * len(TREE) + node], expected)
+        for request in held:
+            target.release(request)
