@@ -56,5 +56,5 @@ class ContextReader:
         program.norm(norm_of(self.norm))
         for index, layer in enumerate(self.layers):
             program.product(layer.qkv, "x", "kv", layer.qkv.outputs)
-            program.enter(index, "kv", layer.weights.mixer)
+            program.enter(index, "kv", layer.attention)
         return program
