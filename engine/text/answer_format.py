@@ -270,6 +270,7 @@ class BareForm:
 BARE_FORMS = (
     BareForm(r'\{\{?"name": "NAME", "arguments": ', r"\}\}?", False),  # Qwen2.5-Coder's template doubles the braces
     BareForm(r'(```(json)?\n\{[ \n]*|\{[ \n]+)"name": "NAME",[ \n]*"arguments": ', r"[ \n]*\}", True),
+    BareForm(r'(```(json)?\n)?\{"name":"NAME","arguments":', r"\}", True),  # as compact as JSON can be
 )
 
 

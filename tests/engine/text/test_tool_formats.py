@@ -45,7 +45,7 @@ MARKS = [
 ]  # fmt: skip
 FORMATS = pytest.mark.parametrize("tools", TOOL_FORMATS, ids=lambda one: one.name)
 HERMES = next(one for one in TOOL_FORMATS if one.name == "hermes")
-FORMS = ("plain", "doubled", "indented", "fenced")  # of calls without their marks
+FORMS = ("plain", "doubled", "indented", "fenced", "compact")  # of calls without their marks
 THINK = next(one for one in REASONING_FORMATS if one.begin == "<think>")
 
 
@@ -414,7 +414,8 @@ BARE = pytest.mark.parametrize("form", FORMS)
 
 def bare(name: str, arguments: Any, form: str) -> str:
     indent = 2 if form in ("indented", "fenced") else None
-    call = json.dumps({"name": name, "arguments": arguments}, indent=indent, ensure_ascii=False)
+    marks = (",", ":") if form == "compact" else None
+    call = json.dumps({"name": name, "arguments": arguments}, indent=indent, ensure_ascii=False, separators=marks)
     return {"doubled": "{" + call + "}", "fenced": f"```json\n{call}\n```"}.get(form, call)
 
 
@@ -467,7 +468,7 @@ def test_json_that_is_no_call_is_text(text: str) -> None:
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_line_after_a_call_forces_no_other_call(marked: bool, text: str) -> None:
     """Small models go on with what they think that the call brings."""
-    forms = [bare(*CALLS[0], form) for form in ("plain", "doubled", "indented", "fenced")]
+    forms = [bare(*CALLS[0], form) for form in FORMS]
     for call in (*forms, written(HERMES, CALLS[:1])):
         assert takes(format_of(HERMES, marked), Wanted(TOOLS, "auto"), call + text, marked) is None
         assert calls_of(parts(AnswerReader(format_of(HERMES, marked), TOOLS), iter(call + text))) == CALLS[:1]
