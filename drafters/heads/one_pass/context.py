@@ -13,6 +13,7 @@ from drafters.heads.stack import Stack, StackLayer, norm_of
 from engine.core.batch import Int
 from engine.kernels.attention.attention import Attention
 from engine.kernels.layer.program import LayerProgram
+from engine.kernels.layer.weights import AttentionWeights
 
 _MOST = 512  # rows of one run
 
@@ -56,5 +57,7 @@ class ContextReader:
         program.norm(norm_of(self.norm))
         for index, layer in enumerate(self.layers):
             program.product(layer.qkv, "x", "kv", layer.qkv.outputs)
-            program.enter(index, "kv", layer.weights.mixer)
+            mixer = layer.weights.mixer
+            assert isinstance(mixer, AttentionWeights)
+            program.enter(index, "kv", mixer)
         return program
