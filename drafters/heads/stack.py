@@ -97,12 +97,18 @@ class StackLayer:
         return self.decoder.rotary.halves(positions)
 
     @property
+    def attention(self) -> AttentionWeights:
+        """The attention, as a program takes it."""
+        decoder = self.decoder
+        norms = norm_of(decoder.query_norm), norm_of(decoder.key_norm)
+        return AttentionWeights(self.qkv, decoder.out, *norms, decoder.head_dim)
+
+    @property
     def weights(self) -> LayerWeights:
         """As a program takes them."""
         decoder = self.decoder
-        norms = norm_of(decoder.query_norm), norm_of(decoder.key_norm)
         return LayerWeights(
-            mixer=AttentionWeights(self.qkv, decoder.out, *norms, decoder.head_dim),
+            mixer=self.attention,
             mlp=GatedMlp(decoder.gate_up, decoder.down, decoder.gate_up.outputs, gated=True),
             input_norm=norm_of(self.input_norm),
             inner_norm=norm_of(decoder.norm),

@@ -13,7 +13,6 @@ from drafters.heads.stack import Stack, StackLayer, norm_of
 from engine.core.batch import Int
 from engine.kernels.attention.attention import Attention
 from engine.kernels.layer.program import LayerProgram
-from engine.kernels.layer.weights import AttentionWeights
 
 _MOST = 512  # rows of one run
 
@@ -57,7 +56,5 @@ class ContextReader:
         program.norm(norm_of(self.norm))
         for index, layer in enumerate(self.layers):
             program.product(layer.qkv, "x", "kv", layer.qkv.outputs)
-            mixer = layer.weights.mixer
-            assert isinstance(mixer, AttentionWeights)
-            program.enter(index, "kv", mixer)
+            program.enter(index, "kv", layer.attention)
         return program
