@@ -106,7 +106,7 @@ class StoredWeights(ABC):
 
 def is_vector(parameter: Tensor) -> bool:
     """Whether a parameter is no matrix: a convolution of each channel by itself is none."""
-    return parameter.dim() < 2 or (parameter.dim() == 3 and parameter.shape[1] == 1)
+    return parameter.dim() < 2 or (parameter.dim() == 3 and int(parameter.shape[1]) == 1)
 
 
 def named(model: nn.Module) -> dict[str, list[str]]:

@@ -214,15 +214,16 @@ def _of_safetensors(head: Path, folder: Path, config: Any, field: str, likely: T
     join = stored.vector(f"{PREFIX}fc.weight")
     _match(field, "hidden size", len(join), text.hidden_size)
     structure = describe(skeleton(str(folder), config))
-    of_join = (
+    embedding_norm, state_norm = (
         made_norm(NormStructure("", structure.norm.epsilon, structure.norm.adds_one), stored.vector(name))
         for name in (f"{PREFIX}pre_fc_norm_embedding.weight", f"{PREFIX}pre_fc_norm_hidden.weight")
     )
     return MtpWeights(
-        structure,
-        _layer(structure, stored),
-        Product([coded(join)]),
-        *of_join,
+        structure=structure,
+        layer=_layer(structure, stored),
+        join=Product([coded(join)]),
+        embedding_norm=embedding_norm,
+        state_norm=state_norm,
         norm=made_norm(structure.norm, stored.vector(structure.norm.weight)),
         embed=lambda tokens: target.embedding[tokens].to(torch.bfloat16),
         head=Product([coded(target.lm_head[likely].to(torch.bfloat16))]),

@@ -34,7 +34,8 @@ def attention_structure(
     norms = next((names for names in _HEAD_NORMS if hasattr(attention, names[0])), None)
     only(attention, _ATTENTION | {out} | {*(norms or ())})
     rotated = rotated if getattr(attention, "use_rope", True) else 0
-    parts, orders = ("q_proj", "k_proj", "v_proj"), tuple[Picked | None, ...]()
+    parts: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    orders: tuple[Picked | None, ...] = ()
     gated = hasattr(attention, "q_proj") and len(attention.q_proj.weight) == 2 * heads * head_dim
     if gated:
         parts = (*parts, "q_proj")

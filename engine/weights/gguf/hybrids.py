@@ -31,7 +31,7 @@ _DELTA = (*_TILED, "qwen3next")
 _HEADS = ("ssm.group_count", "ssm.time_step_rank")
 
 
-class _ZeroCentred(TensorProcessor):  # type: ignore[misc]
+class _ZeroCentred(TensorProcessor):
     """llama.cpp stores 1 + weight of every norm but that of a delta net's heads."""
 
     def process(self, weights: Any, name: str, **_: Any) -> GGUFTensor:
@@ -74,7 +74,7 @@ def check_hybrid(file: GgufFile) -> None:
     """Raise ModelError for a hybrid's file that contradicts itself."""
     architecture, metadata = file.architecture, file.metadata
     blocks = {int(tensor.name.split(".")[1]) for tensor in file.tensors if tensor.name.startswith("blk.")}
-    count = metadata.get(f"{architecture}.block_count")
+    count = int(metadata[f"{architecture}.block_count"])
     if metadata.get(f"{architecture}.nextn_predict_layers") and 0 not in blocks:
         raise ModelError("it holds a draft head alone; name it as drafter.path, and the model's own file as model")
     if blocks != set(range(count)):
@@ -137,7 +137,8 @@ class _DeltaReader:
     def _grouped(self, size: int) -> NDArray[np.int64]:
         """The stored place of each number of value heads in transformers' order, `size` of each head."""
         shape = (self.each, self.key_heads, size) if self.tiled else (1, -1, size)
-        return np.arange(self.key_heads * self.each * size, dtype=np.int64).reshape(shape).swapaxes(0, 1).reshape(-1)
+        places: NDArray[np.int64] = np.arange(self.key_heads * self.each * size, dtype=np.int64)
+        return np.ascontiguousarray(places.reshape(shape).swapaxes(0, 1)).reshape(-1)
 
     def _matrix(self, name: str, tensor: str, order: NDArray[np.int64]) -> None:
         stored, parameter = self._found(f"{tensor}.weight", (self.hidden, len(order))), f"{self.prefix}{name}.weight"
