@@ -76,7 +76,7 @@ def test_a_gate_is_silu_or_gelus_tanh_approximation(dtype: torch.dtype, gelu: bo
     gate_up, down = torch.randn(2 * INNER, HIDDEN) / 4, torch.randn(HIDDEN, INNER) / 4
     program.norm(None)
     products = Product(gate_up.to(dtype), gated=False), Product(down.to(dtype))
-    program._mlp(GatedMlp(products[0], products[1], INNER, gated=False, gelu=gelu))
+    program._mlp(GatedMlp(products[0], products[1], INNER, gated=False, gelu=gelu), "inner", "delta")
     rows = ran(program, ROWS, x)
     gate, up = (rows @ gate_up.to(dtype).float().T).chunk(2, dim=1)
     act: Callable[[Tensor], Tensor] = (lambda g: F.gelu(g, approximate="tanh")) if gelu else F.silu
