@@ -75,6 +75,7 @@ def _entered(pool: KVPool, cache: KVCache, given: Tensor) -> Tensor:
     record["queries"], record["scratch"], record["qkv"] = queries.data_ptr(), scratch.data_ptr(), qkv.data_ptr()
     record["keys"], record["values"] = pool.addresses(0)
     record["kv_heads"], record["q_per_kv"], record["head_dim"] = _HEADS, _GROUPS, _DIMS
+    record["stride"] = qkv[0].numel() * qkv.itemsize
     record["dims"], record["width"], record["vnni"] = shape.dims, qkv.itemsize, shape.vnni
     (enter_codes_kernel() if shape.q8_0 else enter_kernel())(address_of(work), 1)
     return queries
