@@ -337,7 +337,10 @@ def test_chunks_of_one_seven_sixty_four_and_512_give_a_long_prompt_the_same_logi
     ("config", "matrix"),
     [
         (transformers.GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=4), "transformer.h.0.attn.c_attn.weight"),
-        (transformers.Qwen2MoeConfig(**COMMON, num_experts=4), "model.layers.0.mlp.gate.weight"),
+        (
+            transformers.Ernie4_5_MoeConfig(**COMMON, moe_num_experts=4, moe_k=2, moe_layer_start_index=0),
+            "model.layers.0.mlp.gate.weight",
+        ),
     ],
 )
 def test_a_family_with_products_of_its_own_is_not_called_exact_and_the_matrix_is_named(
