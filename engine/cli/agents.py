@@ -44,18 +44,32 @@ class Agent:
 
     def variables(self, server: ServedModel) -> dict[str, str]:
         """The environment that the client reads."""
-        return {name: Template(text).substitute(server.values) for name, text in self.environment.items()}
+        return {name: _filled(text, server) for name, text in self.environment.items()}
 
     def started_by(self, server: ServedModel) -> list[str]:
         """The command that starts the client."""
-        return [Template(text).substitute(server.values) for text in self.command]
+        return [_filled(text, server) for text in self.command]
 
     def lines(self, server: ServedModel) -> list[str]:
         """What a person types or pastes."""
         told = [f"export {name}={shlex.quote(value)}" for name, value in self.variables(server).items()]
         told += [shlex.join(self.started_by(server))] if self.command else []
-        quoted = {name: json.dumps(value)[1:-1] for name, value in server.values.items()}
-        return told + Template(self.settings).substitute(quoted).splitlines()
+        return told + _filled(self.settings, server).splitlines()
+
+
+def _filled(template: str, server: ServedModel) -> str:
+    """Fill a template in. One with quotation marks is JSON, TOML, YAML or code, and keeps each value within its marks."""
+    quoted = '"' in template
+    return Template(template).substitute(
+        {name: _escaped(value) if quoted else value for name, value in server.values.items()}
+    )
+
+
+def _escaped(value: str) -> str:
+    """Escape a value for double quotation marks, and braces too: opencode and Continue replace `{env:X}` and
+    `{{ secrets.X }}`. Other characters stay, because TOML does not take JSON's surrogates.
+    """
+    return json.dumps(value, ensure_ascii=False)[1:-1].replace("{", "\\u007b")
 
 
 _OPENAI = {"OPENAI_BASE_URL": "$url/v1", "OPENAI_API_KEY": "$key"}

@@ -14,7 +14,7 @@ import typer
 
 from engine.cli.agents import AGENTS, Agent, ServedModel
 from engine.cli.command import one_line_errors
-from engine.core.errors import ConfigError, printable
+from engine.core.errors import ConfigError, printable, shown
 
 KEY_VARIABLE = "TALON_API_KEY"
 _PATIENCE_S = 10
@@ -42,7 +42,8 @@ def connect(
             raise ConfigError(f"connect {printable(name, 64)}: is no client known here; there are {', '.join(AGENTS)}")
         server = served_model(url.rstrip("/").removesuffix("/v1"), key or os.environ.get(KEY_VARIABLE) or "none")
         if agent.own_tokens > server.context // 2:
-            line = f"begins with about {agent.own_tokens} tokens of its own, and {server.model} holds {server.context}"
+            held = f"{printable(server.model, 100)} holds {server.context}"
+            line = f"begins with about {agent.own_tokens} tokens of its own, and {held}"
             print(f"talon: {name} {line}", file=sys.stderr)
         if print_ or not agent.command:
             where = [f"# {agent.place}"] if agent.place else []
@@ -59,7 +60,7 @@ def served_model(url: str, key: str) -> ServedModel:
         asked = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
         with urllib.request.urlopen(asked, timeout=_PATIENCE_S) as answer:
             found: dict[str, Any] = json.load(answer)["data"][0]
-        return ServedModel(url, key, found["id"], found["context_length"])
+        model, context = found["id"], found["context_length"]
     except urllib.error.HTTPError as error:
         if error.code == 401:
             raise ConfigError(f"--url {url}: wants an API key: give --key or {KEY_VARIABLE}") from None
@@ -69,6 +70,11 @@ def served_model(url: str, key: str) -> ServedModel:
         raise ConfigError(f"--url {url}: no server answers ({reason}): start one with: talon serve") from None
     except (KeyError, IndexError, TypeError):
         raise ConfigError(f"--url {url}: /v1/models does not tell the context: is this talon serve?") from None
+    if not (isinstance(model, str) and model.isprintable()):
+        raise ConfigError(f"--url {url}: the model's name is {shown(model)}, no text that prints: rename it there")
+    if type(context) is not int:
+        raise ConfigError(f"--url {url}: the model's context is {shown(context)}, no number: is this talon serve?")
+    return ServedModel(url, key, model, context)
 
 
 def _start(agent: Agent, server: ServedModel, arguments: list[str]) -> None:
@@ -76,5 +82,5 @@ def _start(agent: Agent, server: ServedModel, arguments: list[str]) -> None:
     command = [*agent.started_by(server), *arguments]
     if (program := shutil.which(command[0])) is None:
         raise ConfigError(f"connect {agent.name}: {command[0]} is not installed: {agent.install}")
-    print(f"talon: {agent.name} asks {server.model} at {server.url}", file=sys.stderr, flush=True)
+    print(f"talon: {agent.name} asks {printable(server.model, 100)} at {server.url}", file=sys.stderr, flush=True)
     os.execve(program, command, os.environ | agent.variables(server))

@@ -6,9 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
+import yaml
 
 from engine.cli.agents import AGENTS, ServedModel
 from tests.command import talon
@@ -21,6 +28,33 @@ with open({told!r}, "w") as file:
 sys.exit(3)
 """
 LOCAL = ServedModel("http://127.0.0.1:8000", "none", "coder", 32768)
+HOSTILE = '"}, x={a="\\é😀 $url {env:HOME} {file:~/.netrc} ${{ secrets.KEY }}\''
+Answer = Callable[[BaseHTTPRequestHandler], None]
+
+
+@contextmanager
+def listening(answer: Answer) -> Iterator[str]:
+    """A server's address, every GET of which is answered so."""
+    handler = type("Handler", (BaseHTTPRequestHandler,), {"do_GET": answer, "log_message": lambda *_: None})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def telling(model: object, context: object = 32768) -> Answer:
+    """A server with a model of that name."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        content = json.dumps({"data": [{"id": model, "context_length": context}]}).encode()
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content)
+
+    return answer
 
 
 def install(folder: Path, name: str) -> Path:
@@ -106,3 +140,50 @@ def test_the_documentation_shows_every_clients_lines() -> None:
     text = (ROOT / "docs" / "serving.md").read_text("utf8")
     missing = {name: line for name, agent in AGENTS.items() for line in agent.lines(LOCAL) if line not in text}
     assert missing == {}
+
+
+def test_a_hostile_name_stays_one_value_of_codexs_settings() -> None:
+    started = AGENTS["codex"].started_by(replace(LOCAL, model=HOSTILE))
+    settings = tomllib.loads("\n".join(started[2::2]))
+    assert settings.pop("model_providers").keys() == {"talon"}
+    assert settings == {"model_provider": "talon", "model": HOSTILE, "model_context_window": 32768}
+
+
+def test_a_hostile_name_stays_one_value_of_opencodes_settings() -> None:
+    content = AGENTS["opencode"].variables(replace(LOCAL, model=HOSTILE))["OPENCODE_CONFIG_CONTENT"]
+    settings = json.loads(content)
+    assert settings["model"] == f"talon/{HOSTILE}" and settings["provider"]["talon"]["models"].keys() == {HOSTILE}
+    assert "{env:" not in content and "{file:" not in content
+
+
+def test_a_hostile_name_stays_one_value_of_continues_settings() -> None:
+    [line] = AGENTS["continue"].lines(replace(LOCAL, model=HOSTILE))
+    assert yaml.safe_load(line)[0]["model"] == HOSTILE and "{{" not in line
+
+
+def test_what_is_no_setting_gets_the_name_as_it_is() -> None:
+    named = replace(LOCAL, model=HOSTILE)
+    assert AGENTS["claude"].variables(named)["ANTHROPIC_MODEL"] == HOSTILE
+    assert AGENTS["aider"].started_by(named)[-1] == f"openai/{HOSTILE}"
+
+
+@pytest.mark.parametrize("model", ["a\x1b[2J", "a\nb", 7, None, ["coder"]])
+def test_a_models_name_that_does_not_print_is_refused(model: object) -> None:
+    with listening(telling(model)) as url:
+        done = talon("connect", "claude", "--print", "--url", url)
+    assert done.exit_code == 2 and done.stdout == ""
+    assert done.stderr == f"talon: --url {url}: the model's name is {model!r}, no text that prints: rename it there\n"
+
+
+@pytest.mark.parametrize("context", ["32768}", True, 1.5, None])
+def test_a_context_that_is_no_number_is_refused(context: object) -> None:
+    with listening(telling("coder", context)) as url:
+        done = talon("connect", "opencode", "--print", "--url", url)
+    assert done.exit_code == 2 and f"the model's context is {context!r}, no number" in done.stderr
+
+
+def test_a_long_name_is_shortened_on_the_line_that_says_what_starts(tmp_path: Path) -> None:
+    install(tmp_path, "aider")
+    with listening(telling("a" * 500)) as url:
+        done = connect(tmp_path, "aider", "--url", url)
+    assert done.returncode == 3 and 0 < len(done.stderr) < 200
