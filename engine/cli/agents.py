@@ -58,7 +58,7 @@ class Agent:
 
 
 def _filled(template: str, server: ServedModel) -> str:
-    """Fill a template in. One with quotation marks is JSON, TOML, YAML or code, and keeps each value within its marks."""
+    """Fill a template in. One with quotation marks is JSON, TOML, YAML or code, and keeps each value within them."""
     quoted = '"' in template
     return Template(template).substitute(
         {name: _escaped(value) if quoted else value for name, value in server.values.items()}

@@ -76,8 +76,8 @@ class CacheFolder:
         return [bytes.fromhex(name[:64]) for _, name in sorted(found, reverse=True) if not name.endswith(TEMPORARY)]
 
     def read(self, shelf: str, key: bytes, room: memoryview) -> memoryview | None:
-        """The content of that key, in the first bytes of `room`; None if it is not there. A damaged file is removed, and
-        a directory in its place; any other error may pass, and the file stays.
+        """The content of that key, in the first bytes of `room`; None if it is not there. A damaged file is removed,
+        and a directory in its place; any other error may pass, and the file stays.
         """
         path = self.path(shelf, key)
         try:

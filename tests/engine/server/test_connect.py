@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -115,6 +114,11 @@ def test_settings_are_printed_where_nothing_is_started(tool_server: ServerProces
     [
         (["nobody"], "connect nobody: is no client known here; there are claude, codex,"),
         (["codex", "--url", "here"], "--url here: is no address"),
+        (["codex", "--url", "http://127.0.0.1:80a"], "--url http://127.0.0.1:80a: is no address"),
+        (["codex", "--url", "http://127.0.0.1:99999"], "--url http://127.0.0.1:99999: is no address"),
+        (["codex", "--url", "http://[::1"], "--url http://[::1: is no address"),
+        (["codex", "--url", "http://"], "--url http:: is no address"),
+        (["codex", "--url", "http://a b"], "--url http://a b: no server answers"),
         (["codex", "--url", "http://127.0.0.1:1"], "--url http://127.0.0.1:1: no server answers"),
     ],
 )
@@ -143,8 +147,9 @@ def test_the_documentation_shows_every_clients_lines() -> None:
 
 
 def test_a_hostile_name_stays_one_value_of_codexs_settings() -> None:
+    toml = pytest.importorskip("tomllib")  # Python 3.11
     started = AGENTS["codex"].started_by(replace(LOCAL, model=HOSTILE))
-    settings = tomllib.loads("\n".join(started[2::2]))
+    settings = toml.loads("\n".join(started[2::2]))
     assert settings.pop("model_providers").keys() == {"talon"}
     assert settings == {"model_provider": "talon", "model": HOSTILE, "model_context_window": 32768}
 
@@ -187,3 +192,51 @@ def test_a_long_name_is_shortened_on_the_line_that_says_what_starts(tmp_path: Pa
     with listening(telling("a" * 500)) as url:
         done = connect(tmp_path, "aider", "--url", url)
     assert done.returncode == 3 and 0 < len(done.stderr) < 200
+
+
+def test_a_port_that_speaks_no_http_is_one_line() -> None:
+    with listening(lambda handler: handler.wfile.write(b"SSH-2.0-OpenSSH_9.9\r\n") and None) as url:
+        done = talon("connect", "codex", "--url", url)
+    assert (done.exit_code, done.stderr) == (
+        2,
+        f"talon: --url {url}: no server answers (SSH-2.0-OpenSSH_9.9): start one with: talon serve\n",
+    )
+
+
+def test_the_key_does_not_follow_a_redirect() -> None:
+    seen: list[str | None] = []
+
+    def target(handler: BaseHTTPRequestHandler) -> None:
+        seen.append(handler.headers["Authorization"])
+        telling("coder")(handler)
+
+    with listening(target) as elsewhere:
+
+        def redirect(handler: BaseHTTPRequestHandler) -> None:
+            handler.send_response(302)
+            handler.send_header("Location", f"{elsewhere}/v1/models")
+            handler.end_headers()
+
+        with listening(redirect) as url:
+            done = talon("connect", "codex", "--url", url, "--key", KEY)
+    assert (done.exit_code, seen) == (2, [])
+    assert f"--url {url}: answers /v1/models with status 302" in done.stderr
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_proxy_does_not_see_the_key_of_a_server_on_this_machine(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with listening(telling("the proxy's")) as proxy, listening(telling("coder")) as url:
+        monkeypatch.setenv("http_proxy", proxy)
+        done = talon("connect", "claude", "--print", "--url", url.replace("127.0.0.1", host))
+    assert "ANTHROPIC_MODEL=coder\n" in done.stdout
+
+
+def test_a_server_elsewhere_is_asked_through_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with listening(telling("coder")) as proxy:
+        monkeypatch.setenv("http_proxy", proxy)
+        done = talon("connect", "claude", "--print", "--url", "http://talon.invalid:8000")
+    assert "ANTHROPIC_MODEL=coder\n" in done.stdout
