@@ -10,6 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from string import Template
 
+_KEYS = (
+    *("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_CUSTOM_HEADERS", "CLAUDE_CODE_OAUTH_TOKEN"),
+    *("CODEX_API_KEY", "OPENAI_API_KEY"),
+)
+"""Variables that may hold a person's key of another provider. Claude Code, for one, sends every key that it finds."""
+
 
 @dataclass(frozen=True)
 class ServedModel:
@@ -46,13 +52,19 @@ class Agent:
         """The environment that the client reads."""
         return {name: _filled(text, server) for name, text in self.environment.items()}
 
+    @property
+    def removes(self) -> list[str]:
+        """Variables that the client must not find, so that this server gets no other provider's key."""
+        return [name for name in _KEYS if name not in self.environment] if self.command else []
+
     def started_by(self, server: ServedModel) -> list[str]:
         """The command that starts the client."""
         return [_filled(text, server) for text in self.command]
 
     def lines(self, server: ServedModel) -> list[str]:
         """What a person types or pastes."""
-        told = [f"export {name}={shlex.quote(value)}" for name, value in self.variables(server).items()]
+        told = [shlex.join(["unset", *self.removes])] if self.removes else []
+        told += [f"export {name}={shlex.quote(value)}" for name, value in self.variables(server).items()]
         told += [shlex.join(self.started_by(server))] if self.command else []
         return told + _filled(self.settings, server).splitlines()
 

@@ -116,4 +116,5 @@ def _start(agent: Agent, server: ServedModel, arguments: list[str]) -> None:
     if (program := shutil.which(command[0])) is None:
         raise ConfigError(f"connect {agent.name}: {command[0]} is not installed: {agent.install}")
     print(f"talon: {agent.name} asks {printable(server.model, 100)} at {server.url}", file=sys.stderr, flush=True)
-    os.execve(program, command, os.environ | agent.variables(server))
+    inherited = {name: value for name, value in os.environ.items() if name not in agent.removes}
+    os.execve(program, command, inherited | agent.variables(server))

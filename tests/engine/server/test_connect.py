@@ -240,3 +240,15 @@ def test_a_server_elsewhere_is_asked_through_the_proxy(monkeypatch: pytest.Monke
         monkeypatch.setenv("http_proxy", proxy)
         done = talon("connect", "claude", "--print", "--url", "http://talon.invalid:8000")
     assert "ANTHROPIC_MODEL=coder\n" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["claude", "codex", "opencode", "aider", "litellm"])
+def test_a_client_does_not_get_the_keys_of_other_providers(name: str, tmp_path: Path) -> None:
+    told = install(tmp_path, name)
+    kept = ("ANTHROPIC_API_KEY", "ANTHROPIC_CUSTOM_HEADERS", "CLAUDE_CODE_OAUTH_TOKEN", "CODEX_API_KEY")
+    foreign = dict.fromkeys((*kept, "ANTHROPIC_AUTH_TOKEN", "OPENAI_API_KEY"), "sk-of-another")
+    with listening(telling("coder")) as url:
+        done = connect(tmp_path, name, "--url", url, "--key", KEY, **foreign, OTHER="stays")
+    assert done.returncode == 3, done.stderr
+    environment = json.loads(told.read_text())["environment"]
+    assert "sk-of-another" not in environment.values() and environment["OTHER"] == "stays"
