@@ -195,7 +195,10 @@ def test_a_long_name_is_shortened_on_the_line_that_says_what_starts(tmp_path: Pa
 
 
 def test_a_port_that_speaks_no_http_is_one_line() -> None:
-    with listening(lambda handler: handler.wfile.write(b"SSH-2.0-OpenSSH_9.9\r\n") and None) as url:
+    def greet(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(b"SSH-2.0-OpenSSH_9.9\r\n")
+
+    with listening(greet) as url:
         done = talon("connect", "codex", "--url", url)
     assert (done.exit_code, done.stderr) == (
         2,
