@@ -10,6 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from string import Template
 
+_KEYS = (
+    *("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_CUSTOM_HEADERS", "CLAUDE_CODE_OAUTH_TOKEN"),
+    *("CODEX_API_KEY", "OPENAI_API_KEY"),
+)
+"""Variables that may hold a person's key of another provider. Claude Code, for one, sends every key that it finds."""
+
 
 @dataclass(frozen=True)
 class ServedModel:
@@ -44,18 +50,38 @@ class Agent:
 
     def variables(self, server: ServedModel) -> dict[str, str]:
         """The environment that the client reads."""
-        return {name: Template(text).substitute(server.values) for name, text in self.environment.items()}
+        return {name: _filled(text, server) for name, text in self.environment.items()}
+
+    @property
+    def removes(self) -> list[str]:
+        """Variables that the client must not find, so that this server gets no other provider's key."""
+        return [name for name in _KEYS if name not in self.environment] if self.command else []
 
     def started_by(self, server: ServedModel) -> list[str]:
         """The command that starts the client."""
-        return [Template(text).substitute(server.values) for text in self.command]
+        return [_filled(text, server) for text in self.command]
 
     def lines(self, server: ServedModel) -> list[str]:
         """What a person types or pastes."""
-        told = [f"export {name}={shlex.quote(value)}" for name, value in self.variables(server).items()]
+        told = [shlex.join(["unset", *self.removes])] if self.removes else []
+        told += [f"export {name}={shlex.quote(value)}" for name, value in self.variables(server).items()]
         told += [shlex.join(self.started_by(server))] if self.command else []
-        quoted = {name: json.dumps(value)[1:-1] for name, value in server.values.items()}
-        return told + Template(self.settings).substitute(quoted).splitlines()
+        return told + _filled(self.settings, server).splitlines()
+
+
+def _filled(template: str, server: ServedModel) -> str:
+    """Fill a template in. One with quotation marks is JSON, TOML, YAML or code, and keeps each value within them."""
+    quoted = '"' in template
+    return Template(template).substitute(
+        {name: _escaped(value) if quoted else value for name, value in server.values.items()}
+    )
+
+
+def _escaped(value: str) -> str:
+    """Escape a value for double quotation marks, and braces too: opencode and Continue replace `{env:X}` and
+    `{{ secrets.X }}`. Other characters stay, because TOML does not take JSON's surrogates.
+    """
+    return json.dumps(value, ensure_ascii=False)[1:-1].replace("{", "\\u007b")
 
 
 _OPENAI = {"OPENAI_BASE_URL": "$url/v1", "OPENAI_API_KEY": "$key"}

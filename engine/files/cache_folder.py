@@ -76,7 +76,9 @@ class CacheFolder:
         return [bytes.fromhex(name[:64]) for _, name in sorted(found, reverse=True) if not name.endswith(TEMPORARY)]
 
     def read(self, shelf: str, key: bytes, room: memoryview) -> memoryview | None:
-        """The content of that key, in the first bytes of `room`; None if it is not there. A damaged file is removed."""
+        """The content of that key, in the first bytes of `room`; None if it is not there. A damaged file is removed,
+        and a directory in its place; any other error may pass, and the file stays.
+        """
         path = self.path(shelf, key)
         try:
             return read_checked(path, key, room)
@@ -86,6 +88,8 @@ class CacheFolder:
             self._tell_once(Damaged, f"{shelf}/{path.name} {error}: ignored; further ones are not told")
         except OSError as error:
             self._tell_once(("read", error.errno), f"{shelf}/{path.name} cannot be read ({error.strerror}): ignored")
+            if error.errno != errno.EISDIR:
+                return None
         self._later(lambda: removed(path))
         return None
 

@@ -36,12 +36,12 @@ class AttentionKernel(NamedTuple):
         return f"{self.name}, {self.instructions}, {str(self.dtype).removeprefix('torch.')}"
 
     def shape(self, layers: int, kv_heads: int, head_dim: int) -> KVShape:
-        """A pool's."""
+        """Return the shape of a pool that this kernel reads."""
         return KVShape(layers, kv_heads, head_dim, self.dtype, self.vnni, self.q8_0)
 
 
 def every_attention_kernel() -> tuple[AttentionKernel, ...]:
-    """All of them, those that this processor cannot run included."""
+    """Return every kernel, including those that this processor cannot run."""
     both = torch.float32, torch.bfloat16
     pairs, whole = Unit.VECTORS in units(), instruction_sets()
     return (

@@ -54,7 +54,7 @@ def _finite_kernel(address: Any) -> None:
 
 @njit
 def _is_finite(work: Any, keys: int, values: int, part: int) -> Any:
-    """Whether a layer's keys and values of a block are."""
+    """Tell whether one layer's keys and values of a block are all finite."""
     if work.width == BFLOAT16:
         of_keys, of_values = _largest(_LINE, 1, keys, part, _LINE), _largest(_LINE, 1, values, part, _LINE)
         return max(of_keys, of_values) < _INFINITY

@@ -71,22 +71,22 @@ class StateLayer(Protocol):
 
     @property
     def state_bytes(self) -> int:
-        """Of a request's state, which a snapshot holds."""
+        """The bytes of a request's state, all of which a snapshot holds."""
         ...
 
     @property
     def row_bytes(self) -> int:
-        """Of what is kept of a row, from which a commit replays it."""
+        """The bytes that are kept of each row, so that a commit can replay it."""
         ...
 
     @property
     def scratch_bytes(self) -> int:
-        """Of each row while a forward runs."""
+        """The bytes that each row needs while a forward runs."""
         ...
 
     @property
     def tile_bytes(self) -> int:
-        """Of the part of a state that one thread takes rows through."""
+        """The bytes of the part of a state through which one thread takes the rows."""
         ...
 
     @property

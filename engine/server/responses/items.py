@@ -35,29 +35,32 @@ class UnreadPart(Body):
         return f"[{self.type}: not shown, this model reads text]"
 
 
-class MessageItem(Body):
+class EarlierItem(Body):
+    """What every item of an earlier answer may bring, and no answer depends on."""
+
+    id: SentBack = False
+    status: SentBack = False
+
+
+class MessageItem(EarlierItem):
     """A message."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[ContentText]
-    id: SentBack = False
-    status: SentBack = False
     phase: SentBack = False
 
 
-class FunctionCallItem(CalledFunction):
+class FunctionCallItem(CalledFunction, EarlierItem):
     """A call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
     namespace: ToolName | None = None
     caller: SentBack = False
-    id: SentBack = False
-    status: SentBack = False
 
 
-class CustomCallItem(Body):
+class CustomCallItem(EarlierItem):
     """A call of an earlier answer, of a tool that takes one text."""
 
     type: Literal["custom_tool_call"]
@@ -66,8 +69,6 @@ class CustomCallItem(Body):
     input: str
     namespace: ToolName | None = None
     caller: SentBack = False
-    id: SentBack = False
-    status: SentBack = False
 
 
 class ShellAction(Body):
@@ -91,17 +92,15 @@ class LocalShellCallItem(Body):
     status: SentBack = False
 
 
-class CallOutputItem(Body):
+class CallOutputItem(EarlierItem):
     """What a call has brought."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | list[Annotated[ContentText | UnreadPart, Field(discriminator="type")]]
     caller: SentBack = False
-    id: SentBack = False
     name: SentBack = False
     namespace: SentBack = False
-    status: SentBack = False
 
 
 class ShellOutputItem(Body):
@@ -118,15 +117,13 @@ class ReasoningText(Body):
     text: str
 
 
-class ReasoningItem(Body):
+class ReasoningItem(EarlierItem):
     """Reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
     summary: SentBack = False
     encrypted_content: SentBack = False
-    id: SentBack = False
-    status: SentBack = False
 
 
 class AdditionalToolsItem(Body):

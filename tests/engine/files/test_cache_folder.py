@@ -272,7 +272,25 @@ def test_a_disk_that_fails_at_every_call_costs_the_cache_alone(
     assert found(tmp_path, range(2)) == {0}
 
 
-def test_a_file_that_may_not_be_read_is_told_once_and_removed(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ETIMEDOUT])
+def test_a_file_whose_reading_fails_once_is_found_afterwards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    filled(tmp_path, range(1))
+    cache = CacheFolder(tmp_path, LARGE)
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "readv", fail)
+        assert cache.read("shelf", key(0), room()) is None
+    cache.close()
+    [line] = lines_of(capsys)
+    assert f"cannot be read ({os.strerror(number)})" in line
+    assert found(tmp_path, range(1)) == {0}
+
+
+def test_a_file_that_may_not_be_read_is_told_once_and_stays(capsys: pytest.CaptureFixture[str]) -> None:
     with ordinary_user() as folder:
         filled(folder, range(3))
         cache = CacheFolder(folder, LARGE)
@@ -282,7 +300,9 @@ def test_a_file_that_may_not_be_read_is_told_once_and_removed(capsys: pytest.Cap
         cache.close()
         [line] = lines_of(capsys)
         assert "cannot be read (Permission denied)" in line
-        assert found(folder, range(3)) == {2}
+        for number in range(2):
+            cache.path("shelf", key(number)).chmod(0o600)
+        assert found(folder, range(3)) == {0, 1, 2}
 
 
 def test_a_file_that_can_neither_be_read_nor_removed_does_not_stop_what_is_written(

@@ -6,9 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
+import yaml
 
 from engine.cli.agents import AGENTS, ServedModel
 from tests.command import talon
@@ -21,6 +27,33 @@ with open({told!r}, "w") as file:
 sys.exit(3)
 """
 LOCAL = ServedModel("http://127.0.0.1:8000", "none", "coder", 32768)
+HOSTILE = '"}, x={a="\\é😀 $url {env:HOME} {file:~/.netrc} ${{ secrets.KEY }}\''
+Answer = Callable[[BaseHTTPRequestHandler], None]
+
+
+@contextmanager
+def listening(answer: Answer) -> Iterator[str]:
+    """A server's address, every GET of which is answered so."""
+    handler = type("Handler", (BaseHTTPRequestHandler,), {"do_GET": answer, "log_message": lambda *_: None})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def telling(model: object, context: object = 32768) -> Answer:
+    """A server with a model of that name."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        content = json.dumps({"data": [{"id": model, "context_length": context}]}).encode()
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content)
+
+    return answer
 
 
 def install(folder: Path, name: str) -> Path:
@@ -81,6 +114,11 @@ def test_settings_are_printed_where_nothing_is_started(tool_server: ServerProces
     [
         (["nobody"], "connect nobody: is no client known here; there are claude, codex,"),
         (["codex", "--url", "here"], "--url here: is no address"),
+        (["codex", "--url", "http://127.0.0.1:80a"], "--url http://127.0.0.1:80a: is no address"),
+        (["codex", "--url", "http://127.0.0.1:99999"], "--url http://127.0.0.1:99999: is no address"),
+        (["codex", "--url", "http://[::1"], "--url http://[::1: is no address"),
+        (["codex", "--url", "http://"], "--url http:: is no address"),
+        (["codex", "--url", "http://a b"], "--url http://a b: no server answers"),
         (["codex", "--url", "http://127.0.0.1:1"], "--url http://127.0.0.1:1: no server answers"),
     ],
 )
@@ -106,3 +144,114 @@ def test_the_documentation_shows_every_clients_lines() -> None:
     text = (ROOT / "docs" / "serving.md").read_text("utf8")
     missing = {name: line for name, agent in AGENTS.items() for line in agent.lines(LOCAL) if line not in text}
     assert missing == {}
+
+
+def test_a_hostile_name_stays_one_value_of_codexs_settings() -> None:
+    toml = pytest.importorskip("tomllib")  # Python 3.11
+    started = AGENTS["codex"].started_by(replace(LOCAL, model=HOSTILE))
+    settings = toml.loads("\n".join(started[2::2]))
+    assert settings.pop("model_providers").keys() == {"talon"}
+    assert settings == {"model_provider": "talon", "model": HOSTILE, "model_context_window": 32768}
+
+
+def test_a_hostile_name_stays_one_value_of_opencodes_settings() -> None:
+    content = AGENTS["opencode"].variables(replace(LOCAL, model=HOSTILE))["OPENCODE_CONFIG_CONTENT"]
+    settings = json.loads(content)
+    assert settings["model"] == f"talon/{HOSTILE}" and settings["provider"]["talon"]["models"].keys() == {HOSTILE}
+    assert "{env:" not in content and "{file:" not in content
+
+
+def test_a_hostile_name_stays_one_value_of_continues_settings() -> None:
+    [line] = AGENTS["continue"].lines(replace(LOCAL, model=HOSTILE))
+    assert yaml.safe_load(line)[0]["model"] == HOSTILE and "{{" not in line
+
+
+def test_what_is_no_setting_gets_the_name_as_it_is() -> None:
+    named = replace(LOCAL, model=HOSTILE)
+    assert AGENTS["claude"].variables(named)["ANTHROPIC_MODEL"] == HOSTILE
+    assert AGENTS["aider"].started_by(named)[-1] == f"openai/{HOSTILE}"
+
+
+@pytest.mark.parametrize("model", ["a\x1b[2J", "a\nb", 7, None, ["coder"]])
+def test_a_models_name_that_does_not_print_is_refused(model: object) -> None:
+    with listening(telling(model)) as url:
+        done = talon("connect", "claude", "--print", "--url", url)
+    assert done.exit_code == 2 and done.stdout == ""
+    assert done.stderr == f"talon: --url {url}: the model's name is {model!r}, no text that prints: rename it there\n"
+
+
+@pytest.mark.parametrize("context", ["32768}", True, 1.5, None])
+def test_a_context_that_is_no_number_is_refused(context: object) -> None:
+    with listening(telling("coder", context)) as url:
+        done = talon("connect", "opencode", "--print", "--url", url)
+    assert done.exit_code == 2 and f"the model's context is {context!r}, no number" in done.stderr
+
+
+def test_a_long_name_is_shortened_on_the_line_that_says_what_starts(tmp_path: Path) -> None:
+    install(tmp_path, "aider")
+    with listening(telling("a" * 500)) as url:
+        done = connect(tmp_path, "aider", "--url", url)
+    assert done.returncode == 3 and 0 < len(done.stderr) < 200
+
+
+def test_a_port_that_speaks_no_http_is_one_line() -> None:
+    def greet(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(b"SSH-2.0-OpenSSH_9.9\r\n")
+
+    with listening(greet) as url:
+        done = talon("connect", "codex", "--url", url)
+    assert (done.exit_code, done.stderr) == (
+        2,
+        f"talon: --url {url}: no server answers (SSH-2.0-OpenSSH_9.9): start one with: talon serve\n",
+    )
+
+
+def test_the_key_does_not_follow_a_redirect() -> None:
+    seen: list[str | None] = []
+
+    def target(handler: BaseHTTPRequestHandler) -> None:
+        seen.append(handler.headers["Authorization"])
+        telling("coder")(handler)
+
+    with listening(target) as elsewhere:
+
+        def redirect(handler: BaseHTTPRequestHandler) -> None:
+            handler.send_response(302)
+            handler.send_header("Location", f"{elsewhere}/v1/models")
+            handler.end_headers()
+
+        with listening(redirect) as url:
+            done = talon("connect", "codex", "--url", url, "--key", KEY)
+    assert (done.exit_code, seen) == (2, [])
+    assert f"--url {url}: answers /v1/models with status 302" in done.stderr
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_proxy_does_not_see_the_key_of_a_server_on_this_machine(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with listening(telling("the proxy's")) as proxy, listening(telling("coder")) as url:
+        monkeypatch.setenv("http_proxy", proxy)
+        done = talon("connect", "claude", "--print", "--url", url.replace("127.0.0.1", host))
+    assert "ANTHROPIC_MODEL=coder\n" in done.stdout
+
+
+def test_a_server_elsewhere_is_asked_through_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with listening(telling("coder")) as proxy:
+        monkeypatch.setenv("http_proxy", proxy)
+        done = talon("connect", "claude", "--print", "--url", "http://talon.invalid:8000")
+    assert "ANTHROPIC_MODEL=coder\n" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["claude", "codex", "opencode", "aider", "litellm"])
+def test_a_client_does_not_get_the_keys_of_other_providers(name: str, tmp_path: Path) -> None:
+    told = install(tmp_path, name)
+    kept = ("ANTHROPIC_API_KEY", "ANTHROPIC_CUSTOM_HEADERS", "CLAUDE_CODE_OAUTH_TOKEN", "CODEX_API_KEY")
+    foreign = dict.fromkeys((*kept, "ANTHROPIC_AUTH_TOKEN", "OPENAI_API_KEY"), "sk-of-another")
+    with listening(telling("coder")) as url:
+        done = connect(tmp_path, name, "--url", url, "--key", KEY, **foreign, OTHER="stays")
+    assert done.returncode == 3, done.stderr
+    environment = json.loads(told.read_text())["environment"]
+    assert "sk-of-another" not in environment.values() and environment["OTHER"] == "stays"
