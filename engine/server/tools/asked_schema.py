@@ -16,10 +16,12 @@ import jsonschema_rs
 from engine.core.errors import first_line, printable
 from engine.sampling.matcher import without_annotations
 from engine.sampling.relaxed_schema import relaxed
+from engine.server.tools.comparison_cost import steps_of
 
 _KEPT = 64  # validators
 _MOST_LEFT_OUT = 32  # keywords of one schema that are named
 _MOST = 8  # keywords of one value that are named
+_MOST_NAMED = 4_000_000  # steps times characters of a value: each error that the library names holds the value
 _MOST_PATH = 200  # characters: names in it are the client's
 
 
@@ -51,9 +53,15 @@ class AskedSchema:
         """Return the paths of the keywords that a value does not follow, or why that cannot be told."""
         if not self.left_out:
             return []
+        if (steps := steps_of(self.whole, value)) is None:
+            return [f"{self.path}: not compared: too large or refers elsewhere"]
         try:
-            errors = _validator(json.dumps(self.whole)).iter_errors(value)
-            places = ["".join(map(_place, error.schema_path)) for error in errors]
+            validator = _validator(json.dumps(self.whole))
+            if validator.is_valid(value):
+                return []
+            if steps * len(json.dumps(value)) > _MOST_NAMED:
+                return [f"{self.path}: not followed"]
+            places = ["".join(map(_place, error.schema_path)) for error in validator.iter_errors(value)]
         except (ValueError, RecursionError) as error:
             return [printable(f"{self.path}: {first_line(error)}", _MOST_PATH)]
         return [printable(self.path + place, _MOST_PATH) for place in dict.fromkeys(places)][:_MOST]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 ONLY_CALL = {"tags": ["a", "a"], "notes": {}}  # that a grammar allows
+UNCOMPARED = "s: not compared: too large or refers elsewhere"
 OTHER = tool("other", {"type": "object", "properties": {}})
 
 
@@ -155,6 +157,69 @@ def test_a_schema_that_refers_elsewhere_or_is_hostile_costs_little() -> None:
     many = AskedSchema.of("s", {"properties": {f"p{number}": {"not": {}} for number in range(99)}}, None)
     assert len(many.left_out) == 33 and many.left_out[-1] == "s: 67 more keywords"
     assert len(many.differences({f"p{number}": 1 for number in range(99)})) == 8
+
+
+def chained(links: int, link: Any, last: dict[str, Any]) -> AskedSchema:
+    names = [f"#/$defs/a{number}" for number in range(links + 1)]
+    links_ = {f"a{number}": link({"$ref": names[number + 1]}) for number in range(links)}
+    return AskedSchema.of("s", {"$defs": links_ | {f"a{links}": last}, "$ref": names[0], "not": {"const": 9}}, None)
+
+
+def nested(depth: int, around: Any) -> Any:
+    value: Any = {"b": 1}
+    for _ in range(depth):
+        value = around(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("link", "value"),
+    [
+        (lambda inner: {"anyOf": [inner, inner]}, "x"),
+        (lambda inner: {"oneOf": [inner, inner]}, "x"),
+        (lambda inner: {"allOf": [{"not": inner}, {"not": {"not": inner}}]}, "x"),
+        (lambda inner: {"if": inner, "then": inner, "else": inner}, "x"),
+        (lambda inner: {"dependentSchemas": {"b": inner, "c": inner}}, {"b": 1, "c": 2}),
+        (lambda inner: {"allOf": [inner], "unevaluatedProperties": False}, {"b": 1}),
+        (lambda inner: {"properties": {"a": {"anyOf": [inner, inner]}}}, nested(24, lambda value: {"a": value})),
+        (lambda inner: {"contains": inner, "items": inner}, nested(24, lambda value: [value])),
+    ],
+)  # fmt: skip
+def test_schemas_that_double_at_each_level_are_not_compared(link: Any, value: Any) -> None:
+    asked = chained(24, link, {"type": "string", "not": {"minLength": 1}})
+    started_s = time.perf_counter()
+    assert asked.differences(value) == [UNCOMPARED]
+    assert time.perf_counter() - started_s < 2
+
+
+def test_a_schema_that_refers_to_itself_is_compared_as_deep_as_the_value() -> None:
+    tree = {"properties": {"next": {"$ref": "#"}, "tags": {"type": "array", "uniqueItems": True}}}
+    assert AskedSchema.of("s", tree, None).differences({"next": {"next": {"tags": [1, 2]}}}) == []
+    assert AskedSchema.of("s", tree, None).differences({"next": {"next": {"tags": [1, 1]}}})
+    forever = AskedSchema.of("s", {"allOf": [{"$ref": "#"}], "not": {}}, None)
+    assert forever.differences({}) == [UNCOMPARED]
+
+
+def test_references_that_cannot_be_counted_are_not_followed() -> None:
+    based = {"a": {"$id": "http://x/", "$ref": "#/$defs/b"}, "b": {"not": {}}}
+    for schema in ({"$defs": based}, {"$ref": "#name", "not": {}}, {"$ref": "#/$defs/none", "not": {}}):
+        assert AskedSchema.of("s", {"not": {}} | schema, None).differences({}) == [UNCOMPARED]
+
+
+def test_a_large_value_is_not_walked_again_for_each_schema_that_applies_to_it() -> None:
+    open_ = {"unevaluatedItems": {"not": {}}}
+    asked = AskedSchema.of("s", {"allOf": [open_] * 4000}, None)
+    started_s = time.perf_counter()
+    assert asked.differences([1] * 30_000) == [UNCOMPARED]
+    assert time.perf_counter() - started_s < 2
+
+
+def test_the_keywords_that_a_large_value_does_not_follow_are_not_named_one_by_one() -> None:
+    many = AskedSchema.of("s", {"allOf": [{"not": {"minimum": number}} for number in range(2000)]}, None)
+    assert many.differences(["x" * 20] * 3000) == ["s: not followed"]
+    assert AskedSchema.of("s", {"items": {"required": ["a"] * 2000}, "not": {}}, None).differences([{}] * 9) == [
+        UNCOMPARED
+    ]
 
 
 def test_a_clients_names_cannot_move_the_logs_cursor() -> None:
