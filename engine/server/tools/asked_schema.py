@@ -19,7 +19,7 @@ from engine.sampling.relaxed_schema import relaxed
 from engine.server.tools.comparison_cost import steps_of
 
 _KEPT = 64  # validators
-_MOST_LEFT_OUT = 32  # keywords of one schema that are named
+_MOST_KEPT = 32_768  # characters of a schema whose validator is remembered
 _MOST = 8  # keywords of one value that are named
 _MOST_NAMED = 4_000_000  # steps times characters of a value: each error that the library names holds the value
 _MOST_PATH = 200  # characters: names in it are the client's
@@ -44,10 +44,7 @@ class AskedSchema:
         if strict:
             return cls(path, schema, json.loads(without_annotations(json.dumps(schema))))
         followed, places = relaxed(schema)
-        left_out = [printable(path + place, _MOST_PATH) for place in places[:_MOST_LEFT_OUT]]
-        if len(places) > _MOST_LEFT_OUT:
-            left_out.append(f"{path}: {len(places) - _MOST_LEFT_OUT} more keywords")
-        return cls(path, schema, followed, left_out)
+        return cls(path, schema, followed, [printable(path + place, _MOST_PATH) for place in places])
 
     def differences(self, value: Any) -> list[str]:
         """Return the paths of the keywords that a value does not follow, or why that cannot be told."""
@@ -56,7 +53,8 @@ class AskedSchema:
         if (steps := steps_of(self.whole, value)) is None:
             return [f"{self.path}: not compared: too large or refers elsewhere"]
         try:
-            validator = _validator(json.dumps(self.whole))
+            text = json.dumps(self.whole)
+            validator = (_remembered if len(text) <= _MOST_KEPT else _validator)(text)
             if validator.is_valid(value):
                 return []
             if steps * len(json.dumps(value)) > _MOST_NAMED:
@@ -67,10 +65,12 @@ class AskedSchema:
         return [printable(self.path + place, _MOST_PATH) for place in dict.fromkeys(places)][:_MOST]
 
 
-@functools.lru_cache(maxsize=_KEPT)
 def _validator(schema: str) -> Any:
     """Return a validator of the schema. It fetches nothing."""
     return jsonschema_rs.validator_for(json.loads(schema), retriever=_refuse)
+
+
+_remembered = functools.lru_cache(maxsize=_KEPT)(_validator)
 
 
 def _refuse(uri: str) -> Any:
