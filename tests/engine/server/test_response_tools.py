@@ -164,6 +164,12 @@ def test_what_is_not_regular_has_no_expression(grammar: str) -> None:
     assert pattern_of(grammar) is None
 
 
+def test_rules_within_many_groups_have_no_expression() -> None:
+    rules = [f"r{number}: {'(' * (47 - number)}r{number + 1}{')' * (47 - number)}" for number in range(47)]
+    assert pattern_of("\n".join(["start: r0", *rules, 'r47: "x"'])) is None
+    assert pattern_of("\n".join([f"start: {'(' * 20}a{')' * 20}", f"a: {'(' * 20}b{')' * 20}", 'b: "x"'])) is not None
+
+
 # The client's shell.
 
 
