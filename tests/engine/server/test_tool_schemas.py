@@ -25,7 +25,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 ONLY_CALL = {"tags": ["a", "a"], "notes": {}}  # that a grammar allows
-UNCOMPARED = "s: not compared: too large or refers elsewhere"
+UNCOMPARED = "s: not compared: the schema is too large, refers elsewhere or cannot be read"
 OTHER = tool("other", {"type": "object", "properties": {}})
 
 
@@ -88,9 +88,10 @@ def test_a_keyword_that_no_grammar_follows_refuses_no_request(
             if "metrics" in answer.json():
                 assert f"{path}.properties.tags.uniqueItems" in answer.json()["metrics"]["ignored"]
         told = tool_server.logged(before)
-        assert told["not_followed"] == [f"{path}.properties.tags.uniqueItems"]
-    warned = [line["event"] for line in tool_server.lines if f"{path}.properties.tags.uniqueItems:" in line["event"]]
+        assert told["not_followed"] == ["tools[1]: uniqueItems"]
+    warned = [line["event"] for line in tool_server.lines if "tools[1]: uniqueItems:" in line["event"]]
     assert len(warned) == 1 and "propertyNames" not in warned[0]
+    assert ".properties.tags" not in str(tool_server.lines)  # names in a schema are the client's
 
 
 @ROUTES
@@ -118,7 +119,7 @@ def test_the_schema_of_an_answer_is_followed_exactly_where_it_is_strict(tool_ser
     answer = asked(None).json()
     assert json.loads(answer["choices"][0]["message"]["content"]) == ONLY_CALL
     assert answer["metrics"]["ignored"] == [f"{path}.properties.tags.uniqueItems"]
-    assert tool_server.logged(before)["not_followed"] == [f"{path}.properties.tags.uniqueItems"]
+    assert tool_server.logged(before)["not_followed"] == [f"{path}: uniqueItems"]
 
 
 def test_an_answer_that_follows_the_whole_schema_is_not_named(tool_server: ServerProcess) -> None:
@@ -132,31 +133,34 @@ def test_an_answer_that_follows_the_whole_schema_is_not_named(tool_server: Serve
 @pytest.mark.parametrize(
     ("schema", "value", "keywords"),
     [
-        ({"type": "array", "uniqueItems": True}, [1, 1], [".uniqueItems"]),
+        ({"type": "array", "uniqueItems": True}, [1, 1], ["uniqueItems"]),
         ({"type": "array", "uniqueItems": True}, [1, 2], []),
-        ({"not": {"type": "string"}}, "x", [".not"]),
-        ({"if": {"type": "string"}, "then": {"minLength": 3}}, "x", [".then.minLength"]),
-        ({"type": "string", "pattern": "^(?=.*b)a"}, "a", [".pattern"]),
+        ({"not": {"type": "string"}}, "x", ["not"]),
+        ({"if": {"type": "string"}, "then": {"minLength": 3}}, "x", ["minLength"]),
+        ({"type": "string", "pattern": "^(?=.*b)a"}, "a", ["pattern"]),
         ({"type": "string", "pattern": "^(?=.*b)a"}, "ab", []),
-        ({"items": [{"not": {}}]}, [1], [".items[0].not"]),
-        ({"oneOf": [{"type": "string"}, {"minLength": 1}]}, "x", [".oneOf"]),
+        ({"items": [{"not": {}}]}, [1], ["not"]),
+        ({"oneOf": [{"type": "string"}, {"minLength": 1}]}, "x", ["oneOf"]),
+        ({"properties": {"secret": {"not": {}}, "other": {"uniqueItems": True}}}, {"secret": 1}, ["not"]),
+        ({"properties": {"secret": False}, "not": {"type": "null"}}, {"secret": 1}, ["falseSchema"]),
+        ({"dependentRequired": {"a": ["secret"]}}, {"a": 1}, ["required"]),
         ({"properties": {"a": {"minimum": 2}}}, {"a": 1}, []),  # a grammar follows it
     ],
 )
 def test_a_finished_value_is_compared_with_the_whole_schema(schema: Any, value: Any, keywords: list[str]) -> None:
     if isinstance(schema.get("items"), list):
         schema = {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
-    assert AskedSchema.of("s", schema, None).differences(value) == [f"s{keyword}" for keyword in keywords]
+    assert AskedSchema.of("s", schema, None).differences(value) == [f"s: {keyword}" for keyword in keywords]
 
 
 def test_a_schema_that_refers_elsewhere_or_is_hostile_costs_little() -> None:
     away = AskedSchema.of("s", {"properties": {"a": {"$ref": "http://127.0.0.1:9/x"}}, "not": {}}, None)
-    assert "refers to another document" in away.differences({})[0]
+    assert away.differences({}) == [UNCOMPARED]
     slow = AskedSchema.of("s", {"type": "string", "pattern": "^(?=(x+x+)+y)(x+x+)+y$"}, None)
-    assert slow.differences("x" * 5000) == ["s.pattern"]
+    assert slow.differences("x" * 5000) == ["s: pattern"]
     many = AskedSchema.of("s", {"properties": {f"p{number}": {"not": {}} for number in range(99)}}, None)
     assert len(many.left_out) == 33 and many.left_out[-1] == "s: 67 more keywords"
-    assert len(many.differences({f"p{number}": 1 for number in range(99)})) == 8
+    assert many.noted == ["s: not"] and many.differences({f"p{number}": 1 for number in range(99)}) == ["s: not"]
 
 
 def chained(links: int, link: Any, last: dict[str, Any]) -> AskedSchema:
@@ -207,7 +211,7 @@ def test_references_that_cannot_be_counted_are_not_followed() -> None:
 
 
 def test_a_large_value_is_not_walked_again_for_each_schema_that_applies_to_it() -> None:
-    open_ = {"unevaluatedItems": {"not": {}}}
+    open_: dict[str, Any] = {"unevaluatedItems": {"not": {}}}
     asked = AskedSchema.of("s", {"allOf": [open_] * 4000}, None)
     started_s = time.perf_counter()
     assert asked.differences([1] * 30_000) == [UNCOMPARED]
