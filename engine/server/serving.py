@@ -96,7 +96,7 @@ class Serving:
             calling = await anyio.to_thread.run_sync(Calling.of, body, self.answers, paths)
             choices = await chat_choices(body, self.engine, self.settings, self.vocabulary, calling)
             wanted = owned(choices, request.state.owner, self.engine.config)
-            self.note(calling.left_out, _NOT_IN_GRAMMARS)
+            self.note(calling.noted, _NOT_IN_GRAMMARS)
             return await self.answer(request, body, wanted, renderer(wanted, calling), places, calling)
 
     async def answer(

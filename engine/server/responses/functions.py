@@ -55,7 +55,8 @@ _CHARACTERS = re.compile(
 @dataclass(frozen=True)
 class ShownTool:
     """A tool of the request and the function that the model sees. kind: "function", "custom" or "local_shell". path:
-    what the client calls the schema of its arguments.
+    what the client calls the schema of its arguments. free: it has a grammar to which the grammar's library cannot hold
+    its text.
     """
 
     kind: str
@@ -63,6 +64,7 @@ class ShownTool:
     function: dict[str, Any]
     path: str
     namespace: str | None = None
+    free: bool = False
 
     def is_named(self, choice: NamedToolChoice | AllowedTool) -> bool:
         """Whether a client's choice means this tool."""
@@ -105,23 +107,17 @@ def flat(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
-def has_free_grammar(tools: Sequence[AskedTool]) -> bool:
-    """Whether a tool has a grammar to which the grammar's library cannot hold its text."""
-    every = [one for tool in tools for one in (tool.tools if isinstance(tool, NamespaceTool) else [tool])]
-    asked = [one.format for one in every if isinstance(one, CustomTool) and isinstance(one.format, GrammarText)]
-    return any(_pattern(one.syntax, one.definition) is None for one in asked)
-
-
 def _shown(
     tool: FunctionTool | CustomTool, path: str, namespace: str | None = None, about: str | None = None
 ) -> ShownTool:
     if isinstance(tool, FunctionTool):
-        function, field = _function(tool), "parameters"
+        function, field, free = _function(tool), "parameters", False
     else:
         function, field = _one_text(tool), "format"
+        free = isinstance(tool.format, GrammarText) and "pattern" not in function["parameters"]["properties"][INPUT]
     said = [text for text in (about, function["description"]) if text]
     function |= {"name": flat(tool.name, namespace), "description": "\n".join(said)}
-    return ShownTool(tool.type, tool.name, function, f"{path}.{field}", namespace)
+    return ShownTool(tool.type, tool.name, function, f"{path}.{field}", namespace, free)
 
 
 def _function(tool: FunctionTool) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def pattern_of(grammar: str) -> str | None:
     """Return a regular expression of the texts that the grammar's `start` derives, None if there is none."""
     try:
         rules = dict(_rules(grammar))
-        return _Expression(rules, rules["start"], ("start",)).whole()
+        return _Expression(rules, rules["start"], ("start",)).whole(1)
     except (_NotRegularError, KeyError, IndexError):
         return None
 
@@ -118,8 +118,9 @@ class _Expression:
         self.rules, self.tokens, self.above = rules, tokens, above
         self.at = 0
 
-    def whole(self) -> str:
-        found = self._choice(0)
+    def whole(self, depth: int) -> str:
+        """The expression of all tokens. depth: the rules and groups that it is within."""
+        found = self._choice(depth)
         if self.at < len(self.tokens):
             raise _NotRegularError
         return found
@@ -134,7 +135,7 @@ class _Expression:
 
     def _choice(self, depth: int) -> str:
         """Options between bars."""
-        if depth + len(self.above) > _DEEPEST:
+        if depth > _DEEPEST:
             raise _NotRegularError
         ways = [self._sequence(depth)]
         while self._take("|"):
@@ -160,7 +161,7 @@ class _Expression:
         if kind == "name":
             if text in self.above:
                 raise _NotRegularError
-            return f"(?:{_Expression(self.rules, self.rules[text], (*self.above, text)).whole()})"
+            return f"(?:{_Expression(self.rules, self.rules[text], (*self.above, text)).whole(depth + 1)})"
         inner = f"(?:{self._choice(depth + 1)})"
         if not self._take(")" if text == "(" else "]"):
             raise _NotRegularError

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from engine.core.errors import OverContext
 from engine.server.answers import JsonObject
 from engine.server.errors import api_error
-from engine.server.responses.functions import has_free_grammar, shown_tools
+from engine.server.responses.functions import shown_tools
 from engine.server.responses.render import ResponsesRenderer, refused
 from engine.server.responses.schema import ResponsesRequest
 from engine.server.responses.store import ResponseStore
@@ -38,10 +38,9 @@ def add_responses(app: FastAPI, serving: Serving, stream: Responses, refusals: R
         if body.previous_response_id is not None:
             earlier = store.find(body.previous_response_id, key, "previous_response_id").conversation
         conversation = [*earlier, *conversation_of(body.input)]
-        asked, added = body.tools or [], body.added_tools
-        tools = await anyio.to_thread.run_sync(shown_tools, asked, added)
+        tools = await anyio.to_thread.run_sync(shown_tools, body.tools or [], body.added_tools)
         chat = chat_request(chat_fields(body, conversation, tools))
-        serving.note([*body.ignored, *(["tools.format"] if has_free_grammar([*asked, *added]) else [])])
+        serving.note([*body.ignored, *(["tools.format"] if any(tool.free for tool in tools) else [])])
 
         def completed(response: dict[str, Any], blocks: Sequence[Block]) -> None:
             if body.store:

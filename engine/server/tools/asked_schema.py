@@ -13,26 +13,30 @@ from typing import Any
 
 import jsonschema_rs
 
-from engine.core.errors import first_line, printable
+from engine.core.errors import printable
 from engine.sampling.matcher import without_annotations
 from engine.sampling.relaxed_schema import relaxed
+from engine.server.tools.comparison_cost import steps_of
 
 _KEPT = 64  # validators
-_MOST_LEFT_OUT = 32  # keywords of one schema that are named
-_MOST = 8  # keywords of one value that are named
+_MOST_KEPT = 32_768  # characters of a schema whose validator is remembered
+_MOST_NAMED = 4_000_000  # steps times characters of a value: each error that the library names holds the value
+_NOT_COMPARED = "not compared: the schema is too large, refers elsewhere or cannot be read"
 _MOST_PATH = 200  # characters: names in it are the client's
 
 
 @dataclass(frozen=True)
 class AskedSchema:
     """path: what the client calls it. whole: as the client sent it. followed: what a grammar follows, which is all of
-    it but the keywords at the paths `left_out`.
+    it but the keywords at the paths `left_out`. Names in paths are the client's, and the log may not hold them: `noted`
+    are the same keywords without them.
     """
 
     path: str
     whole: dict[str, Any]
     followed: dict[str, Any]
     left_out: Sequence[str] = ()
+    noted: Sequence[str] = ()
 
     @classmethod
     def of(cls, path: str, schema: dict[str, Any], strict: bool | None) -> AskedSchema:
@@ -42,32 +46,43 @@ class AskedSchema:
         if strict:
             return cls(path, schema, json.loads(without_annotations(json.dumps(schema))))
         followed, places = relaxed(schema)
-        left_out = [printable(path + place, _MOST_PATH) for place in places[:_MOST_LEFT_OUT]]
-        if len(places) > _MOST_LEFT_OUT:
-            left_out.append(f"{path}: {len(places) - _MOST_LEFT_OUT} more keywords")
-        return cls(path, schema, followed, left_out)
+        left_out = [printable(path + place, _MOST_PATH) for place in places]
+        keywords = dict.fromkeys(place.rpartition(".")[2] for place in places if place.startswith("."))
+        return cls(path, schema, followed, left_out, [f"{_holder(path)}: {keyword}" for keyword in keywords])
 
     def differences(self, value: Any) -> list[str]:
-        """Return the paths of the keywords that a value does not follow, or why that cannot be told."""
+        """Return the keywords that a value does not follow, without the client's names, or why none is named."""
         if not self.left_out:
             return []
+        holder = _holder(self.path)
+        if (steps := steps_of(self.whole, value)) is None:
+            return [f"{holder}: {_NOT_COMPARED}"]
         try:
-            errors = _validator(json.dumps(self.whole)).iter_errors(value)
-            places = ["".join(map(_place, error.schema_path)) for error in errors]
-        except (ValueError, RecursionError) as error:
-            return [printable(f"{self.path}: {first_line(error)}", _MOST_PATH)]
-        return [printable(self.path + place, _MOST_PATH) for place in dict.fromkeys(places)][:_MOST]
+            text = json.dumps(self.whole)
+            validator = (_remembered if len(text) <= _MOST_KEPT else _validator)(text)
+            if validator.is_valid(value):
+                return []
+            if steps * len(json.dumps(value)) > _MOST_NAMED:
+                return [f"{holder}: not followed"]
+            keywords = dict.fromkeys(error.kind.name for error in validator.iter_errors(value))
+        except (ValueError, RecursionError):  # whose words may be the schema's
+            return [f"{holder}: {_NOT_COMPARED}"]
+        return [f"{holder}: {keyword}" for keyword in keywords]
 
 
-@functools.lru_cache(maxsize=_KEPT)
+def _holder(path: str) -> str:
+    """Return what a schema belongs to: a tool by its number, or the answer."""
+    tool, number, _ = path.rpartition("]")
+    return tool + number or path
+
+
 def _validator(schema: str) -> Any:
     """Return a validator of the schema. It fetches nothing."""
     return jsonschema_rs.validator_for(json.loads(schema), retriever=_refuse)
 
 
+_remembered = functools.lru_cache(maxsize=_KEPT)(_validator)
+
+
 def _refuse(uri: str) -> Any:
     raise ValueError("refers to another document")
-
-
-def _place(part: str | int) -> str:
-    return f"[{part}]" if isinstance(part, int) else f".{part}"

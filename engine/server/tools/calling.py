@@ -73,8 +73,16 @@ class Calling:
     @property
     def left_out(self) -> list[str]:
         """The keywords of the client's schemas that the grammar does not follow."""
-        asked = [*self.schemas.values(), *([] if self.answer is None else [self.answer])]
-        return [path for schema in asked for path in schema.left_out]
+        return [path for schema in self._asked for path in schema.left_out]
+
+    @property
+    def noted(self) -> list[str]:
+        """The same keywords as the log may hold them: without the client's names."""
+        return [keyword for schema in self._asked for keyword in schema.noted]
+
+    @property
+    def _asked(self) -> list[AskedSchema]:
+        return [*self.schemas.values(), *([] if self.answer is None else [self.answer])]
 
     def differences(self, text: str, thinking: bool) -> list[str]:
         """Return the keywords of the client's schemas that a finished answer does not follow. thinking: it begins

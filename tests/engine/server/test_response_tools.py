@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
+from engine.server.responses import functions
 from engine.server.responses.functions import InputReader, shown_tools
 from engine.server.responses.lark import pattern_of
+from engine.server.responses.routes import add_responses
 from engine.server.responses.schema import ResponsesRequest
 from engine.server.responses.translate import conversation_of
+from engine.server.serving import Serving
 from tests.engine.server.figures import until
 from tests.engine.server.process import ServerProcess
 from tests.engine.server.tool_model import WEATHER
@@ -121,8 +127,42 @@ def test_a_grammar_that_cannot_be_forced_is_told_to_the_model_and_in_the_log(
     tools = [PATCH | {"format": GRAMMAR | {"definition": definition}}]
     (shown,) = shown_tools(body_of(tools=tools).tools or ())
     assert definition in shown.function["description"] and "pattern" not in str(shown.function["parameters"])
+    assert shown.free
     post(tool_server, tools=tools, max_output_tokens=1)
     logged(tool_server, "ignored field: tools.format:")
+
+
+async def test_grammars_are_read_in_no_thread_that_answers_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    noted: list[str] = []
+
+    def read(definition: str) -> None:
+        threads.append(threading.current_thread())
+
+    def note(ignored: list[str]) -> None:
+        noted.extend(ignored)
+        raise InterruptedError
+
+    monkeypatch.setattr(functions, "pattern_of", read)
+    app = FastAPI()
+    add_responses(app, cast(Serving, SimpleNamespace(note=note)), {}, {})
+    formats = [GRAMMAR | {"definition": f'start: "{number}"'} for number in range(80)]  # more than are remembered
+    tools = [{"type": "custom", "name": f"t{number}", "format": format_} for number, format_ in enumerate(formats)]
+    transport = httpx.ASGITransport(with_key(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://talon") as client:
+        with pytest.raises(InterruptedError):
+            await client.post("/v1/responses", json=asked(tools=tools))
+    assert noted == ["tools.format"]
+    assert len(threads) == 80 and threading.main_thread() not in threads
+
+
+def with_key(app: FastAPI) -> Any:
+    """Return the application with what the server's own layers say of a request."""
+
+    async def called(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "state": {"key": None}}, receive, send)
+
+    return called
 
 
 def test_an_input_is_read_wherever_its_arguments_are_cut() -> None:
@@ -162,6 +202,12 @@ def test_a_regular_grammar_becomes_an_expression_of_the_same_texts(
 )  # fmt: skip
 def test_what_is_not_regular_has_no_expression(grammar: str) -> None:
     assert pattern_of(grammar) is None
+
+
+def test_rules_within_many_groups_have_no_expression() -> None:
+    rules = [f"r{number}: {'(' * (47 - number)}r{number + 1}{')' * (47 - number)}" for number in range(47)]
+    assert pattern_of("\n".join(["start: r0", *rules, 'r47: "x"'])) is None
+    assert pattern_of("\n".join([f"start: {'(' * 20}a{')' * 20}", f"a: {'(' * 20}b{')' * 20}", 'b: "x"'])) is not None
 
 
 # The client's shell.
