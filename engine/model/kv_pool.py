@@ -39,6 +39,7 @@ from engine.model.saved_states import SavedStates
 from engine.model.state_pool import SLOTS_EACH, StatePool
 
 _CPU = torch.device("cpu")
+_ON_DISK = -1  # in place of the number of a text whose block the cache folder alone has
 _STATES_SHARE = 4  # hidden states may take one part in so many of what keys and values take, beside them
 Ending = tuple[int, tuple[int, ...]]
 """The text that a full block ends: the number of the text before it (0: none), and its own 16 tokens."""
@@ -123,6 +124,11 @@ class KVPool:
         self._idle.pop(block, None)
         self._references[block] += 1
         return known
+
+    def number(self, ending: Ending, with_states: bool = False) -> int:
+        """The number of this text, 0 if no block ends it. with_states: or if its hidden states are not there."""
+        known = self._known.get(ending)
+        return 0 if known is None or (with_states and known[0] not in self._states) else known[1]
 
     def restore(self, ending: Ending, key: bytes, with_states: bool = False) -> tuple[int, int] | None:
         """What `find` returns, from the cache folder. key: of the text there."""
@@ -308,8 +314,18 @@ class KVCache:
 
     def adopt(self, text: Sequence[int], with_states: bool = False) -> list[States]:
         """Reuse the cached blocks of `text`, one by one. Returns their hidden states if these are needed."""
-        held, states = len(self._texts), list[States]()
-        while (ending := self.next_ending(text)) and (known := self._find(ending, with_states)):
+        if self.state is None:
+            return self._adopt_blocks(text, len(text) // BLOCK, with_states)
+        return self._adopt_state(self.state, text, with_states)
+
+    def _adopt_blocks(self, text: Sequence[int], most: int, with_states: bool) -> list[States]:
+        """Reuse cached blocks until there are `most`."""
+        states = []
+        while (
+            len(self._texts) < most
+            and (ending := self.next_ending(text))
+            and (known := self._find(ending, with_states))
+        ):
             block, number = known
             if with_states:
                 states.append(self.pool.states(block))
@@ -321,28 +337,50 @@ class KVCache:
                 self.table = np.append(self.table, np.int32(block))
             self._note(ending, number)
             self.length += BLOCK
-        if self.state is None:
-            return states
-        return states[: self._adopt_state(self.state, held, len(text) // BLOCK) - held]
+        return states
 
-    def _adopt_state(self, state: RequestState, held: int, whole: int) -> int:
-        """Go on from the last snapshot of the blocks that were adopted, after the first `held`, and give back those
-        after it. Returns how many blocks stay. whole: the full blocks of the text, whose last snapshot is to last, as
-        is the one at the end of the blocks that were found: other texts may part there too.
+    def _adopt_state(self, state: RequestState, text: Sequence[int], with_states: bool) -> list[States]:
+        """Reuse cached blocks up to the last one at whose end a snapshot is, and go on from that. Snapshots at the last
+        full block of the text, and at the end of what was found, are to last: other texts may part there too.
         """
-        pool, found = state.pool, len(self._texts)
-        stay, slot = found, None
+        held, pool = len(self._texts), state.pool
+        state.wanted.add(len(text) // BLOCK * BLOCK)
+        if self.next_ending(text) is None or state.searched == pool.kept:
+            return []
+        state.searched = pool.kept
+        found, most = self._reach(pool, text, with_states)
+        if most < found:
+            state.wanted.add(found * BLOCK)
+        states = self._adopt_blocks(text, most, with_states)
+        stay, slot = len(self._texts), None
         while stay > held and (slot := self._snapshot(pool, stay - 1, held == 0)) is None:
             stay -= 1
         if slot is not None:
             state.adopt(slot, stay * BLOCK)
-        state.wanted.add(whole * BLOCK)
-        if stay < found:
-            state.wanted.add(found * BLOCK)
-            self.pool.give(self.table[stay:].tolist())
+        if stay < len(self._texts):
+            self.pool.give(self.table[stay:][::-1].tolist())
             self.table, self.length = self.table[:stay], stay * BLOCK
             del self._texts[stay:], self._keys[stay + 1 :]
-        return stay
+        return states[: stay - held]
+
+    def _reach(self, pool: StatePool, text: Sequence[int], with_states: bool) -> tuple[int, int]:
+        """Return how many blocks of the text are known, and how many of them lead to the last snapshot. Nothing is
+        read or held.
+        """
+        at = most = held = len(self._texts)
+        number, key = (self._texts[-1] if at else 0), self._keys[-1] if self.saved is not None else b""
+        while len(text) >= (at + 1) * BLOCK:
+            tokens = tuple(text[at * BLOCK : (at + 1) * BLOCK])
+            number = self.pool.number((number, tokens), with_states)
+            if self.saved is not None:
+                key = self.saved.next_key(key, tokens)
+            on_disk = self.saved is not None and self.saved.has(key)
+            if not number and not on_disk:
+                break
+            at, number = at + 1, number or _ON_DISK
+            if pool.has(number, key if held == 0 and on_disk else None):
+                most = at
+        return at, most
 
     def _snapshot(self, pool: StatePool, at: int, from_disk: bool) -> int | None:
         """The state at the end of the block of that index."""
@@ -370,16 +408,23 @@ class KVCache:
         for at, finite in zip(new, self.pool.finite(self.table[new.start : new.stop].tolist()), strict=True):
             if not finite:
                 self.spoiled = True
-                return
+                break
             ending = (self._texts[-1] if at else 0), tuple(text[at * BLOCK : (at + 1) * BLOCK])
             self._note(ending, self.pool.publish(ending, int(self.table[at]), states_of(at)))
         if self.state is not None:
             self._publish_snapshots(self.state)
 
     def _publish_snapshots(self, state: RequestState) -> None:
-        """Let other requests find the snapshots that were taken since the last time."""
+        """Let other requests find the snapshots that were taken since the last time. One behind a block that is not
+        finite is dropped.
+        """
+        pool = state.pool
+        searched = state.searched == pool.kept
         for position, slot, lasts in state.saved:
-            number, pool = self._texts[position // BLOCK - 1], state.pool
+            if position > len(self._texts) * BLOCK:
+                pool.give(slot)
+                continue
+            number = self._texts[position // BLOCK - 1]
             pool.keep(number, slot, lasts)
             pool.give(slot)
             if not lasts:
@@ -388,6 +433,8 @@ class KVCache:
             elif self.saved is not None:
                 pool.save(number, self._keys[position // BLOCK])
         state.saved = []
+        if searched:
+            state.searched = pool.kept  # its own snapshots are none that it could go on from
 
     def release(self) -> None:
         """Return the blocks to the pool."""

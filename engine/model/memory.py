@@ -32,6 +32,7 @@ _CGROUPS = (
 _KV_SHARE = 0.25  # of free memory
 _STATES_SHARE = 0.5  # of the room for keys and values, in models with layers of both kinds
 _FEWEST_STATES, _MOST_STATES = 4, 1024  # two of one request at a time, and snapshots
+_FEWEST_BLOCKS = 16  # of keys and values beside states
 _BESIDE = 600_000_000  # bytes: libraries, compiled kernels, and a layer as bfloat16 while it is tried
 _GROWTH = 1.05  # of the blocks in memory; bytes of keys and values are a share of what is left
 _BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "IQ4_XS": 4.3}
@@ -76,12 +77,18 @@ def pool_of(
     states: StateShape | None = None,
 ) -> KVPool:
     """A pool of `room` bytes. sizes: layers with keys and values, key heads, and the dimensions of one. kv_type: see
-    `kept_as`. states: of layers with a state, which get a share of the room.
+    `kept_as`. states: of layers with a state, which get a share of the room. Raises ModelError if that has too little.
     """
     pairs = device.type != "cuda" and has_pairs(dtype)
     shape, layer_states = KVShape(*sizes, dtype, pairs, kv_type == "q8_0"), None
     if states is not None:
         slots = max(_FEWEST_STATES, min(_MOST_STATES, int(_STATES_SHARE * room) // states.slot_bytes))
+        needed = slots * states.slot_bytes + _FEWEST_BLOCKS * shape.block_bytes
+        if needed > room:
+            raise ModelError(
+                f"verifier.kv_memory: {room / 1e6:.0f} MB have no room for keys and values beside {slots} states of "
+                f"{states.slot_bytes / 1e6:.1f} MB; set {-(-needed // 10**6)} MB or more"
+            )
         layer_states, room = StatePool(states, slots), room - slots * states.slot_bytes
     return KVPool(shape, shape.blocks_in(room), device, layer_states)
 

@@ -24,14 +24,15 @@ class RequestState:
 
     wanted: positions whose snapshots are to last: where a prompt ends, or parts from one that was read before.
     saved: snapshots that were taken and are still to be published; a request takes one at the last full block that it
-    has passed. rolling: the number of the text whose snapshot the next one replaces, 0 if there is none.
+    has passed. rolling: the number of the text whose snapshot the next one replaces, 0 if there is none. searched: how
+    many snapshots had been kept when one to go on from was last searched for.
     """
 
     def __init__(self, pool: StatePool):
         self.pool, self.slot, self.position = pool, EMPTY, 0
         self.wanted: set[int] = set()
         self.saved: list[Snapshot] = []
-        self.rolling = 0
+        self.rolling, self.searched = 0, -1
         self._kept: list[int] = []
         self._drafted: list[int] = []  # of the latest forward's tree, in the order of its nodes
         self._spare: list[int] = []  # slots to write to
@@ -47,7 +48,7 @@ class RequestState:
         """Take the slot that a forward may write to, if need be that of a snapshot; OutOfBlocks if there is none."""
         if self._spare:
             return
-        if not self.pool.free:
+        if not self.pool.has_free:
             self._drop_saved()
         self._spare.append(self.pool.take())
 
@@ -60,8 +61,9 @@ class RequestState:
             raise RuntimeError(f"a state after {segment.past + held} positions cannot go on after {segment.past}")
         self._return_goals()
         count, known = len(self._kept), segment.pending - held
-        drafted = self._drafted[:known]
-        self.pool.give_rows(self._drafted[known:])
+        drafted, others = self._drafted[:known], self._drafted[known:]
+        self._drafted = drafted
+        self.pool.give_rows(others)
         stored = [] if tree is None else self.pool.take_rows(len(segment))
         self._drafted = [*drafted, *stored]
         if tree is None:
@@ -115,7 +117,7 @@ class RequestState:
         for slot in self._spare:
             self.pool.give(slot)
         self._drop_saved()
-        self._spare, self.rolling = [], 0
+        self._spare, self.rolling, self.searched = [], 0, -1
         self.wanted.clear()
 
     def _drop_saved(self) -> None:
@@ -142,7 +144,7 @@ class RequestState:
         while len(slots) + len(own) < len(positions):
             if self._spare:
                 slots.append(self._spare.pop())
-            elif self.pool.free:
+            elif self.pool.has_free:
                 slots.append(self.pool.take())
             else:
                 del positions[: len(positions) - len(slots) - len(own)]  # snapshots that there is no room for

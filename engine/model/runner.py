@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.config import Activations
 from engine.core.batch import Batch, Segment
+from engine.core.errors import OutOfBlocks
 from engine.core.tree import TokenTree
 from engine.model.decoder import LeanDecoder
 from engine.model.forward import Forward
@@ -50,7 +51,11 @@ class Runner:
         if self.pool is None:
             return self._masked.new_cache(capacity)
         cache = KVCache(self.pool)
-        cache.reserve(capacity)
+        try:
+            cache.reserve(capacity)
+        except OutOfBlocks:
+            cache.release()
+            raise
         return cache
 
     def open_cache(self, most: int, tenant: str = "") -> Any:

@@ -41,6 +41,10 @@ class SavedBlocks:
         """The key of a text of that key and the 16 tokens after it."""
         return hashlib.sha256(key + np.asarray(tokens, "<i4").tobytes()).digest()
 
+    def has(self, key: bytes) -> bool:
+        """Whether there is a file of that key."""
+        return self.folder.path(_BLOCKS, key).exists()
+
     def read(self, key: bytes) -> NDArray[np.uint8] | None:
         """A block's keys and values, valid until the next call; None if they are not there."""
         room = self._block_room.data.cast("B")

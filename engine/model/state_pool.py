@@ -36,6 +36,7 @@ class StatePool:
         self._references = [0] * (slots + 1)
         self._snapshots: OrderedDict[int, int] = OrderedDict()  # by the number of the text; used longest ago first
         self._lasting: set[int] = set()
+        self.kept = 0  # snapshots ever kept
         self._store = np.zeros((_ROWS, shape.row_bytes), np.uint8)
         self._free_rows = list(range(_ROWS - 1, -1, -1))
 
@@ -48,6 +49,11 @@ class StatePool:
     def free(self) -> int:
         """The slots that can be taken, snapshots that no request uses among them."""
         return len(self._free) + sum(self._references[slot] == 1 for slot in self._snapshots.values())
+
+    @property
+    def has_free(self) -> bool:
+        """Whether a slot can be taken."""
+        return bool(self._free) or any(self._references[slot] == 1 for slot in self._snapshots.values())
 
     # Slots.
 
@@ -81,6 +87,11 @@ class StatePool:
 
     # Snapshots.
 
+    def has(self, number: int, key: bytes | None = None) -> bool:
+        """Whether there is a snapshot of the text of that number, or in the cache folder by that key."""
+        on_disk = key is not None and self.saved is not None and self.saved.has(key)
+        return number in self._snapshots or on_disk
+
     def find(self, number: int) -> int | None:
         """The snapshot at the end of the text of that number."""
         if (slot := self._snapshots.get(number)) is not None:
@@ -93,6 +104,7 @@ class StatePool:
             self._lasting.add(number)
         if number not in self._snapshots:
             self._snapshots[number] = self.hold(slot)
+            self.kept += 1
 
     def replace(self, number: int) -> None:
         """Forget the snapshot of a text unless it is to last: its request has a newer one."""
@@ -112,7 +124,7 @@ class StatePool:
 
     def restore(self, number: int, key: bytes) -> int | None:
         """The snapshot of a text, from the cache folder; None if it is not there."""
-        if self.saved is None or not self.free or not self.saved.has(key):
+        if self.saved is None or not self.has_free or not self.saved.has(key):
             return None
         slot = self.take()
         if self.saved.read(key, slot):

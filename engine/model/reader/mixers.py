@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from engine.kernels.simd import LANES
+from engine.kernels.state.walk import MOST_TAPS
 from engine.model.reader.parts import linear_structure, norm_structure, only
 from engine.model.structure import (
     AttentionStructure,
@@ -65,6 +67,9 @@ def gated_delta_structure(net: Any, prefix: str, stored: StoredWeights | None) -
     key_heads, value_heads, key_dim, value_dim = net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim
     if value_heads % key_heads:
         raise OtherStructure(f"{value_heads} value heads, which are no multiple of {key_heads} key heads")
+    _check_taps(net.conv1d.weight.shape[-1])
+    if key_dim % LANES or value_dim % LANES:
+        raise OtherStructure(f"a gated delta net with heads of {key_dim} and {value_dim}, which 16 does not divide")
     if net.conv1d.bias is not None or net.activation != "silu":
         raise OtherStructure("a gated delta net whose convolution has a bias or an activation of its own")
 
@@ -120,6 +125,7 @@ def _runs(weight: str, sizes: Sequence[int]) -> LinearStructure:
 
 def short_convolution_structure(layer: Any, prefix: str) -> ShortConvolutionStructure:
     only(layer, {"conv", "in_proj", "out_proj"})
+    _check_taps(layer.conv.weight.shape[-1])
     return ShortConvolutionStructure(
         inputs=linear_structure(layer, prefix, ("in_proj",)),
         convolution=f"{prefix}conv.weight",
@@ -127,6 +133,12 @@ def short_convolution_structure(layer: Any, prefix: str) -> ShortConvolutionStru
         out=linear_structure(layer, prefix, ("out_proj",)),
         width=layer.conv.weight.shape[-1],
     )
+
+
+def _check_taps(width: int) -> None:
+    """Raise OtherStructure for a convolution that no kernel runs."""
+    if width > MOST_TAPS:
+        raise OtherStructure(f"a convolution over {width} rows, of which kernels read {MOST_TAPS} at most")
 
 
 def _interleaved(attention: Any) -> bool:

@@ -20,6 +20,7 @@ from engine.model.trial.stock_logits import StockLogits
 from engine.model.windows import short_windows
 
 _TOKENS = 24
+_ACCEPTED = 3  # nodes of the tree that are committed
 _FAR_ERROR = 5.0  # how much more than the near text's error a far text's may be
 _LIMITS = ("original_max_position_embeddings", "sliding_window", "attention_chunk_size")
 
@@ -88,7 +89,9 @@ class ModelProbe:
         return float(error.nan_to_num(torch.inf))
 
     def equal_bits(self, target: Runner) -> bool:
-        """Whether a token's logits are the same bits read with others, alone, and in a tree with wrong siblings."""
+        """Whether a token's logits are the same bits read with others, alone, in a tree with wrong siblings, and after
+        a part of that tree was committed, which layers with a state replay.
+        """
         tokens = self.tokens
         read = target.new_cache(_TOKENS)
         whole, _ = target.run([Segment.of_text(tokens, read, wanted="all")])
@@ -105,8 +108,11 @@ class ModelProbe:
         drafted = target.new_cache(_TOKENS * 3)
         target.prefill(drafted, tokens[:split])
         logits, _ = target.run([Segment.of_tree(tree, drafted)])
+        equal &= torch.equal(logits[spine], whole[split:])
+        target.commit([(drafted, spine[:_ACCEPTED])])
+        logits, _ = target.run([Segment.of_text(tokens[split + _ACCEPTED :], drafted, wanted="all")])
         target.release(drafted)
-        return equal and torch.equal(logits[spine], whole[split:])
+        return equal and torch.equal(logits, whole[split + _ACCEPTED :])
 
     def _with_siblings(self, split: int) -> tuple[TokenTree, list[int]]:
         """The text from `split` on as a tree, with two wrong siblings beside every node; and the right nodes."""

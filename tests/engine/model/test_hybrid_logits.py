@@ -10,11 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, GraniteMoeHybridConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GraniteMoeHybridConfig,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 from engine.core.batch import Segment
 from engine.core.errors import ModelError
 from engine.core.tree import TokenTree
+from engine.model.reader.decoder import describe
+from engine.model.structure import OtherStructure
 from engine.model.target import Target
 from tests.engine.test_exact import STATES, VOCABULARY, build, read
 
@@ -55,6 +63,22 @@ def test_a_family_with_other_states_is_refused_with_the_reason() -> None:
     model = AutoModelForCausalLM.from_config(GraniteMoeHybridConfig(**sizes, layer_types=["mamba", "attention"])).eval()
     with pytest.raises(ModelError, match=r"granitemoehybrid has layers with a state, .* does not run here \("):
         Target.of_model(model, "granite", kv_memory=1 << 22)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"linear_key_head_dim": 24}, "heads of 24 and 16, which 16 does not divide"),
+        ({"linear_conv_kernel_dim": 17}, "a convolution over 17 rows, of which kernels read 16 at most"),
+    ],
+)
+def test_sizes_that_no_kernel_runs_are_refused(sizes: dict[str, int], reason: str) -> None:
+    heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_value_head_dim": 16, "head_dim": 16}
+    usual = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 64}
+    types = ["linear_attention", "full_attention"]
+    config = Qwen3_5TextConfig(**{**usual, **heads, "linear_key_head_dim": 16, **sizes}, layer_types=types)
+    with pytest.raises(OtherStructure, match=reason):
+        describe(Qwen3_5ForCausalLM(config))
 
 
 @families

@@ -3,10 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Kind
 
 from engine.core.errors import ModelError
-from engine.model.memory import check_memory, check_stock_memory, free_memory
+from engine.core.state_shape import StateShape
+from engine.model.memory import check_memory, check_stock_memory, free_memory, pool_of
 from engine.weights.gguf.file import GgufFile
 from engine.weights.gguf.header import GgufHeader, GgufTensor
 
@@ -80,3 +82,13 @@ def test_what_transformers_forward_needs_is_said_with_the_reason_why_it_is_neede
     told = str(caught.value)
     assert "\n" not in told and "(a matrix is missing)" in told
     assert "needs 17.0 GB of memory, where 16.9 GB are free" in told
+
+
+def test_too_little_room_for_states_and_keys_is_refused_with_what_is_needed() -> None:
+    states, cpu = StateShape((1_000_000,), (8,)), torch.device("cpu")
+    with pytest.raises(
+        ModelError, match=r"^verifier\.kv_memory: 4 MB have no room .* beside 4 states of 1\.0 MB; set 5 MB"
+    ):
+        pool_of((1, 1, 16), torch.float32, "auto", 4_000_000, cpu, states)
+    pool = pool_of((1, 1, 16), torch.float32, "auto", 5_000_000, cpu, states)
+    assert pool.blocks >= 16 and pool.layer_states is not None and pool.layer_states.slots == 4

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from engine.core.batch import BLOCK, Segment
+from engine.core.errors import OutOfBlocks
 from engine.core.kv_shape import KVShape
 from engine.core.state_shape import StateShape
 from engine.model.kv_pool import KVCache, KVPool
+from engine.model.runner import Runner
 from engine.model.state_pool import StatePool
 
 TEXT = list(range(100))
@@ -97,3 +100,53 @@ def test_without_a_free_slot_a_prefix_is_found_and_its_snapshot_is_kept() -> Non
     pool = new_pool(slots=3)
     read(KVCache(pool), 70)
     assert adopted(pool).length == 64
+
+
+def test_a_block_that_is_not_finite_shares_no_snapshot_behind_it_and_harms_no_later_round() -> None:
+    pool = new_pool()
+    cache = adopted(pool)
+    cache.reserve(BLOCK)
+    pool.keys[0, int(cache.table[0]), 0, 0, 0] = torch.nan
+    for _ in range(3):
+        read(cache, 20)
+    assert pool.layer_states is not None and not pool.layer_states._snapshots
+    cache.release()
+    assert pool.layer_states.free == pool.layer_states.slots
+
+
+def test_blocks_beyond_the_last_snapshot_are_not_touched() -> None:
+    """They stay in the order in which they were used: of a text the end is forgotten first."""
+    pool = new_pool(blocks=10)
+    first = KVCache(pool)
+    read(first, 100)
+    first.release()
+    idle = list(pool._idle)
+    assert adopted(pool, TEXT[:50] + [5] * 30).length == 0
+    assert list(pool._idle) == idle
+
+
+def test_a_prefix_is_searched_again_only_when_there_is_a_new_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, asked = new_pool(), list[tuple[int, ...]]()
+    parting = TEXT[:50] + [5] * 30
+    read(KVCache(pool), 70)
+    number = pool.number
+    monkeypatch.setattr(pool, "number", lambda ending, states: (asked.append(ending[1]), number(ending, states))[1])
+    cache = adopted(pool, parting)
+    searched = len(asked)
+    cache.adopt(parting)
+    assert searched == 4 == len(asked), "three blocks are known, the fourth is not"
+    read(KVCache(pool), 48)
+    cache.adopt(parting)
+    assert cache.length == 48
+
+
+def test_a_cache_that_gets_no_state_leaves_no_block_taken() -> None:
+    pool = new_pool(slots=1)
+    assert pool.layer_states is not None
+    runner = Runner(None, pool, 100, torch.float32)  # type: ignore[arg-type]
+    held = runner.new_cache(3 * BLOCK)
+    with pytest.raises(OutOfBlocks):
+        runner.new_cache(3 * BLOCK)
+    assert pool.free == pool.blocks - 3
+    held.release()
+    assert pool.free == pool.blocks and pool.layer_states.free == 1
