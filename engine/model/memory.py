@@ -82,9 +82,10 @@ def pool_of(
     pairs = device.type != "cuda" and has_pairs(dtype)
     shape, layer_states = KVShape(*sizes, dtype, pairs, kv_type == "q8_0"), None
     if states is not None:
-        slots = max(_FEWEST_STATES, min(_MOST_STATES, int(_STATES_SHARE * room) // states.slot_bytes))
+        share = int(_STATES_SHARE * room) // states.slot_bytes
+        slots = max(_FEWEST_STATES, min(_MOST_STATES, share))
         needed = slots * states.slot_bytes + _FEWEST_BLOCKS * shape.block_bytes
-        if needed > room:
+        if share < _FEWEST_STATES and needed > room:
             raise ModelError(
                 f"verifier.kv_memory: {room / 1e6:.0f} MB have no room for keys and values beside {slots} states of "
                 f"{states.slot_bytes / 1e6:.1f} MB; set {-(-needed // 10**6)} MB or more"

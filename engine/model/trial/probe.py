@@ -112,7 +112,8 @@ class ModelProbe:
         target.commit([(drafted, spine[:_ACCEPTED])])
         logits, _ = target.run([Segment.of_text(tokens[split + _ACCEPTED :], drafted, wanted="all")])
         target.release(drafted)
-        return equal and torch.equal(logits, whole[split + _ACCEPTED :])
+        equal &= torch.equal(logits, whole[split + _ACCEPTED :])
+        return equal
 
     def _with_siblings(self, split: int) -> tuple[TokenTree, list[int]]:
         """The text from `split` on as a tree, with two wrong siblings beside every node; and the right nodes."""
