@@ -113,7 +113,7 @@ class ModelProbe:
         logits, _ = target.run([Segment.of_text(tokens[split + _ACCEPTED :], drafted, wanted="all")])
         target.release(drafted)
         equal &= torch.equal(logits, whole[split + _ACCEPTED :])
-        return equal
+        return bool(equal)
 
     def _with_siblings(self, split: int) -> tuple[TokenTree, list[int]]:
         """The text from `split` on as a tree, with two wrong siblings beside every node; and the right nodes."""
