@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -128,8 +130,9 @@ def _check_kernels(told: Console) -> None:
     told.print("talon: each kernel is compiled the first time, which takes some minutes")
     checks = check_kernels()
     out.print(kernel_table(checks).rich(), f"\non this processor: {counted(checks)}")
-    for processor in PROCESSORS:
-        found = check_as(processor)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each is a process, which compiles on one core
+        others = list(pool.map(check_as, PROCESSORS))
+    for processor, found in zip(PROCESSORS, others, strict=True):
         if found is None:
             out.print(f"as on one with {processor.name}: not run, this processor cannot stand for it")
             continue
