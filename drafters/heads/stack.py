@@ -89,7 +89,7 @@ class StackLayer:
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """Of queries, of keys, and the dimensions of one."""
+        """Return the heads of queries and of keys, and the dimensions of one."""
         return self.decoder.heads, self.decoder.kv_heads, self.decoder.head_dim
 
     def rotation(self, positions: int) -> Tensor:

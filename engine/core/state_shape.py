@@ -30,12 +30,12 @@ class StateShape:
 
     @property
     def slot_bytes(self) -> int:
-        """Of one request's state, which is also what a snapshot takes."""
+        """Bytes of one request's state, which a snapshot takes too."""
         return self.state_offsets[-1]
 
     @property
     def row_bytes(self) -> int:
-        """Of one kept row."""
+        """Bytes of one kept row."""
         return self.row_offsets[-1]
 
 

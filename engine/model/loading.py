@@ -32,7 +32,7 @@ _LOADING = threading.Lock()
 _WITH_STATE = {"linear_attention", "conv"}
 """Kinds of layers, as configurations name them, that have a state of the text instead of its keys and values."""
 _RECURRENT = {"hybrid", "hybrid_sliding"}
-"""Those whose states the lean decoder does not know."""
+"""Kinds whose states the lean decoder does not know."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 

@@ -14,7 +14,7 @@ from engine.weights.quantised import unquantised
 
 METHOD = "mtp"
 PREFIX = "mtp."
-"""Of the head's tensors in safetensors."""
+"""The prefix of the head's tensors in safetensors."""
 _LARGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
 
 

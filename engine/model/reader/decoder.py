@@ -166,7 +166,7 @@ def _experts(mlp: Any, prefix: str) -> ExpertsStructure:
 
 
 def _embedding_scale(base: Any) -> float:
-    """By which the model multiplies the embeddings of its tokens."""
+    """Return the factor of the tokens' embeddings."""
     embed = base.embed_tokens
     scale: Tensor = torch.tensor(float(getattr(embed, "scalar_embed_scale", 1.0))).to(embed.weight.dtype)
     if type(embed) is not nn.Embedding and not hasattr(embed, "scalar_embed_scale"):

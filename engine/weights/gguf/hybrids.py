@@ -103,7 +103,7 @@ class DeltaParameters(NamedTuple):
 
 
 def delta_parameters(file: GgufFile, config: Any, layer: int) -> DeltaParameters:
-    """Those of that layer of the model. config: of the model. Raises Unreadable if a tensor is not there."""
+    """Return the parameters of that layer. config: of the model. Raises Unreadable if a tensor is not there."""
     reader = _DeltaReader(file, config, f"model.layers.{layer}.linear_attn.", f"blk.{layer}.")
     return DeltaParameters(reader.places, reader.vectors, frozenset(reader.read))
 
