@@ -84,6 +84,7 @@ def _escaped(value: str) -> str:
     return json.dumps(value, ensure_ascii=False)[1:-1].replace("{", "\\u007b")
 
 
+_OPENAI_BASE = {"OPENAI_API_BASE": "$url/v1", "OPENAI_API_KEY": "$key"}
 _OPENAI = {"OPENAI_BASE_URL": "$url/v1", "OPENAI_API_KEY": "$key"}
 _PROVIDER = (
     'model_providers.talon={name="Talon", base_url="$url/v1", env_key="TALON_API_KEY", wire_api="responses", '
@@ -133,7 +134,7 @@ AGENTS = {
         Agent(
             "aider",
             "pip install aider-chat",
-            environment={"OPENAI_API_BASE": "$url/v1", "OPENAI_API_KEY": "$key"},
+            environment=_OPENAI_BASE,
             command=("aider", "--model", "openai/$model"),
         ),
         Agent(
@@ -168,7 +169,7 @@ AGENTS = {
         Agent(
             "litellm",
             "pip install 'litellm[proxy]'",
-            environment={"OPENAI_API_BASE": "$url/v1", "OPENAI_API_KEY": "$key"},
+            environment=_OPENAI_BASE,
             command=("litellm", "--model", "openai/$model"),
         ),
         Agent(

@@ -44,7 +44,7 @@ CODE_ROWS = 8
 BLOCK_STEPS = 8
 """Steps of a block of inputs, if there are more rows than fit into tiles: whole tiles of every layout."""
 UNPACKED_BYTES = PANELS * BLOCK_STEPS * TILE_BYTES
-"""Of a block of panels, unpacked: in half of the first level of cache."""
+"""Bytes of a block of panels, unpacked: half of the first level of cache holds them."""
 KEPT_PANELS, KEPT_BYTES = 16, 1 << 19
 """Panels whose sums are kept between blocks of inputs, and the bytes that these may have in the second level."""
 OWN_TOTALS = 1 << 10

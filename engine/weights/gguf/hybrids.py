@@ -204,5 +204,5 @@ class _DeltaReader:
 
 
 def _permutation(order: NDArray[np.int64]) -> bytes:
-    """As a `Place` has it."""
+    """Return the order as a `Place` holds it."""
     return b"" if np.array_equal(order, np.arange(len(order))) else np.ascontiguousarray(order, np.int64).tobytes()

@@ -34,7 +34,7 @@ FASTER = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a tiny model in blocks."""
+    """Return what a tiny model in blocks gets."""
     write_gguf(tmp_path / "tiny.gguf", Kind.Q4_1)
     made = tmp_path / "model"
     made.mkdir()

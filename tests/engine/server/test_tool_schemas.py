@@ -69,7 +69,7 @@ def post(server: ServerProcess, route: str, body: dict[str, Any]) -> httpx.Respo
 
 
 def arguments(answer: dict[str, Any]) -> Any:
-    """Of the one call of an answer, whatever its API."""
+    """Return those of the one call of an answer, whatever its API."""
     if "choices" in answer:
         return json.loads(answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])
     return json.loads(answer["output"][0]["arguments"]) if "output" in answer else answer["content"][0]["input"]

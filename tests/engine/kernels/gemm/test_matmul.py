@@ -93,7 +93,7 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
 @pytest.mark.parametrize("stored", ["BF16", "Q4_K", "Q6_K", "Q8_0"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_many_rows_of_many_outputs_have_the_bits_of_few(kind: Kind, stored: str, gated: bool, threads: int) -> None:
-    """Of a prompt: its rows are multiplied in blocks of inputs by more panels than are kept at a time."""
+    """The rows of a prompt are multiplied in blocks of inputs by more panels than are kept at a time."""
     unit, dtype = kind
     if dtype == torch.float32:
         pytest.skip("blocks are multiplied in bfloat16")
