@@ -1,6 +1,6 @@
-"""Engines on a small random model. Every method, mode and transport has to give the texts of plain decoding of one
+"""Runs engines on a small random model. Every method, mode and transport has to give the texts of plain decoding of one
 request at a time, greedy, at T = 1 and at T = 25, where noise decides, which heads share. Several requests run at once.
-Each engine has a process of its own, several run side by side.
+Each engine has a process of its own, and several run side by side.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .models import HEADS, save_head, save_small
 _PROMPTS = [list(text) for text in (b"the cat sat on the mat, the cat", b"1 + 1 = 2, 1 + 2 =", b"zz" * 50, b"a" * 600)]
 _SAMPLINGS = [SamplingParams(max_tokens=48, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 1.0, 25.0)]
 _SIDE_BY_SIDE = 6
-_LIMIT_S = 75.0  # of an engine
+_LIMIT_S = 75.0  # seconds of an engine
 _SETTINGS = [  # method, mode, transport, type; the most informative first
     ("none", "sequential", "inproc", "bfloat16"),
     ("none", "sequential", "ipc", "bfloat16"),
@@ -50,13 +50,13 @@ _SETTINGS = [  # method, mode, transport, type; the most informative first
     ("recycling", "async", "inproc", "bfloat16"),
     ("lookahead", "sequential", "inproc", "bfloat16"),
 ]
-_ON_A_CPU = (0, 2)  # of them
+_ON_A_CPU = (0, 2)  # the settings that run on a CPU
 
 
 def run(device: str) -> Iterator[Record]:
     chosen = {i: _SETTINGS[i] for i in (range(len(_SETTINGS)) if device == "cuda" else _ON_A_CPU)}
     plain: dict[str, list[list[int]]] = {}  # by type
-    early: list[Record] = []  # before there was something to compare with
+    early: list[Record] = []  # records that came before there was something to compare with
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(_SIDE_BY_SIDE if device == "cuda" else 1) as pool:
         yield tried("models", _save, Path(folder), device)
         done = {pool.submit(tried, ", ".join(one), _apart, folder, device, i): one for i, one in chosen.items()}
@@ -92,7 +92,7 @@ def _save(folder: Path, device: str) -> Record:
 
 
 def _apart(folder: str, device: str, index: int) -> Record:
-    """What an engine in a process of its own says of itself."""
+    """Return what an engine in a process of its own says of itself."""
     command = [sys.executable, "-m", __name__, folder, device, str(index)]
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     try:
@@ -107,7 +107,7 @@ def _apart(folder: str, device: str, index: int) -> Record:
 
 
 async def answer(folder: Path, device: str, index: int) -> Record:
-    """The texts of one setting, the first of all one request at a time."""
+    """Answer with one setting, the first of all one request at a time, and return the texts."""
     method, mode, transport, dtype = _SETTINGS[index]
     drafter: dict[str, Any] = {"answers": None}
     if find(method).has_model:
@@ -115,7 +115,7 @@ async def answer(folder: Path, device: str, index: int) -> Record:
     settings = {
         "model": str(folder / "model"), "device": device, "dtype": dtype, "method": method, "mode": mode,
         "transport": transport, "drafter": drafter, "tcp": {"insecure": True},
-        "verifier": {"kv_memory": 256 << 20, "cut": find(method).merges},  # not cut, a head never rests
+        "verifier": {"kv_memory": 256 << 20, "cut": find(method).merges},  # uncut, a head never rests
     }  # fmt: skip
     started = time.perf_counter()
     async with await Engine.start(settings) as engine:

@@ -62,7 +62,7 @@ def _features(head: Head, config: LlamaConfig, count: int) -> Tensor:
 
 
 def _rounds(head: Head, config: LlamaConfig, temperature: float) -> Record:
-    """A verdict and the tree after it, by the growth that the head's paper used. Of all trees the first token is
+    """Time a verdict and the tree after it, by the growth that the head's paper used. The first token of every tree is
     accepted.
     """
     Recorded.captures = True
@@ -83,7 +83,7 @@ def _rounds(head: Head, config: LlamaConfig, temperature: float) -> Record:
 
 
 def _steps(head: Any, config: LlamaConfig) -> Record:
-    """Milliseconds of a step of n nodes: the first, with its capture, and the median of the following."""
+    """Return milliseconds of a step of n nodes: the first, with its capture, and the median of the following."""
     found: Record = {}
     with torch.inference_mode():
         for nodes in _NODES:

@@ -1,4 +1,4 @@
-"""The Triton attention against float64, and a row's bits alone, in a tree with others, and over three chunks."""
+"""Compares the Triton attention with float64, and a row's bits alone, in a tree with others, and over three chunks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from engine.model.kv_pool import KVPool
 from .findings import Record, tried
 from .times import median_us
 
-_SHAPES = {  # kv heads, query heads per kv head, head size
+_SHAPES = {  # heads of keys and values, query heads for each, head size
     "llama 8B": (8, 4, 128),
     "smollm2": (3, 3, 64),
     "head size 96": (2, 1, 96),
     "head size 256": (2, 2, 256),
     "seven groups": (1, 7, 128),
 }
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the norm of the result
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # difference, as a share of the norm of the result
 
 
 def run(device: str) -> Iterator[Record]:
@@ -60,7 +60,7 @@ class _Texts:
         return torch.randn(size, generator=self._generator).to(self.device, self.dtype)
 
     def cache(self, keys: Tensor, values: Tensor) -> KVCache:
-        """A request that holds these, [slots, kv_heads, head_dim]."""
+        """Return a request that holds these, [slots, kv_heads, head_dim]."""
         cache = KVCache(self.pool)
         cache.reserve(len(keys))
         block, lane = np.divmod(np.arange(len(keys)), BLOCK)
@@ -71,14 +71,14 @@ class _Texts:
         return cache
 
     def attend(self, segments: list[Segment], queries: Tensor, rule: Rule) -> Tensor:
-        """queries, result: [rows, heads, head_dim]."""
+        """Attend with the kernel. queries, result: [rows, heads, head_dim]."""
         batch = Batch.of(segments)
         attention = TritonAttention(self.pool, self.q_per_kv)
         chunks = -(-(int(batch.positions.max()) + 1) // CHUNK)
         return attention(_rows_of(batch, attention, chunks, self.device), chunks, 0, rule, queries)
 
     def expected(self, keys: Tensor, values: Tensor, query: Tensor, rule: Rule) -> Tensor:
-        """[heads, head_dim] float64: of a query that sees these."""
+        """Return [heads, head_dim] float64: the attention of a query that sees these keys and values."""
         k, v = (part.double().repeat_interleave(self.q_per_kv, 1) for part in (keys, values))
         if rule.window:
             k, v = k[-rule.window :], v[-rule.window :]
@@ -93,12 +93,12 @@ class _Texts:
 def _rows_of(batch: Batch, attention: TritonAttention, chunks: int, device: torch.device) -> DeviceRows:
     arrays = (batch.prefix_lens, batch.ancestor_ptr, batch.ancestor_slots, batch.tables, batch.table_of)
     given = (*arrays, grouped(batch.table_of, attention.together(len(batch), chunks)))
-    # never empty: a pointer to nothing is no address to compute with
+    # never empty: a null pointer is no address to compute with
     return DeviceRows(*(torch.from_numpy(a if len(a) else np.zeros(1, np.int32)).to(device) for a in given))
 
 
 def _check(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, what: str = "") -> Record:
-    """A text of just over two chunks, and a tree after it whose spine is the text's next positions."""
+    """Check a text of just over two chunks, and a tree after it whose spine is the text's next positions."""
     started = time.perf_counter()
     texts = _Texts(shape, dtype, device, blocks=400)
     heads, past, drafted = shape[0] * shape[1], 2 * CHUNK + 5, 6
@@ -146,7 +146,7 @@ def _alone(texts: _Texts, keys: Tensor, values: Tensor, queries: Tensor, at: int
 
 
 def _spine_with_siblings(length: int) -> tuple[TokenTree, list[int]]:
-    """A path of that many nodes with a sibling before each but the first; and the path's nodes."""
+    """Return a path of that many nodes with a sibling before each but the first; and the path's nodes."""
     parents, spine = [-1], [0]
     for _ in range(length - 1):
         parents += [spine[-1], spine[-1]]
@@ -155,7 +155,9 @@ def _spine_with_siblings(length: int) -> tuple[TokenTree, list[int]]:
 
 
 def _time(length: int) -> Record:
-    """Of one layer's attention, 64 rows of one request, and the bytes of keys and values that it has to read."""
+    """Time one layer's attention over 64 rows of one request, and count the bytes of keys and values that it has to
+    read.
+    """
     device, random_ = torch.device("cuda"), random.Random(0)
     texts = _Texts(_SHAPES["llama 8B"], torch.bfloat16, device, blocks=2 * length // BLOCK)
     keys, values = (torch.randn(length, 8, 128, device=device, dtype=torch.bfloat16) for _ in range(2))

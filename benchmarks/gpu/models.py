@@ -26,7 +26,9 @@ TOY = LlamaConfig(
 
 
 def save_small(folder: Path, small: bool) -> str:
-    """A model and a tokenizer of bytes, as a Hugging Face directory. Its logits are far apart, as trained ones are."""
+    """Save a model and a tokenizer of bytes, as a Hugging Face directory. The logits are far apart, as trained ones
+    are.
+    """
     torch.manual_seed(0)
     size: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1408}
     if small:
@@ -49,7 +51,7 @@ def save_small(folder: Path, small: bool) -> str:
 
 
 def save_head(method: str, target: LlamaConfig, folder: Path, device: str) -> str:
-    """A draft head with random weights for a target of that configuration, in the public layout of its method."""
+    """Save a draft head with random weights for a target of that configuration, in the public layout of its method."""
     folder.mkdir(parents=True, exist_ok=True)
     config, shapes, more = layout_of(method, target)
     tensors = {name: random_weight(name, shape, device).cpu() for name, shape in shapes.items()} | more
@@ -111,7 +113,7 @@ def _eagle(c: LlamaConfig) -> Layout:
 
 
 def _block(c: LlamaConfig) -> Layout:
-    """DFlash: five layers over blocks of 16."""
+    """Return the layout of DFlash: five layers over blocks of 16."""
     hidden, count, read = c.hidden_size, 5, [1, c.num_hidden_layers // 2]
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, len(read) * hidden),
@@ -153,12 +155,12 @@ def _hydra(c: LlamaConfig) -> Layout:
 
 
 def layout_of(method: str, target: LlamaConfig) -> Layout:
-    """Of a head for a target of that configuration."""
+    """Return the layout of a head for a target of that configuration."""
     return _LAYOUTS[method](target)
 
 
 def kind_of(method: str) -> Any:
-    """A method's class of heads."""
+    """Return a method's class of heads."""
     module, _, name = (METHODS[method].drafter or "").partition(":")
     return getattr(import_module(module), name)
 

@@ -1,8 +1,8 @@
-"""The products of an 8B model: which numbers of rows give a row the same bits, and how long they take.
+"""The products of an 8B model: which numbers of rows give a row the same bits, and how long do they take?
 
-cuBLAS picks a kernel by the number of rows. What is asked: does a row's place, the other rows, a captured graph or
-another process change its bits; and which numbers of rows give the same bits as others? Once as torch is by default,
-and with the flags that forbid to split a sum over blocks (split-K), which torch takes with cuBLASLt alone; and a
+cuBLAS picks a kernel by the number of rows. Do a row's place, the other rows, a captured graph or another process
+change its bits? Which numbers of rows give the same bits as others? This is asked once as torch is by default, once
+with the flags that forbid to split a sum over blocks (split-K), which torch takes with cuBLASLt alone, and once of a
 product in Triton.
 """
 
@@ -56,7 +56,7 @@ def run(device: str) -> Iterator[Record]:
             key = record["check"]
             if way == "no split-K":
                 digests[key] = record.get("digest", "")
-            if way == "no split-K, again":  # only what the second process is for
+            if way == "no split-K, again":  # the second process is there for this alone
                 record = {"check": key, "same_in_two_processes": record.get("digest") == digests.get(key)}
             yield {"way": way, **record}
         if done.returncode:
@@ -64,7 +64,7 @@ def run(device: str) -> Iterator[Record]:
 
 
 def main(device: str, way: str) -> None:
-    """The findings of one way, in a process of its own: flags count from the first product on."""
+    """Print the findings of one way, in a process of its own: flags count from the first product on."""
     multiply: Multiply = F.linear
     if way == "triton":
         from .triton_product import product
@@ -98,13 +98,14 @@ def _product(multiply: Multiply, shape: tuple[int, int], device: str, timed: boo
         "digest": digest.hexdigest()[:12],
     }
     if timed:
-        copies = [weight.clone() for _ in range(max(1, (256 << 20) // weight.nbytes))]  # more than its cache holds
+        # more copies than the cache holds
+        copies = [weight.clone() for _ in range(max(1, (256 << 20) // weight.nbytes))]
         found["us"] = {rows: _time(multiply, x[:rows], copies) for rows in _TIMED}
     return found
 
 
 def _groups(found: dict[int, Tensor]) -> list[list[int]]:
-    """The numbers of rows, together where the first row has the same bits."""
+    """Group the numbers of rows with which the first row has the same bits."""
     groups: list[list[int]] = []
     for rows, row in found.items():
         group = next((g for g in groups if torch.equal(found[g[0]], row)), None)
@@ -116,7 +117,7 @@ def _groups(found: dict[int, Tensor]) -> list[list[int]]:
 
 
 def _same_at_any_place(multiply: Multiply, x: Tensor, weight: Tensor, rows: int) -> bool:
-    """Whether each row has the same bits beside zeros, at its place, and at other places among the others."""
+    """Return whether each row has the same bits beside zeros, at its place, and at other places among the others."""
     expected = multiply(x[:rows], weight)
     single = torch.zeros_like(x[:rows])
     single[rows - 1] = x[0]
@@ -139,7 +140,7 @@ def _same_replayed(multiply: Multiply, x: Tensor, weight: Tensor, rows: int) -> 
 
 
 def _time(multiply: Multiply, x: Tensor, copies: list[Tensor]) -> float:
-    """Microseconds of a product, its weights read from memory, launches not counted."""
+    """Return microseconds of a product, its weights read from memory, launches not counted."""
 
     def work() -> None:
         for weight in copies:

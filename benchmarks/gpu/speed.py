@@ -48,7 +48,7 @@ def _measure(settings: dict[str, Any], device: str, plain: list[list[int]]) -> R
 
 
 async def _answer(settings: dict[str, Any], device: str, plain: list[list[int]]) -> Record:
-    """Rates by requests at once. The texts of the first engine, one request at a time, are kept in `plain`."""
+    """Return rates by requests at once. The texts of the first engine, one request at a time, are kept in `plain`."""
     tokens = 128 if device == "cuda" else 16
     found: Record = {}
     async with await Engine.start(settings) as engine:

@@ -1,5 +1,5 @@
-"""A product in Triton that adds up the inputs in blocks of one size, whatever the number of rows: a candidate for rows
-whose bits depend on nothing else, compared with cuBLAS by step `products`.
+"""A product in Triton that adds up the inputs in blocks of one size, whatever the number of rows. It is a candidate for
+rows whose bits depend on nothing else, and step `products` compares it with cuBLAS.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -42,7 +42,7 @@ def _product(
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x: [rows, inputs]; weight: [outputs, inputs], outputs a multiple of 32, inputs of 64.
+    """Multiply. x: [rows, inputs]; weight: [outputs, inputs], outputs a multiple of 32, inputs of 64.
 
     Returns [rows, outputs].
     """

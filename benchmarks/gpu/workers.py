@@ -1,5 +1,5 @@
-"""The two workers at once. How much of the draft model's time lies beside the target's forwards? And what comes
-back after each worker is killed: the text, and the GPU's memory?
+"""The two workers at once. How much of the draft model's time lies beside the target's forwards? What comes back after
+each worker is killed: the text, and the GPU's memory?
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run(device: str) -> Iterator[Record]:
 
 
 def _overlap(settings: dict[str, Any], folder: Path) -> Record:
-    """From a trace: seconds of the verifier's forwards, of drafts, and of both at once."""
+    """Return from a trace the seconds of the verifier's forwards, of drafts, and of both at once."""
     trace = folder / f"{settings['transport']}.json"
 
     async def work() -> float:
