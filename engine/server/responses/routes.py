@@ -16,7 +16,7 @@ from engine.server.responses.functions import shown_tools
 from engine.server.responses.render import ResponsesRenderer, refused
 from engine.server.responses.schema import ResponsesRequest
 from engine.server.responses.store import ResponseStore
-from engine.server.responses.translate import Message, chat_fields, conversation_of, client_names
+from engine.server.responses.translate import Message, chat_fields, client_names, conversation_of
 from engine.server.serving import Serving
 from engine.server.tools.blocks import Block
 from engine.server.tools.calling import Calling
