@@ -35,6 +35,7 @@ def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafters.heads.layers.can_multiply", lambda weight: False)
     monkeypatch.setattr("drafters.heads.layers.pack", lambda weight: None)
     monkeypatch.setattr(cuda_stack, "_BLOCKS", 64)
+    monkeypatch.setattr(cuda_stack, "_POSITIONS", 1 << 10)
     monkeypatch.setattr(cuda_stack, "SIZES", (2, 4, 8, 16, 24))
 
 
@@ -107,3 +108,32 @@ def test_long_texts_are_read_in_parts(
         for make in (on_cuda, plain)
     ]
     assert all(same(one, other) for one, other in zip(*trees, strict=True))
+
+
+@heads
+def test_graphs_are_made_anew_only_for_positions_beyond_the_table_of_rotations(
+    build: Build, tmp_path: Path, target: TargetWeights
+) -> None:
+    drafter = drafter_of(on_cuda(build, tmp_path, target), [1], POLICY)
+    stack: Any = drafter.head.stack  # type: ignore[attr-defined]
+    drafter.propose(1)
+    graphs, table = dict(stack._recorded), stack.cos_sin
+    stack.reserve_positions(1000)
+    assert stack.cos_sin is table and stack._recorded == graphs
+    stack.reserve_positions(1025)
+    assert len(stack.cos_sin) == 2050 and not stack._recorded
+
+
+def test_a_pool_on_a_gpu_takes_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 2 << 30))
+    assert cuda_stack.first_blocks(1 << 10, torch.device("cuda")) == 1 << 16
+    assert cuda_stack.first_blocks(1 << 30, torch.device("cuda")) == cuda_stack._BLOCKS
+    assert cuda_stack.first_blocks(1, torch.device("cpu")) == cuda_stack._BLOCKS
+
+
+def test_texts_longer_than_attention_has_room_for_make_it_larger(tmp_path: Path, target: TargetWeights) -> None:
+    drafters = [drafter_of(make(eagle3, tmp_path / make.__name__, target), list(TEXTS), POLICY) for make in (on_cuda, plain)]
+    attention: Any = drafters[0].head.stack._attention  # type: ignore[attr-defined]
+    attention.reserve(1)
+    trees = [drafter.propose_many(OUTCOMES) for drafter in drafters]
+    assert attention.capacity > 1 and all(same(one, other) for one, other in zip(*trees, strict=True))

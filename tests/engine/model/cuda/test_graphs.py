@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -66,6 +66,37 @@ def test_recorded_work_keeps_what_it_writes(device: torch.device) -> None:
     for slot in range(8):
         (total,) = kept(torch.tensor([slot]), torch.tensor([float(slot)]))
     assert total.item() == sum(range(8))
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_of_an_input_of_any_length_what_is_given_is_sent_and_the_work_finds_it_in_the_same_place(
+    device: torch.device,
+) -> None:
+    found: list[int] = []
+
+    def work(x: Tensor, listed: Tensor) -> tuple[Tensor, ...]:
+        found.append(listed.data_ptr())
+        return (listed[: int(x)].sum(),) if device.type == "cpu" else (x + listed.sum(),)
+
+    recorded = Recorded(work, device, room=9)
+    for given in ([3, 4], [5, 6, 7], [8]):
+        (total,) = recorded(torch.tensor([len(given)]), torch.tensor(given))
+        assert device.type != "cpu" or total == sum(given)
+    assert len(set(found)) == 1
+
+
+def test_to_a_graph_only_what_is_given_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, packed = [], graphs._packed
+
+    def noted(inputs: Sequence[Tensor], device: torch.device) -> Tensor:
+        sent.append(len(packed(inputs, CPU)))
+        return packed(inputs, CPU)
+
+    monkeypatch.setattr(graphs, "_packed", noted)
+    recorded = Recorded(lambda *held: held, torch.device("meta"), room=100)
+    for count in (3, 5):
+        recorded(torch.tensor([1]), torch.arange(count))
+    assert sent == [16 + 800, 16 + 48]
 
 
 def test_work_that_cannot_be_captured_is_called_and_said_once(
