@@ -21,7 +21,7 @@ import zmq
 
 from engine.config import Config
 from engine.core.errors import TalonError
-from engine.verifier.placement import on_gpu, share_cores, shares_loop
+from engine.placement import on_gpu, share_cores, shares_loop
 from engine.wire.keys import Keys, load
 from engine.wire.loop_link import LoopDealer, LoopRouter
 from engine.wire.messages import Failed

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from engine.core.tree import TokenTree
 
-_LEAST = 0.0005  # chances rank outcomes better than they measure them: a confidence head's are far too low here
 Following = tuple[list[int], list[float]]
 """Tokens that may come next, likeliest first, and their chances."""
 
@@ -35,7 +34,7 @@ def likeliest(
     trees: Mapping[int, TokenTree],
     following: Callable[[Sequence[tuple[int, Sequence[int]]]], list[Following]],
     limit: int,
-    least: float = _LEAST,
+    least: float,
 ) -> list[Outcome]:
     """The likeliest outcomes of the rounds over `trees`, by request, best first: at most `limit` for each request, and
     none with a chance below `least`.

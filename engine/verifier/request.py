@@ -12,10 +12,10 @@ from engine.core.batch import Segment, WantedRows
 from engine.core.hidden_states import HiddenStates, States
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
+from engine.costs.draft_choice import DraftChoice
 from engine.model.target import Target
 from engine.sampling.matcher import Matcher
 from engine.sampling.sampler import Sampler
-from engine.verifier.draft_choice import DraftChoice
 from engine.wire.messages import Array, Draft, PromptProgress, TokenLogprob
 
 Outcome = tuple[int, int, int, int]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from engine.core.errors import OutOfBlocks
 from engine.core.kv_shape import KVShape
 from engine.core.params import SamplingParams, Speculation
+from engine.costs.cost_model import CostModel
+from engine.costs.forward_time import ForwardTime
 from engine.model.kv_pool import KVCache, KVPool
-from engine.verifier.cost_model import CostModel
-from engine.verifier.forward_time import ForwardTime
 from engine.verifier.request import Request
 from engine.verifier.scheduler import Plan, Scheduler
 
