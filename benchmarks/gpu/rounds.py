@@ -22,7 +22,8 @@ from engine.core.drafter_protocol import Verdict
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model.cuda.graphs import wait
-from engine.model.cuda.receipt import DrawnTree, Receipt
+from engine.model.cuda.receipt import Receipt
+from engine.model.drawn_tree import DrawnTree
 from engine.model.runner import Runner
 from engine.sampling.sampler import Sampler, verify
 

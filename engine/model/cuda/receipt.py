@@ -9,7 +9,6 @@ depends on the logits alone: what a request's own rules end or change (a stop to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -18,40 +17,15 @@ from torch import Tensor
 
 from engine.core.batch import Int
 from engine.core.hidden_states import States
-from engine.core.tree import TokenTree
 from engine.model.cuda.graphs import uploaded
 from engine.model.cuda.noise_kernels import draw_tokens, noise_keys
 from engine.model.cuda.walk_kernels import gather_path_rows, move_paths, walk_trees
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.drawn_tree import DrawnTree
+from engine.model.kv_pool import KVPool
 from engine.model.runner import bfloat16_bits
-from engine.sampling.sampler import Sampler
 
 _STATE_ROWS, _LEAST_ROWS = 160, 5  # accepted rows whose hidden states are sent: of all trees, and of each at least
 _ALIGNED = 16
-
-
-@dataclass(frozen=True)
-class DrawnTree:
-    """A tree that a forward has run. first: its first row of the logits, and of the hidden states. cache: where its
-    rows' keys and values are; None if they are to stay where they are.
-    """
-
-    tree: TokenTree
-    sampler: Sampler
-    first: int
-    cache: KVCache | None = None
-
-    @property
-    def moves(self) -> bool:
-        """Whether what the device accepts is sure to be accepted: a grammar may rule a token out."""
-        return self.cache is not None and not self.sampler.has_grammar
-
-    @property
-    def slots(self) -> Int:
-        """[nodes]: where in the pool the nodes' keys and values are."""
-        if self.cache is None:
-            return np.zeros(len(self.tree), np.int32)
-        return self.cache.slots(np.arange(self.cache.length, self.cache.length + len(self.tree), dtype=np.int32))
 
 
 class Receipt:
@@ -149,12 +123,13 @@ class Receipt:
         rows = torch.from_numpy(self._asked[index].first + np.asarray(path, np.int64))
         return bfloat16_bits(self._states.index_select(0, *uploaded([rows], self._device)))
 
-    def read_states(self, first: int, count: int) -> Tensor | None:
-        """[count, layers, hidden] bfloat16 on the host: of rows of prompts, from `first` on."""
+    def read_states(self, first: int, count: int) -> States | None:
+        """[count, layers, hidden] of rows of prompts, from `first` on."""
         if self._read_states is None:
             return None
         self._arrive()
-        return self._read_states[first - self._rows :][:count]
+        found: States = self._read_states[first - self._rows :][:count].view(torch.uint16).numpy()
+        return found
 
     def successors_of(self, first: int, count: int) -> Int | None:
         """[count, successors] int32: the likeliest tokens of a tree's rows, from `first` on."""

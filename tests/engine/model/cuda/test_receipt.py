@@ -14,7 +14,8 @@ from engine.core.kv_shape import KVShape
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model.cuda import noise_kernels, receipt, walk_kernels
-from engine.model.cuda.receipt import DrawnTree, Receipt
+from engine.model.cuda.receipt import Receipt
+from engine.model.drawn_tree import DrawnTree
 from engine.model.kv_pool import KVCache, KVPool
 from engine.sampling.argmax import NAN
 from engine.sampling.noise import gumbel
@@ -207,3 +208,19 @@ def test_tokens_that_come_near_each_other_are_left_to_the_host(
     assert drawn == sampler_of(SAMPLED).draw(sampler.choices(logits[FIRST:])[0]) and drawn in near
     logits[FIRST, near[1]] += 0.1
     assert one_draw(logits) == near[1]
+
+
+def test_states_of_prompts_and_the_likeliest_tokens_come_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    on_host = receipt.on_host
+    monkeypatch.setattr(receipt, "on_host", lambda of: (sent.append(of.numel()), on_host(of))[1])
+    tree, logits, states = tree_of(1, 4), logits_of(5), torch.randn(9, 2, 3).bfloat16()
+    drawn = [DrawnTree(tree, sampler_of(GREEDY), 0), DrawnTree(TokenTree.root_only(0), sampler_of(SAMPLED), 4)]
+    found = Receipt(drawn, logits.to(DEVICE), states.to(DEVICE), None, rows=4, successors=2)
+    launched = len(sent)
+    read, ranked = found.read_states(5, 3), found.successors_of(1, 3)
+    assert read is not None and (read == states[5:8].view(torch.uint16).numpy()).all()
+    assert ranked is not None and (ranked == logits[1:4].topk(2).indices.numpy()).all()
+    sampler = sampler_of(SAMPLED)
+    assert found.known(1) == [sampler.draw(sampler.choices(logits[4:])[0])]
+    assert len(sent) == launched == 3, "all was on its way"
