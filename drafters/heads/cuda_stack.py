@@ -14,8 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
+from drafters.heads.growth.ahead import draft_ahead
+from drafters.heads.growth.policies import Dynamic
+from drafters.heads.growth.trie import Trie
 from drafters.heads.layers import DecoderLayer, Linear, RMSNorm
 from drafters.heads.stack import GrowingPool, StackLayer, StackSpec, norm_of
 from engine.core.batch import BLOCK, Batch, Int, Rows
@@ -88,6 +92,10 @@ class CudaStack:
         self.owner = CaptureOwner()
         self.cos_sin = self.first.rotary.halves(_POSITIONS)
 
+    def draft_ahead(self, tries: Sequence[Trie], roots: Sequence[Tensor], policy: Dynamic) -> None:
+        """See `drafters.heads.growth.ahead`."""
+        draft_ahead(self, tries, roots, policy)
+
     def reader(self, fc: Linear, norm: RMSNorm, layers: Sequence[tuple[DecoderLayer, Linear]]) -> CudaReader:
         """Reads what such layers attend to beside their rows into the pool."""
         return CudaReader(self, fc, norm, layers)
@@ -100,29 +108,35 @@ class CudaStack:
 
     def run(self, above: Sequence[int], parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
         """See `Stack.run`."""
+        step = self.step(parts)
+        read = np.full(step.size, above[-1])
+        read[: step.count] = above
+        picked = np.asarray(range(step.count) if chosen is None else chosen)
+        return step.launch(step.rows, longs(read), picked)
+
+    def step(self, parts: Sequence[Rows]) -> Step:
+        """A forward over these rows, for which there is room from now on."""
         for part in parts:
             part.cache.reserve(part.first + len(part))
-        batch, device = Batch(parts), self.first.device
+        batch = Batch(parts)
         self.reserve_positions(batch.reach)
         if self._over is not self.pool.keys:
             self._recorded.clear()
             self._over = self.pool.keys
-        count, size = len(batch), padded_size(len(batch))
-        rows = PaddedRows.of(batch, 0, count, size, self._attention)
-        if (parts := int(rows.parts[-1])) > self._attention.capacity:
-            self._attention.reserve(2 * parts)
+        size = padded_size(len(batch))
+        rows = PaddedRows.of(batch, 0, len(batch), size, self._attention)
+        if (chunks := int(rows.parts[-1])) > self._attention.capacity:
+            self._attention.reserve(2 * chunks)
             self._recorded.clear()
-        read, written = np.full(size, above[-1]), np.full(size, self.pool.blocks * BLOCK)  # padding writes to the end
-        read[:count], written[:count] = above, batch.slots
-        picked = np.asarray(range(count) if chosen is None else chosen)
-        if size not in SIZES or len(rows.listed) > _LISTED:
-            return self._run(*uploaded((longs(picked), longs(read), longs(written), *rows), device))[0]
-        filled = np.zeros(size, np.int64)
-        filled[: len(picked)] = picked
+        return Step(self, batch, rows)
+
+    def launch(self, size: int, *given: Tensor) -> Tensor:
+        """What `_run` makes of these; the next call overwrites it."""
+        if size not in SIZES or len(given[-1]) > _LISTED:
+            return self._run(*uploaded(given, self.first.device))[0]
         if size not in self._recorded:
-            self._recorded[size] = Recorded(self._run, device, owner=self.owner, room=_LISTED)
-        (out,) = self._recorded[size](longs(filled), longs(read), longs(written), *rows)
-        return out[: len(picked)].clone()  # the next call overwrites it
+            self._recorded[size] = Recorded(self._run, self.first.device, owner=self.owner, room=_LISTED)
+        return self._recorded[size](*given)[0]
 
     def _run(self, chosen: Tensor, read: Tensor, written: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         """The head's outputs of the chosen rows: the part that a CUDA graph captures. read, written: [rows], where each
@@ -146,6 +160,35 @@ class CudaStack:
         if spec.keeps:
             features.index_copy_(0, written, residual.to(features.dtype))
         return (spec.head(x.index_select(0, chosen)),)
+
+
+class Step:
+    """A forward over rows of a batch, on its way. size: with those that pad it."""
+
+    def __init__(self, stack: CudaStack, batch: Batch, rows: PaddedRows):
+        self.stack, self.batch, self.rows = stack, batch, rows
+        self.count, self.size = len(batch), len(rows.tokens)
+
+    def launch(self, rows: PaddedRows, read: Tensor, picked: NDArray[np.int64]) -> Tensor:
+        """The head's outputs of the rows picked. read: [size], where the rows find what they enter with."""
+        written = np.full(self.size, self.stack.pool.blocks * BLOCK)  # padding writes to the end
+        written[: self.count] = self.batch.slots
+        filled = np.zeros(self.size if self.size in SIZES else len(picked), np.int64)
+        filled[: len(picked)] = picked
+        out = self.stack.launch(self.size, longs(filled), read, longs(written), *rows)
+        return out[: len(picked)].clone()  # the next call overwrites it
+
+    def run(self, tokens: Tensor, read: Tensor, ancestors: Tensor) -> Tensor:
+        """The head's outputs of all rows. tokens, read: [size], and ancestors, [count, listed], are on the device."""
+        tables = len(self.rows.listed) - ancestors.numel()
+        (held,) = uploaded([self.rows.listed[:tables]], tokens.device)
+        listed = torch.cat([held, ancestors.flatten()])
+        return self.launch(self.rows._replace(tokens=tokens, listed=listed), read, np.arange(self.count))
+
+    @property
+    def places(self) -> Tensor:
+        """[count] int64, on the device: where in the pool the rows' features are."""
+        return uploaded([longs(self.batch.slots)], self.stack.first.device)[0]
 
 
 class CudaReader:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.core.batch import Int
 from engine.core.hidden_states import States
-from engine.model.cuda.graphs import uploaded
+from engine.model.cuda.graphs import Sent, uploaded
 from engine.model.cuda.noise_kernels import draw_tokens, noise_keys
 from engine.model.cuda.walk_kernels import gather_path_rows, move_paths, walk_trees
 from engine.model.drawn_tree import DrawnTree
@@ -51,22 +51,22 @@ class Receipt:
         self._begins = [0, *accumulate(len(one.tree) for one in self._trees)]
         self._tokens: list[int] | None = None  # once they are read
         self._paths: list[list[int]] = []
-        self._event: torch.cuda.Event | None = None
-        self._ranked = on_host(logits[:rows].topk(successors).indices.int()) if rows and successors else None
-        if self._trees:
-            self._launch(logits.contiguous(), pool)
-        self._read_states = None if states is None else on_host(states[rows:].to(torch.bfloat16))
-        if self._device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._successors = successors
+        nothing = logits.new_empty(0)
+        self._sent = Sent([
+            self._launch(logits.contiguous(), pool) if self._trees else nothing,
+            nothing if states is None else states[rows:].to(torch.bfloat16),
+            logits[:rows].topk(successors).indices.int() if successors else nothing,
+        ])  # fmt: skip
 
-    def _launch(self, logits: Tensor, pool: KVPool | None) -> None:
+    def _launch(self, logits: Tensor, pool: KVPool | None) -> Tensor:
+        """Draw, walk, move and gather. Returns the bytes of the tokens drawn, and of the states of accepted rows."""
         count, nodes = len(self._trees), self._begins[-1]
         reach = 1 + max(int(one.tree.depths.max()) for one in self._trees)
-        self._sent = 0 if self._states is None else max(_LEAST_ROWS, min(reach, _STATE_ROWS // count))
+        self._rows_sent = 0 if self._states is None else max(_LEAST_ROWS, min(reach, _STATE_ROWS // count))
         width = 0 if self._states is None else self._states[0].numel()
         begin = -(-4 * nodes // _ALIGNED) * _ALIGNED
-        buffer = torch.empty(begin + 2 * count * self._sent * width, dtype=torch.uint8, device=self._device)
+        buffer = torch.empty(begin + 2 * count * self._rows_sent * width, dtype=torch.uint8, device=self._device)
         tokens, found = buffer[: 4 * nodes].view(torch.int32), buffer[begin:].view(torch.bfloat16)
         rows, drafted, parents, slots, keys, temperatures, begins, moves = uploaded(self._arrays(), self._device)
         draw_tokens(logits, rows, keys, temperatures, tokens)
@@ -74,8 +74,9 @@ class Receipt:
         if pool is not None:
             move_paths(pool, paths, lengths, begins, slots, moves)
         if self._states is not None:
-            gather_path_rows(self._states, rows, paths, lengths, begins, found.view(count, self._sent, width))
-        self._begin, self._host = begin, on_host(buffer)
+            gather_path_rows(self._states, rows, paths, lengths, begins, found.view(count, self._rows_sent, width))
+        self._begin = begin
+        return buffer
 
     def _arrays(self) -> list[Tensor]:
         """What the kernels need to know of the trees: of each node, then of each tree."""
@@ -115,41 +116,32 @@ class Receipt:
             return None
         if (place := self._places.get(index)) is not None:
             self._read()
-            if list(path) == self._paths[place][: len(path)] and len(path) <= self._sent:
+            if list(path) == self._paths[place][: len(path)] and len(path) <= self._rows_sent:
                 width = 2 * self._states[0].numel()
-                at = self._begin + place * self._sent * width
-                sent: States = self._host[at : at + len(path) * width].numpy().view(np.uint16)
+                at = self._begin + place * self._rows_sent * width
+                sent: States = self._sent.read()[0][at : at + len(path) * width].numpy().view(np.uint16)
                 return sent.reshape(len(path), *self._states.shape[1:])
         rows = torch.from_numpy(self._asked[index].first + np.asarray(path, np.int64))
         return bfloat16_bits(self._states.index_select(0, *uploaded([rows], self._device)))
 
     def read_states(self, first: int, count: int) -> States | None:
         """[count, layers, hidden] of rows of prompts, from `first` on."""
-        if self._read_states is None:
+        if self._states is None:
             return None
-        self._arrive()
-        found: States = self._read_states[first - self._rows :][:count].view(torch.uint16).numpy()
+        found: States = self._sent.read()[1][first - self._rows :][:count].view(torch.uint16).numpy()
         return found
 
     def successors_of(self, first: int, count: int) -> Int | None:
         """[count, successors] int32: the likeliest tokens of a tree's rows, from `first` on."""
-        if self._ranked is None:
+        if not self._successors:
             return None
-        self._arrive()
-        found: Int = self._ranked[first : first + count].numpy()
+        found: Int = self._sent.read()[2][first : first + count].numpy()
         return found
 
-    def _arrive(self) -> None:
-        """Wait, once, until all has arrived."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
-
     def _read(self) -> list[int]:
-        """The tokens of all nodes, once they have arrived."""
+        """The tokens of all nodes."""
         if self._tokens is None:
-            self._arrive()
-            self.take(self._host[: 4 * self._begins[-1]].view(torch.int32).tolist())
+            self.take(self._sent.read()[0][: 4 * self._begins[-1]].view(torch.int32).tolist())
         assert self._tokens is not None
         return self._tokens
 
@@ -161,10 +153,3 @@ class Receipt:
             if one.cache is not None and one.moves:
                 one.cache.moved = self._paths[-1]
 
-
-def on_host(of: Tensor) -> Tensor:
-    """The tensor on the host, once what was launched is done: nobody waits for the copy."""
-    if of.device.type == "cpu":
-        return of
-    host = torch.empty(of.shape, dtype=of.dtype, pin_memory=of.device.type == "cuda")
-    return host.copy_(of, non_blocking=True) if of.numel() else host

@@ -14,6 +14,7 @@ from engine.model.cuda.graphs import (
     CaptureOwner,
     Recorded,
     RecordedRows,
+    Sent,
     bucket,
     downloaded,
     own_stream,
@@ -338,3 +339,29 @@ def test_recorded_rows_are_those_of_the_work(rows: int, device: torch.device) ->
     for _ in range(2):
         x, y = torch.randn(rows, 3), torch.randn(rows, 3)
         assert all(map(torch.equal, (x + y, x[:, :1] * 2), (part.cpu() for part in work(x, y))))
+
+
+def test_results_are_waited_for_when_they_are_read_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            told.append("recorded")
+
+        def synchronize(self) -> None:
+            told.append("waited")
+
+        def query(self) -> bool:
+            return len(told) > 5
+
+    class Away:
+        device, shape, dtype = torch.device("cuda"), (2,), torch.int64
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(graphs, "_on_its_way", lambda result: torch.arange(2))
+    sent = Sent([Away()])  # type: ignore[list-item]
+    assert told == ["recorded"] and not sent.arrived
+    for _ in range(2):
+        assert [part.tolist() for part in sent.read()] == [[0, 1]]
+    assert told == ["recorded", "waited"] and sent.arrived
+    assert Sent([torch.ones(1)]).read()[0].tolist() == [1] and len(told) == 2

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of to
 from engine.core.kv_shape import KVShape
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.model.cuda import noise_kernels, receipt, walk_kernels
+from engine.model.cuda import graphs, noise_kernels, receipt, walk_kernels
 from engine.model.cuda.receipt import Receipt
 from engine.model.drawn_tree import DrawnTree
 from engine.model.kv_pool import KVCache, KVPool
@@ -72,21 +72,25 @@ def test_paths_and_tokens_are_those_of_verify_node_by_node() -> None:
     assert len(lengths) > 2
 
 
-def test_the_host_waits_once_and_only_when_something_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrived: list[str] = []
+def test_nothing_is_read_before_it_is_asked_for_and_all_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, read = [0], [0]
 
-    class Event:
-        def synchronize(self) -> None:
-            arrived.append("waited")
+    class Noted(graphs.Sent):
+        def __init__(self, results: Any):
+            sent[0] += 1
+            super().__init__(results)
 
+        def read(self) -> list[Tensor]:
+            read[0] += 1
+            return super().read()
+
+    monkeypatch.setattr(receipt, "Sent", Noted)
     trees = [tree_of(1), tree_of(2)]
     found = receipt_of(trees, [sampler_of(GREEDY), sampler_of(SAMPLED)], logits_of(FIRST + 24), torch.randn(29, 1, 2))
-    found._event = Event()  # type: ignore[assignment]
-    assert not arrived
+    assert (sent, read) == ([1], [0])
     for i in range(2):
-        path = trees[i].walk(found.known(i) or [])
-        found.states_of(i, path)
-    assert arrived == ["waited"]
+        found.states_of(i, trees[i].walk(found.known(i) or []))
+    assert sent == [1] and read[0]
 
 
 def test_states_of_more_rows_than_are_sent_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,17 +214,12 @@ def test_tokens_that_come_near_each_other_are_left_to_the_host(
     assert one_draw(logits) == near[1]
 
 
-def test_states_of_prompts_and_the_likeliest_tokens_come_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[int] = []
-    on_host = receipt.on_host
-    monkeypatch.setattr(receipt, "on_host", lambda of: (sent.append(of.numel()), on_host(of))[1])
+def test_states_of_prompts_and_the_likeliest_tokens_come_with_the_rest() -> None:
     tree, logits, states = tree_of(1, 4), logits_of(5), torch.randn(9, 2, 3).bfloat16()
     drawn = [DrawnTree(tree, sampler_of(GREEDY), 0), DrawnTree(TokenTree.root_only(0), sampler_of(SAMPLED), 4)]
     found = Receipt(drawn, logits.to(DEVICE), states.to(DEVICE), None, rows=4, successors=2)
-    launched = len(sent)
     read, ranked = found.read_states(5, 3), found.successors_of(1, 3)
     assert read is not None and (read == states[5:8].view(torch.uint16).numpy()).all()
     assert ranked is not None and (ranked == logits[1:4].topk(2).indices.numpy()).all()
     sampler = sampler_of(SAMPLED)
     assert found.known(1) == [sampler.draw(sampler.choices(logits[4:])[0])]
-    assert len(sent) == launched == 3, "all was on its way"
