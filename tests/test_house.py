@@ -17,6 +17,7 @@ FLOORS = (  # folders and modules from the ground up: a floor imports itself and
     "engine.places",  # where Talon's own files are
     "engine.core",
     "engine.config",
+    "engine.device",  # copies to it and back, streams
     "engine.files",
     "engine.wire",
     "engine.costs",

@@ -1,5 +1,5 @@
-"""The Triton attention against float64, and a row's bits alone, in a tree with others, and over three chunks; its time;
-and what a kernel of a graph takes at least.
+"""Compares the Triton attention with float64, and a row's bits alone, in a tree with others, and over three chunks;
+times it, and a graph's smallest kernels.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
 from engine.model.cuda.padded_rows import PaddedRows
 from engine.model.cuda.triton_attention import CHUNK, DeviceRows, TritonAttention
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 
 from .candidates import plus_one
 from .findings import Record, tried
 from .times import replay_us
 
-_SHAPES = {  # kv heads, query heads per kv head, head size
+_SHAPES = {  # heads of keys and values, query heads for each, head size
     "llama 8B": (8, 4, 128),
     "smollm2": (3, 3, 64),
     "head size 96": (2, 1, 96),
     "head size 256": (2, 2, 256),
     "seven groups": (1, 7, 128),
 }
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the norm of the result
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # difference, as a share of the norm of the result
 
 
 def run(device: str) -> Iterator[Record]:
@@ -57,14 +58,14 @@ class _Texts:
         self.pool = KVPool(KVShape(1, self.kv_heads, self.head_dim, dtype), blocks, device)
         self.pool.keys.fill_(torch.nan)
         self.pool.values.fill_(torch.nan)
-        self.pool.take(7)  # so that no text begins at block 0
+        self.pool.allocate(7)  # so that no text begins at block 0
         self._generator = torch.Generator().manual_seed(0)
 
     def random(self, *size: int) -> Tensor:
         return torch.randn(size, generator=self._generator).to(self.device, self.dtype)
 
     def cache(self, keys: Tensor, values: Tensor) -> KVCache:
-        """A request that holds these, [slots, kv_heads, head_dim]."""
+        """Return a request that holds these, [slots, kv_heads, head_dim]."""
         cache = KVCache(self.pool)
         cache.reserve(len(keys))
         block, lane = np.divmod(np.arange(len(keys)), BLOCK)
@@ -75,13 +76,13 @@ class _Texts:
         return cache
 
     def attend(self, segments: list[Segment], queries: Tensor, rule: Rule) -> Tensor:
-        """queries, result: [rows, heads, head_dim]."""
+        """Attend with the kernel. queries, result: [rows, heads, head_dim]."""
         batch = Batch.of(segments)
         attention = TritonAttention(self.pool, self.q_per_kv, len(batch))
         return attention(_rows_of(batch, attention, self.device), 0, rule, queries)
 
     def expected(self, keys: Tensor, values: Tensor, query: Tensor, rule: Rule) -> Tensor:
-        """[heads, head_dim] float64: of a query that sees these."""
+        """Return [heads, head_dim] float64: the attention of a query that sees these keys and values."""
         k, v = (part.double().repeat_interleave(self.q_per_kv, 1) for part in (keys, values))
         if rule.window:
             k, v = k[-rule.window :], v[-rule.window :]
@@ -99,7 +100,7 @@ def _rows_of(batch: Batch, attention: TritonAttention, device: torch.device) -> 
 
 
 def _check(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, what: str = "") -> Record:
-    """A text of just over two chunks, and a tree after it whose spine is the text's next positions."""
+    """Check a text of just over two chunks, and a tree after it whose spine is the text's next positions."""
     started = time.perf_counter()
     texts = _Texts(shape, dtype, device, blocks=400)
     heads, past, drafted = shape[0] * shape[1], 2 * CHUNK + 5, 6
@@ -149,7 +150,7 @@ def _alone(texts: _Texts, keys: Tensor, values: Tensor, queries: Tensor, at: int
 
 
 def _spine_with_siblings(length: int) -> tuple[TokenTree, list[int]]:
-    """A path of that many nodes with a sibling before each but the first; and the path's nodes."""
+    """Return a path of that many nodes with a sibling before each but the first; and the path's nodes."""
     parents, spine = [-1], [0]
     for _ in range(length - 1):
         parents += [spine[-1], spine[-1]]

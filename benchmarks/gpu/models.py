@@ -71,7 +71,7 @@ def _eagle(c: LlamaConfig) -> Layout:
 
 
 def _block(c: LlamaConfig) -> Layout:
-    """DFlash: five layers over blocks of 16."""
+    """Return the layout of DFlash: five layers over blocks of 16."""
     hidden, count, read = c.hidden_size, 5, [1, c.num_hidden_layers // 2]
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, len(read) * hidden),
@@ -113,12 +113,12 @@ def _hydra(c: LlamaConfig) -> Layout:
 
 
 def layout_of(method: str, target: LlamaConfig) -> Layout:
-    """Of a head for a target of that configuration."""
+    """Return the layout of a head for a target of that configuration."""
     return _LAYOUTS[method](target)
 
 
 def kind_of(method: str) -> Any:
-    """A method's class of heads."""
+    """Return a method's class of heads."""
     module, _, name = (METHODS[method].drafter or "").partition(":")
     return getattr(import_module(module), name)
 

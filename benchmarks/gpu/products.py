@@ -1,4 +1,4 @@
-"""The products of an 8B model. Are cuBLASLt's the fastest, and are products of our own, which could read weights of four
+"""The products of an 8B model. Are cuBLASLt's the fastest? Are products of our own, which could read weights of four
 bits or do what follows the product, as fast and the same to the bit?
 """
 
@@ -49,7 +49,9 @@ def _compare(shape: tuple[int, int], device: str) -> Record:
     }
     if device == "cuda":
         bits = codes.nbytes + scales.nbytes
-        found["library"] = {rows: _time(lambda x, w: F.linear(x, w), x[:rows], [weight], weight.nbytes) for rows in _ROWS}
+        found["library"] = {
+            rows: _time(lambda x, w: F.linear(x, w), x[:rows], [weight], weight.nbytes) for rows in _ROWS
+        }
         found["ours"] = {rows: _time(product, x[:rows], [weight], weight.nbytes) for rows in _ROWS}
         found["coded"] = {rows: _time(product, x[:rows], [codes, scales], bits) for rows in _ROWS}
     return found

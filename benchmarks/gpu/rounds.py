@@ -1,5 +1,5 @@
 """Rounds of several requests with a random model, as the engine runs them: each request drafts a tree, one forward
-verifies all trees, tokens are drawn, and the drafter is told. Of each tree the same number of nodes is accepted.
+verifies all trees, tokens are drawn, and the drafter is told. The same number of nodes is accepted in every tree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.core.batch import Segment
 from engine.core.drafter_protocol import Verdict
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.model.cuda.graphs import wait
+from engine.device import wait
 from engine.model.cuda.receipt import Receipt
 from engine.model.drawn_tree import DrawnTree
 from engine.model.runner import Runner
@@ -31,16 +31,16 @@ from .models import kind_of, layout_of
 
 REQUESTS = (1, 8, 32)
 _PAST = 512  # positions of each text, where the model reads twice as many
-_ACCEPTED = 2  # nodes of each tree below its root
+_ACCEPTED = 2  # accepted nodes of each tree below its root
 M = TypeVar("M")
 
 
 Weights = Callable[[str, tuple[int, ...]], Tensor]
-"""A tensor of that name and shape, bfloat16."""
+"""Makes a tensor of that name and shape, bfloat16."""
 
 
 def head_of(method: str, config: LlamaConfig, make: Weights) -> Head:
-    """A draft head of a model of that configuration, on the device of its weights."""
+    """Build a draft head of a model of that configuration, on the device of its weights."""
     embedding = make("embed_tokens.weight", (config.vocab_size, config.hidden_size))
     weights = TargetWeights(embedding, embedding, config.num_hidden_layers)
     head: Head = kind_of(method)(_Made(method, config, make), weights, embedding.device)
@@ -92,7 +92,7 @@ class Rounds(Generic[M]):
         return np.zeros((rows, len(self.drafter.feature_layers), self.hidden_size), np.uint16)
 
     def step(self) -> tuple[Parts[M], int]:
-        """One round: what was measured of its parts, and the rows verified."""
+        """Run one round; return what was measured of its parts, and the rows verified."""
         measuring, layers = self.measuring, self.drafter.feature_layers
         with measuring() as draft:
             trees = self.drafter.propose_many([(number, ()) for number in self.numbers])
@@ -130,8 +130,8 @@ class Rounds(Generic[M]):
 
 
 def _accepting(tree: TokenTree, absent: int) -> list[int]:
-    """What may be drawn at the tree's nodes, for the most confident ones to be accepted, as many as is usual. absent: a
-    token that no tree has.
+    """Return what may be drawn at the tree's nodes, so that the most confident ones are accepted, as many as is usual.
+    absent: a token that no tree has.
     """
     drawn = [absent] * len(tree)
     for node in tree.path(int(np.flatnonzero(tree.depths == min(_ACCEPTED, tree.depths.max()))[0]))[1:]:

@@ -20,7 +20,7 @@ from engine.core.batch import Segment
 from engine.core.errors import TalonError
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.model.cuda.graphs import wait
+from engine.device import wait
 from engine.model.target import Target
 from engine.weights.resolve import resolved
 
@@ -78,7 +78,7 @@ def _measure(settings: dict[str, Any], device: str, plain: list[list[int]]) -> R
 
 
 async def _answer(settings: dict[str, Any], device: str, plain: list[list[int]]) -> Record:
-    """Rates by requests at once. The texts of the first engine, one request at a time, are kept in `plain`."""
+    """Return rates by requests at once. The texts of the first engine, one request at a time, are kept in `plain`."""
     tokens = 128 if device == "cuda" else 16
     found: Record = {}
     async with await Engine.start(settings) as engine:

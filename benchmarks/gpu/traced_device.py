@@ -1,9 +1,9 @@
 """A device without memory, on which work is counted: kernels, bytes to and from the host, and waits of the host.
 
 Its tensors have shapes, types and a device, but no values, so a model of any size fits. What the host reads is
-invented: numbers that fall along a row, as sorted chances do, or that rise, as different tokens do. Work that a CUDA
-graph would capture is traced once, and may not wait for the host; operands on two devices are an error, as on a GPU. A
-process that imports this has one device more, for good.
+invented: numbers that fall along a row, as sorted probabilities do, or that rise, as different tokens do. Work that a
+CUDA graph would capture is traced once, and may not wait for the host; operands on two devices are an error, as on a
+GPU. A process that imports this has one device more, for good.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
 
     @contextmanager
     def counting(self) -> Iterator[Counts]:
-        """Counts what is done within, and nothing else."""
+        """Count what is done within, and nothing else."""
         before, self.counts = self.counts, Counts()
         try:
             yield self.counts
@@ -107,7 +107,7 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
         self.counts.waits += 1
 
     def captured(self, work: graphs.Work, inputs: Sequence[Tensor], device: torch.device, memory: object) -> Any:
-        """Stands for `engine.model.cuda.graphs._captured`."""
+        """Stand for `engine.model.cuda.graphs._captured`."""
         with self.counting() as counts:
             self.capturing = True
             try:
@@ -142,7 +142,7 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
         of_host = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, TracedTensor)]
         for leaf in of_host:
             if leaf.dim() == 0:
-                continue  # a number
+                continue  # a number is no tensor
             if func not in _INDEXED:
                 raise RuntimeError(f"{func}: operands on two devices")
             self.wait(f"{func} with an index on the host")
@@ -214,12 +214,12 @@ class Launched:
 
 
 def on_device(of: Tensor) -> TracedTensor:
-    """A tensor of that shape and type on the device."""
+    """Return a tensor of that shape and type on the device."""
     return TracedTensor(torch.empty_like(of, device="meta"))
 
 
 def invented(of: Tensor) -> Tensor:
-    """[...] as the host would read it."""
+    """Return [...] as the host would read it."""
     width = of.shape[-1] if of.dim() else 1
     row = torch.arange(width)
     if of.dtype == torch.bool:

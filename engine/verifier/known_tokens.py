@@ -1,8 +1,8 @@
 """What a forward gave for a round's trees and chunks, as the host reads it.
 
 On a GPU every result that is read waits for the device, so all of a round is drawn, gathered and sent to the host in
-one piece, which is launched behind the forward (`engine.model.cuda.receipt`). On a CPU the walk down a tree draws at the
-nodes that it reaches, and nothing is computed before it is read.
+one piece, which is launched behind the forward (`engine.model.cuda.receipt`). On a CPU the walk down a tree draws at
+the nodes that it reaches, and nothing is computed before it is read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.core.hidden_states import States
-from engine.model.cuda.graphs import uploaded
+from engine.device import uploaded
 from engine.model.drawn_tree import DrawnTree
 from engine.model.kv_pool import KVPool
 from engine.model.runner import bfloat16_bits

@@ -204,7 +204,8 @@ class Verifier:
         running = [request for request in requests if request in self.requests.running]  # the others have failed
         self.target.commit([(request.cache, request.rows_kept) for request in running])
         for request in running:
-            request.publish()
+            request.share_blocks()
+            request.trim_cache()
             if request.sampler.finish_reason is not None:
                 self._forget(request)
 

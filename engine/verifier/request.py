@@ -153,10 +153,14 @@ class Request:
         self.drafts = {self.outcome: self.drafts[self.outcome]} if self.hit else {}
         self.since_ns = self.asked_ns = now_ns
 
-    def publish(self) -> None:
-        """Let other requests find what was committed, and free the blocks of the rows that were not."""
+    def share_blocks(self) -> None:
+        """Let other requests find the full blocks of what was committed."""
         if self.target.pool is not None:
             self.cache.publish(self.text, self.features.of_block)
+
+    def trim_cache(self) -> None:
+        """Release the blocks of the rows that were not committed."""
+        if self.target.pool is not None:
             self.cache.trim()
 
     # Its text and cache.

@@ -14,7 +14,7 @@ from engine.core.methods import GRAMMAR, MODELS
 from engine.core.tree import TokenTree
 from engine.costs.cost_model import CostModel
 from engine.costs.forward_time import Attended, ForwardTime
-from engine.model.cuda.graphs import wait
+from engine.device import wait
 from engine.model.target import Target
 from engine.placement import Threads
 from engine.verifier.drafter_link import DrafterLink

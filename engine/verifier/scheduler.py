@@ -140,7 +140,7 @@ class Scheduler:
                 promised = sum(max(0, other.read_to - other.cache.capacity) for other in self.running)
                 if pool.free * BLOCK - promised < request.read_to:
                     return
-                if not pool.has_state_beside([other.cache for other in self.running]):
+                if not pool.has_state_beside([other.cache.state for other in self.running]):
                     return
             request.admit(now_ns)
             self.running.append(self.waiting.popleft())

@@ -20,7 +20,7 @@ from drafters.heads.growth.policies import Candidates, Dynamic
 from drafters.heads.growth.ranking import Ranking
 from drafters.heads.growth.trie import Trie
 from engine.core.batch import Rows
-from engine.model.cuda.graphs import downloaded, uploaded
+from engine.device import downloaded, uploaded
 
 
 class Step(Protocol):

@@ -1,8 +1,8 @@
 """The noise of `engine.sampling.noise` on a GPU: draws and noisy scores of many rows at once.
 
-A GPU's logarithms may differ from the CPU's in their last bits, and a text must not depend on them. So a draw is settled
-on the GPU only where one token's score plus noise is clearly the largest. Where another token comes near it, which is
-rare, the host draws that row with the CPU's logarithms (`UNSETTLED`).
+A GPU's logarithms may differ from the CPU's in their last bits, and a text must not depend on them. So a draw is
+settled on the GPU only where one token's score plus noise is clearly the largest. Where another token comes near it,
+which is rare, the host draws that row with the CPU's logarithms (`UNSETTLED`).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.model.cuda.graphs import uploaded
+from engine.device import uploaded
 from engine.sampling.argmax import NAN
 from engine.sampling.noise_bits import GOLDEN, MIX_1, MIX_2, UNIT, key_of
 from engine.sampling.sampler import UNSETTLED

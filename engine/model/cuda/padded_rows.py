@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.core.batch import BLOCK, Batch, Int
 from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
 
+
 class Places(Protocol):
     """Where rows store their keys and values: see `PaddedRows`."""
 

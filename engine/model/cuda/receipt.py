@@ -3,7 +3,8 @@
 The host launches all of it before the forward has ended: tokens are drawn at every node, each tree is walked down, the
 keys and values of the accepted path are moved to their places, and its hidden states are gathered. So a round waits for
 the device once, when all of that has arrived. A tree's walk is that of `engine.sampling.sampler.verify`, as far as it
-depends on the logits alone: what a request's own rules end or change (a stop token, say), the host finds as it verifies.
+depends on the logits alone: what a request's own rules end or change, as a stop token does, the host finds when it
+verifies.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from engine.core.batch import Int
 from engine.core.hidden_states import States
-from engine.model.cuda.graphs import Sent, uploaded
+from engine.device import Sent, uploaded
 from engine.model.cuda.noise_kernels import draw_tokens, noise_keys
 from engine.model.cuda.walk_kernels import gather_path_rows, move_paths, walk_trees
 from engine.model.drawn_tree import DrawnTree
@@ -152,4 +153,3 @@ class Receipt:
             self._paths.append(one.tree.walk(tokens[begin:end]))
             if one.cache is not None and one.moves:
                 one.cache.moved = self._paths[-1]
-

@@ -296,9 +296,7 @@ def _attend_rows(
         added = tl.load(
             sums + place[:, None] * DIMS + dim[None, :], mask=known[:, None] & (dim < DIMS)[None, :], other=0.0
         )
-        for at in range(
-            tl.maximum(low, tl.maximum(split, start // TILE * TILE)), tl.minimum(low + CHUNK, seen), TILE
-        ):
+        for at in range(tl.maximum(low, tl.maximum(split, start // TILE * TILE)), tl.minimum(low + CHUNK, seen), TILE):
             position = at + lane
             there = (position >= start) & (position < seen)
             ancestor = tl.load(listed + path + position - text, mask=there & (position >= text), other=0)
@@ -412,7 +410,7 @@ class TritonAttention:
 
         The rows see no more chunks than there is `capacity` for.
         """
-        shape, (count, heads, _) = self.pool.shape, query.shape
+        shape, count = self.pool.shape, len(query)
         out, scratch = torch.empty_like(query), (self._peaks, self._totals, self._sums)
         common = {
             "KV_HEADS": shape.kv_heads, "Q_PER_KV": self.q_per_kv, "HEAD_DIM": shape.head_dim, "DIMS": shape.dims,

@@ -115,22 +115,16 @@ def gather(
         tl.store(out + place + at, state, mask=at < width)
 
 
-def walk_trees(
-    tokens: Tensor, drafted: Tensor, parents: Tensor, begins: Tensor, reach: int
-) -> tuple[Tensor, Tensor]:
+def walk_trees(tokens: Tensor, drafted: Tensor, parents: Tensor, begins: Tensor, reach: int) -> tuple[Tensor, Tensor]:
     """The accepted paths of all trees, [trees, reach] int32, and their lengths. reach: of the longest that may be."""
     trees = len(begins) - 1
     paths = torch.empty(trees, reach, dtype=torch.int32, device=tokens.device)
     lengths = torch.empty(trees, dtype=torch.int32, device=tokens.device)
-    walk[(trees,)](
-        tokens, drafted, parents, begins, paths, lengths, reach, NODES=_NODES, NOBODY=_NOBODY, num_warps=1
-    )
+    walk[(trees,)](tokens, drafted, parents, begins, paths, lengths, reach, NODES=_NODES, NOBODY=_NOBODY, num_warps=1)
     return paths, lengths
 
 
-def move_paths(
-    pool: KVPool, paths: Tensor, lengths: Tensor, begins: Tensor, slots: Tensor, moves: Tensor
-) -> None:
+def move_paths(pool: KVPool, paths: Tensor, lengths: Tensor, begins: Tensor, slots: Tensor, moves: Tensor) -> None:
     """Move the keys and values of accepted paths in all layers, for the trees that `moves` marks."""
     shape, (trees, reach) = pool.shape, paths.shape
     move[(trees, shape.layers)](
@@ -140,9 +134,7 @@ def move_paths(
     )  # fmt: skip
 
 
-def gather_path_rows(
-    states: Tensor, rows: Tensor, paths: Tensor, lengths: Tensor, begins: Tensor, out: Tensor
-) -> None:
+def gather_path_rows(states: Tensor, rows: Tensor, paths: Tensor, lengths: Tensor, begins: Tensor, out: Tensor) -> None:
     """Gather the hidden states of accepted paths. states: [rows, ...]; out: [trees, sent, width] bfloat16."""
     trees, sent, width = out.shape
     parts = triton.cdiv(width, _PART)

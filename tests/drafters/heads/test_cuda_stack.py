@@ -141,7 +141,9 @@ def test_a_pool_on_a_gpu_takes_a_share_of_the_free_memory(monkeypatch: pytest.Mo
 
 
 def test_texts_longer_than_attention_has_room_for_make_it_larger(tmp_path: Path, target: TargetWeights) -> None:
-    drafters = [drafter_of(make(eagle3, tmp_path / make.__name__, target), list(TEXTS), POLICY) for make in (on_cuda, plain)]
+    drafters = [
+        drafter_of(make(eagle3, tmp_path / make.__name__, target), list(TEXTS), POLICY) for make in (on_cuda, plain)
+    ]
     attention: Any = drafters[0].head.stack._attention  # type: ignore[attr-defined]
     attention.reserve(1)
     trees = [drafter.propose_many(OUTCOMES) for drafter in drafters]
@@ -158,7 +160,9 @@ def test_a_tree_that_grows_on_the_device_is_the_policys_and_the_host_waits_once(
     for drafter in drafters:
         for request, prompt in TEXTS.items():
             drafter.start(request, prompt, SamplingParams(max_tokens=40, temperature=temperature, seed=request))
-            features = torch.randn(len(prompt), len(drafter.feature_layers), HIDDEN, generator=torch.manual_seed(request))
+            features = torch.randn(
+                len(prompt), len(drafter.feature_layers), HIDDEN, generator=torch.manual_seed(request)
+            )
             drafter.observe(request, Verdict(TokenTree.root_only(prompt[-1]), [0], [7], bfloat16_bits(features)))
     count_waits(monkeypatch, waits)
     ahead, usual = drafters
@@ -207,7 +211,9 @@ def test_of_equal_candidates_the_earlier_one_is_selected_as_the_policy_does(numb
         assert found.tokens[rows].tolist() == [token for _, _, token in best]
         assert found.confidence[rows].tolist() == [chance for chance, _, _ in best]
         parents = [parent for _, parent, _ in best]
-        assert found.parents[rows].tolist() == parents and found.read[rows].tolist() == [100 + 4 * tree + p for p in parents]
+        assert found.parents[rows].tolist() == parents and found.read[rows].tolist() == [
+            100 + 4 * tree + p for p in parents
+        ]
         slots = [40 + 20 * tree + i for i in range(width)]
         assert found.ancestors[rows].tolist() == [
             [*above.ancestors[4 * tree + p, :2].tolist(), slot] for p, slot in zip(parents, slots, strict=True)

@@ -58,7 +58,9 @@ def test_what_depends_on_more_than_the_logits_is_not_drawn_ahead(changes: dict[s
     assert sampler_of(SamplingParams(**{"temperature": 0.9, "max_tokens": 50} | changes)).is_plain is plain
 
 
-def rows_of(trees: list[TokenTree], samplers: list[Sampler], logits: Tensor, states: Tensor | None = None) -> RowsOnHost:
+def rows_of(
+    trees: list[TokenTree], samplers: list[Sampler], logits: Tensor, states: Tensor | None = None
+) -> RowsOnHost:
     firsts = [0, *accumulate(map(len, trees))]
     drawn = [DrawnTree(*one) for one in zip(trees, samplers, firsts, strict=False)]
     return RowsOnHost(drawn, logits, states, firsts[-1], 2)

@@ -26,7 +26,8 @@ from engine.model import cuda_products
 from engine.model.cuda import cuda_forward, graphs, triton_attention
 from engine.model.cuda.cuda_forward import CudaForward
 from engine.model.cuda.graphs import Recorded, Work
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 from engine.model.stock import NAME, Unsupported
 from engine.model.target import Target
 from engine.model.trial import forward_choice
@@ -99,7 +100,7 @@ def forward_of(family: str, dtype: torch.dtype = torch.float32) -> CudaForward:
     pool = KVPool(KVShape(config.num_hidden_layers, 1, head_dim, dtype), 60, DEVICE)
     pool.keys.fill_(torch.nan)
     pool.values.fill_(torch.nan)
-    pool.take(3)  # so that blocks do not begin at 0
+    pool.allocate(3)  # so that blocks do not begin at 0
     return CudaForward(model, pool, 2)
 
 
@@ -333,7 +334,10 @@ def test_so_many_rows_run_together_as_attention_has_room_for(monkeypatch: pytest
 def test_so_many_rows_run_together_as_the_blocks_and_ancestors_that_they_list_have_room_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    forward, (tokens, tree) = forward_of("llama"), (text(20, 1), TokenTree.from_lists([1, 2, 3, 4], [-1, 0, 0, 2], [1.0] * 4))
+    forward, (tokens, tree) = (
+        forward_of("llama"),
+        (text(20, 1), TokenTree.from_lists([1, 2, 3, 4], [-1, 0, 0, 2], [1.0] * 4)),
+    )
     forward.sizes = (8,)
     caches = [read(forward, tokens)[0] for _ in range(2)]
     segments = [Segment.of_tree(tree, cache) for cache in caches]

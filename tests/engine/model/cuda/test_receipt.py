@@ -10,13 +10,15 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of torch bring it, or pip install triton")
 
+from engine import device
 from engine.core.kv_shape import KVShape
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.model.cuda import graphs, noise_kernels, receipt, walk_kernels
+from engine.model.cuda import noise_kernels, receipt, walk_kernels
 from engine.model.cuda.receipt import Receipt
 from engine.model.drawn_tree import DrawnTree
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 from engine.sampling.argmax import NAN
 from engine.sampling.noise import gumbel
 from engine.sampling.sampler import UNSETTLED, Sampler, verify
@@ -75,7 +77,7 @@ def test_paths_and_tokens_are_those_of_verify_node_by_node() -> None:
 def test_nothing_is_read_before_it_is_asked_for_and_all_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sent, read = [0], [0]
 
-    class Noted(graphs.Sent):
+    class Noted(device.Sent):
         def __init__(self, results: Any):
             sent[0] += 1
             super().__init__(results)
@@ -112,7 +114,7 @@ def test_keys_and_values_of_the_accepted_path_are_where_a_commit_puts_them(past:
     logits = torch.zeros(FIRST + 6, VOCABULARY)
     logits[range(FIRST, FIRST + 6), [1, 0, 2, 0, 3, 4]] = 1  # the path is 0, 2, 4, 5
     pool = KVPool(KVShape(2, 3, 8, torch.bfloat16), 9, DEVICE)
-    pool.take(2)
+    pool.allocate(2)
     generator = torch.Generator().manual_seed(past)
     for part in (pool.keys, pool.values):
         part.copy_(torch.randn(part.shape, generator=generator))
