@@ -27,10 +27,10 @@ from engine.frontend.processes import ProcessWorker, begin_imports
 from engine.frontend.prompts import Prompt, check_room, check_sampling, encode_prompt, is_integer
 from engine.frontend.supervisor import Supervisor, say_once
 from engine.frontend.tasks import gather
+from engine.placement import settled
 from engine.sampling.matcher import check
 from engine.text.chat import Rendering
 from engine.text.stream import TextStream
-from engine.verifier.placement import settled
 from engine.weights.resolve import resolved, restore
 from engine.weights.tokenizer import tokenizer_of
 from engine.wire.messages import PromptProgress, Ready

@@ -21,7 +21,7 @@ import zmq
 
 from engine.config import Config
 from engine.core.errors import TalonError
-from engine.verifier.placement import on_gpu, share_cores, shares_loop
+from engine.placement import on_gpu, share_cores, shares_loop
 from engine.wire.keys import Keys, load
 from engine.wire.loop_link import LoopDealer, LoopRouter
 from engine.wire.messages import Failed
@@ -63,7 +63,7 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any], l
     ):
         import torch
 
-        from engine.model.cuda.graphs import own_stream
+        from engine.device import own_stream
         from engine.model.target import Target
         from engine.verifier.prompt_cache import prompt_cache
 
@@ -118,7 +118,7 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any], lo
         if METHODS[config.method].has_model:
             import torch
 
-            from engine.model.cuda.graphs import own_stream
+            from engine.device import own_stream
             from engine.model.loading import find_device
 
             torch.set_num_threads(share_cores(config, on_gpu(config)).drafter)

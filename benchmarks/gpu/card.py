@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.model.cuda.graphs import Recorded, bucket, own_stream, wait
+from engine.device import own_stream, wait
+from engine.model.cuda.graphs import Recorded, bucket
 
 from .findings import Record, tried
 

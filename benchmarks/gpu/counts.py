@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from engine import device as device_module
 from engine.core.batch import Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
@@ -62,7 +63,7 @@ def _replace_kernels(tracing: Tracing) -> None:
     graphs._GRAPHS = (DEVICE.type,)
     graphs._warm_up = lambda *_: None
     graphs._captured = tracing.captured
-    graphs._split_up = lambda packed, like: [invented(one.held) for one in like]
+    device_module._split_up = lambda packed, like: [invented(one.held) for one in like]
 
 
 def _target() -> Runner:

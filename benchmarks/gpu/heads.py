@@ -21,7 +21,8 @@ from drafters.heads.head_drafter import HeadDrafter
 from engine.core.drafter_protocol import Verdict
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.model.cuda.graphs import Recorded, wait
+from engine.device import wait
+from engine.model.cuda.graphs import Recorded
 from engine.model.runner import bfloat16_bits
 
 from .findings import Record, tried

@@ -15,7 +15,8 @@ from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
 from engine.model.cuda.triton_attention import CHUNK, DeviceRows, TritonAttention, grouped
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 
 from .findings import Record, tried
 from .times import median_us
@@ -52,7 +53,7 @@ class _Texts:
         self.pool = KVPool(KVShape(1, self.kv_heads, self.head_dim, dtype), blocks, device)
         self.pool.keys.fill_(torch.nan)
         self.pool.values.fill_(torch.nan)
-        self.pool.take(7)  # so that no text begins at block 0
+        self.pool.allocate(7)  # so that no text begins at block 0
         self._generator = torch.Generator().manual_seed(0)
 
     def random(self, *size: int) -> Tensor:

@@ -16,7 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM
 
 from engine.core.tree import TokenTree
-from engine.model.cuda.graphs import Recorded, wait
+from engine.device import wait
+from engine.model.cuda.graphs import Recorded
 from engine.model.target import Target
 
 from .findings import Record, tried

@@ -108,7 +108,7 @@ class Rounds(Generic[M]):
         return Parts(draft, forward, draws, told), len(logits)
 
     def _draw(self, trees: Sequence[TokenTree], logits: Tensor, hidden_states: Tensor | None) -> list[Verdict]:
-        """As `engine.verifier.step_result` does. Of each tree the same number of nodes is accepted."""
+        """As `engine.verifier.step` does. Of each tree the same number of nodes is accepted."""
         begins = accumulate(map(len, trees), initial=0)
         known = [
             None if tokens is None else _accepting(tree, len(tokens), self.runner.vocab_size - 1)

@@ -13,7 +13,8 @@ from engine.kernels.attention.every_kernel import AttentionKernel
 from engine.kernels.attention.kv_codes import enter_codes_kernel
 from engine.kernels.fused import ENTER, enter_kernel
 from engine.kernels.threads import address_of
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 
 _PAST, _HEADS, _GROUPS, _DIMS = 45, 2, 3, 64
 _TREE = TokenTree.from_lists([0, 1, 2, 3, 4, 5], [-1, 0, 0, 1, 2, 0], [1.0] * 6)

@@ -22,10 +22,9 @@ from engine.config import Config, load
 from engine.core.errors import ConfigError
 from engine.core.methods import METHODS
 from engine.core.tree import TokenTree
+from engine.costs.cost_model import CostModel
+from engine.costs.forward_time import NOTHING, ForwardTime
 from engine.model.target import Target
-from engine.verifier.cost_model import CostModel
-from engine.verifier.forward_time import NOTHING, ForwardTime
-from engine.verifier.step_input import paying
 
 from ..report.tables import Table
 from .contestants import AS_PUBLISHED
@@ -171,7 +170,7 @@ class Follower:
 
         def propose(request: int) -> TokenTree:
             tree = self.drafter.propose(request)
-            return tree.keep(paying([tree.confidence], costs)[0]) if self.way.is_cut else tree
+            return tree.keep(costs.paying_nodes([tree.confidence])[0]) if self.way.is_cut else tree
 
         followed = follow(self.drafter, request, known, propose, lambda: costs.rates(1, alone=False))
         for number, (verdict, draft_s) in enumerate(followed):

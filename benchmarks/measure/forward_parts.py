@@ -18,12 +18,12 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
+from engine.device import wait
 from engine.kernels.attention.attention import attention_kernels
 from engine.kernels.gemm.matmul_kernels import product_kernel
 from engine.kernels.gemm.product import PackedLinear, Product
 from engine.kernels.layer.experts import experts_kernel
 from engine.kernels.threads import Kernel, Program, Timed
-from engine.model.cuda.graphs import wait
 from engine.model.decoder import LeanDecoder
 from engine.model.masked import MaskedForward
 from engine.model.target import Target

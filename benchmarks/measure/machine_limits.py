@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from numba import carray
 from torch import Tensor
 
+from engine.device import wait
 from engine.kernels.amx import LINE_BYTES, fetch
 from engine.kernels.gemm.onednn import pack, packed_product
 from engine.kernels.simd import FLOAT32, add, load, splat, store
 from engine.kernels.threads import address_of, kernel, num_threads, thread_id
-from engine.model.cuda.graphs import wait
 from engine.model.loading import has_native_bfloat16
 
 from .arithmetic import loop_of_integers, loop_of_type, multiply_adds_per_s

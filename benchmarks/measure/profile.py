@@ -16,7 +16,7 @@ from engine.core.batch import BLOCK, Segment
 from engine.core.errors import ConfigError
 from engine.core.tree import TokenTree
 from engine.model.target import Target
-from engine.verifier.placement import share_cores
+from engine.placement import share_cores
 from engine.weights.resolve import target_folder
 
 from ..report.progress import progress_bar

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from engine.config import Config
 from engine.core.params import SamplingParams, left_open, own_defaults
 from engine.model.loading import dtype_of, find_device, load_model, name_of
-from engine.verifier.placement import share_cores
+from engine.placement import share_cores
 
 from .timed_answer import TimedAnswer
 

@@ -20,9 +20,10 @@ from torch import Tensor
 from drafters.heads.layers import DecoderLayer, Linear, RMSNorm
 from drafters.heads.stack import GrowingPool, StackLayer, StackSpec, norm_of
 from engine.core.batch import BLOCK, Batch, Int, Rows
+from engine.device import uploaded
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
-from engine.model.cuda.graphs import CaptureOwner, Recorded, uploaded
+from engine.model.cuda.graphs import CaptureOwner, Recorded
 from engine.model.cuda.layer_kernels import entered, gated, normed
 from engine.model.cuda.padded_rows import PaddedRows, longs
 from engine.model.cuda.triton_attention import TritonAttention

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from engine.core.tree import TokenTree
 
-# a confidence head's probabilities are far too low here: they rank outcomes better than they measure them
-_LEAST = 0.0005
 Following = tuple[list[int], list[float]]
 """Tokens that may come next, likeliest first, and their probabilities."""
 
@@ -36,7 +34,7 @@ def likeliest(
     trees: Mapping[int, TokenTree],
     following: Callable[[Sequence[tuple[int, Sequence[int]]]], list[Following]],
     limit: int,
-    least: float = _LEAST,
+    least: float,
 ) -> list[Outcome]:
     """Return the likeliest outcomes of the rounds over `trees`, by request, best first: at most `limit` for each
     request, and none with a probability below `least`.

@@ -16,7 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 from engine.core.errors import ProtocolError
 
 Int = NDArray[np.int32]
-GRAFT_PROB = 0.8  # probability of a token that a grammar implies: the model may write it in another way
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,8 @@ import zmq
 from engine.core.drafter_protocol import Drafter, Verdict
 from engine.core.errors import ProtocolError
 from engine.core.outcomes import Outcome, likeliest
-from engine.core.tree import GRAFT_PROB, TokenTree
+from engine.core.tree import TokenTree
+from engine.costs.constants import ENOUGH_TOKENS, GRAFT_PROB, LEAST_OUTCOME, OUTCOMES
 from engine.drafting.states import DraftedRequest, DraftKey, Running, Sent, WantedDraft
 from engine.wire.loop_link import LoopDealer
 from engine.wire.messages import Array, Draft, Finish, Heartbeat, Hello, Rates, Ready, Rejoin, RoundVerdict, Start, Stop
@@ -30,8 +31,6 @@ from engine.wire.transport import Dealer
 FROM_VERIFIER = (Start, RoundVerdict, Finish, Rejoin)
 FROM_FRONT_END = (Stop,)
 HEARTBEAT_S = 0.5
-OUTCOMES = 24  # maximum drafted for in one round
-_ENOUGH = 0.75  # share of a round's usual tokens at which a tree that is waited for is sent unfinished
 
 
 class Overtaken(Exception):
@@ -204,7 +203,7 @@ class DrafterWorker:
 
     def _enough(self, tree: TokenTree) -> bool:
         """Return whether the tree may be sent as it is."""
-        return len(tree) > 1 and float(tree.confidence.sum()) > _ENOUGH * self.rates.tokens
+        return len(tree) > 1 and float(tree.confidence.sum()) > ENOUGH_TOKENS * self.rates.tokens
 
     def _draft_ahead(self, numbers: list[int]) -> None:
         """Draft trees for the next few likeliest outcomes of the running rounds."""
@@ -250,7 +249,7 @@ class DrafterWorker:
         first if needed.
         """
         unranked = {number: state.under.tree for number, state in running.items() if state.guesses is None}
-        outcomes = likeliest(unranked, self.drafter.following, OUTCOMES) if unranked else []
+        outcomes = likeliest(unranked, self.drafter.following, OUTCOMES, LEAST_OUTCOME) if unranked else []
         for number in unranked:
             running[number].guesses = deque(outcome for outcome in outcomes if outcome.request == number)
         guesses = [guess for state in running.values() for guess in state.guesses or ()]

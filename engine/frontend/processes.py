@@ -23,7 +23,7 @@ from drafters.registry import check
 from engine.config import AUTO, Config
 from engine.core.child_environment import child_environment
 from engine.core.methods import find
-from engine.verifier.placement import share_cores, shares_loop
+from engine.placement import share_cores, shares_loop
 from engine.weights.gguf.source import source_of
 from engine.wire.transport import Router
 from engine.worker import WorkerSpec, load_keys, run_worker

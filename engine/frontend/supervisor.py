@@ -27,7 +27,7 @@ from engine.frontend.inflight import InflightRequest, InflightRequests
 from engine.frontend.processes import STOP_S, ProcessWorker, Workers
 from engine.frontend.tasks import cancel
 from engine.frontend.totals import Totals
-from engine.verifier.placement import oversubscription
+from engine.placement import oversubscription
 from engine.wire.messages import Cancel, Emitted, Failed, Heartbeat, PromptsRead, Ready, Spans, Stop
 from engine.wire.trace import Timeline
 from engine.wire.transport import Router

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.core.hidden_states import States
 from engine.core.tree import TokenTree
-from engine.model.cuda.graphs import uploaded
+from engine.device import uploaded
 from engine.model.runner import bfloat16_bits
 from engine.sampling.argmax import argmax
 from engine.sampling.sampler import Sampler

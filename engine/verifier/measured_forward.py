@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.core.batch import BLOCK, Segment
 from engine.core.tree import TokenTree
-from engine.model.cuda.graphs import wait
+from engine.device import wait
 from engine.model.target import Target
 
 BESIDE = 8  # minimum positions before the rows

@@ -26,7 +26,7 @@ from torch import Tensor
 from drafters.heads.growth.policies import Candidates
 from drafters.heads.top import top
 from engine.core.params import SamplingParams
-from engine.model.cuda.graphs import downloaded, uploaded
+from engine.device import downloaded, uploaded
 from engine.sampling.noise import gumbel_nearby
 from engine.sampling.sampler import truncate
 

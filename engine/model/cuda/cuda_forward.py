@@ -22,14 +22,16 @@ from torch import Tensor, nn
 from engine.core.batch import BLOCK, Batch, Segment
 from engine.core.errors import first_line
 from engine.core.tree import TokenTree
+from engine.device import uploaded
 from engine.kernels.attention.attention import Rule
 from engine.model import cuda_products
 from engine.model.cuda import triton_attention
-from engine.model.cuda.graphs import CaptureOwner, Recorded, bucket, shared_memory, uploaded
+from engine.model.cuda.graphs import CaptureOwner, Recorded, bucket, shared_memory
 from engine.model.cuda.lean_layers import LeanLayers
 from engine.model.cuda.padded_rows import PaddedRows, longs
 from engine.model.cuda.triton_attention import TritonAttention
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 from engine.model.stock import NoCache, Unsupported
 from engine.model.structure import OtherStructure
 

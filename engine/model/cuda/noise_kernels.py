@@ -20,7 +20,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.model.cuda.graphs import uploaded
+from engine.device import uploaded
 from engine.sampling.argmax import NAN
 from engine.sampling.noise import divided, gumbel, gumbel_argmax
 from engine.sampling.noise_bits import GOLDEN, MIX_1, MIX_2, UNIT, key_of

@@ -30,7 +30,8 @@ from engine.model.cuda.cuda_forward import CudaForward
 from engine.model.cuda.lean_layers import LeanLayers
 from engine.model.cuda.padded_rows import PaddedRows
 from engine.model.cuda.triton_attention import TritonAttention
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 from engine.model.masked import MaskedForward
 from engine.model.masked_cache import MaskedCache
 

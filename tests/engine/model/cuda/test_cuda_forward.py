@@ -26,7 +26,8 @@ from engine.model import cuda_products
 from engine.model.cuda import cuda_forward, graphs, triton_attention
 from engine.model.cuda.cuda_forward import CudaForward
 from engine.model.cuda.graphs import Recorded, Work
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 from engine.model.stock import NAME, Unsupported
 from engine.model.target import Target
 from engine.model.trial import forward_choice
@@ -99,7 +100,7 @@ def forward_of(family: str, dtype: torch.dtype = torch.float32) -> CudaForward:
     pool = KVPool(KVShape(config.num_hidden_layers, 1, head_dim, dtype), 60, DEVICE)
     pool.keys.fill_(torch.nan)
     pool.values.fill_(torch.nan)
-    pool.take(3)  # so that blocks do not begin at 0
+    pool.allocate(3)  # so that blocks do not begin at 0
     return CudaForward(model, pool, 2)
 
 

@@ -9,17 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.device import _parts, _split_up, downloaded, own_stream, pack_inputs, uploaded, wait
 from engine.model.cuda import graphs
-from engine.model.cuda.graphs import (
-    CaptureOwner,
-    Recorded,
-    RecordedRows,
-    bucket,
-    downloaded,
-    own_stream,
-    uploaded,
-    wait,
-)
+from engine.model.cuda.graphs import CaptureOwner, Recorded, RecordedRows, bucket
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -252,7 +244,7 @@ def test_a_stream_of_its_own_waits_for_the_one_that_loaded_the_model(
 ) -> None:
     loading = Stream(CPU)
     cuda = FakeCuda(monkeypatch, loading)
-    with own_stream(CPU, urgent):
+    with own_stream(torch.device("cuda"), urgent):
         [own] = cuda.used
         assert own is not loading and own.waited_for == [loading] and own.priority == -urgent
 
@@ -280,8 +272,8 @@ def test_work_on_a_stream_of_its_own_is_waited_for(device: torch.device) -> None
 
 def test_what_travels_together_comes_out_as_it_was_at_addresses_that_kernels_are_compiled_for() -> None:
     parts = [torch.arange(3), torch.arange(5, dtype=torch.int32), torch.randn(2, 3).bfloat16(), torch.ones(1).bool()]
-    packed = graphs._packed(parts, CPU)
-    for part, found in zip(parts, graphs._parts(packed, parts), strict=True):
+    packed = pack_inputs(parts, CPU)
+    for part, found in zip(parts, _parts(packed, parts), strict=True):
         assert torch.equal(part, found) and part.dtype == found.dtype
         assert (found.data_ptr() - packed.data_ptr()) % 16 == 0
 
@@ -289,7 +281,7 @@ def test_what_travels_together_comes_out_as_it_was_at_addresses_that_kernels_are
 def test_results_of_several_types_are_split_up_as_they_were() -> None:
     parts = [torch.randn(2, 3), torch.arange(4).view(2, 2), torch.ones(3).bfloat16()]
     packed = torch.cat([part.flatten().view(torch.uint8) for part in parts])
-    assert all(map(torch.equal, parts, graphs._split_up(packed, parts)))
+    assert all(map(torch.equal, parts, _split_up(packed, parts)))
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)

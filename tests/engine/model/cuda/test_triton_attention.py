@@ -19,7 +19,8 @@ from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
 from engine.model.cuda import triton_attention
 from engine.model.cuda.triton_attention import DeviceRows, TritonAttention, grouped
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 from tests.engine.model.test_target import random_tree
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -37,7 +38,7 @@ class Texts:
         self.pool.keys.fill_(torch.nan)
         self.pool.values.fill_(torch.nan)
         self.head_dim, self.dtype = head_dim, dtype
-        self._taken = self.pool.take(7)  # so that blocks do not begin at 0
+        self._taken = self.pool.allocate(7)  # so that blocks do not begin at 0
 
     def vector(self, token: int, position: int, kind: int, heads: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000003 * token + 101 * position + kind)
