@@ -28,12 +28,9 @@ from engine.core.child_environment import child_environment
 
 from .findings import tail
 
-STEPS = {
-    "card": 90, "kernels": 120, "target": 120, "products": 150, "large": 150, "engines": 150, "heads": 90,
-    "workers": 90, "speed": 120, "counts": 60,
-}  # fmt: skip
+STEPS = {"card": 60, "kernels": 180, "products": 150, "counts": 60, "large": 300, "speed": 480}
 """Most seconds of each step on a GPU."""
-_ORDER = "card,kernels+target,products,large,engines+heads,workers,speed+counts"
+_ORDER = "card,kernels,products+counts,large,speed"
 _SHOWN = 600  # characters of a line on standard output
 _LAST_WORDS_S = 1.0  # seconds for the stacks of a step that took too long
 

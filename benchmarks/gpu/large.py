@@ -23,12 +23,14 @@ from engine.model.target import Target
 from .findings import Record, tried
 from .models import LLAMA_8B, TOY, random_weight
 from .rounds import REQUESTS, Rounds, head_of
+from .times import median_us
 
 _SIZES = (1, 8, 16, 32, 64, 65, 128)  # nodes of a tree
 _BEHIND = (512, 4096, 16384)
 _REPEATS = 10
 _WARM_UPS = 3  # rounds that are not timed
 _KERNELS = 8  # kernels named in a breakdown
+_DRAFT_STEPS = 6
 _ROUNDS = (("eagle3", 0.0), ("eagle3", 1.0), ("block", 0.0))
 
 
@@ -56,6 +58,7 @@ def run(device: str) -> Iterator[Record]:
                 requests,
             )
     if device == "cuda":
+        yield tried("a forward beside draft steps", torch.inference_mode()(_beside), target)
         yield {"check": "memory", "peak_gb": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
 
 
@@ -153,6 +156,39 @@ def _rounds(target: Target, method: str, temperature: float, requests: int) -> R
         "ms": ms,
         "captures": Recorded.captures,
     }
+
+
+def _beside(target: Target) -> Record:
+    """Microseconds of the graphs of a forward of 64 rows and of six draft steps, one after the other and on two streams
+    at once.
+    """
+    head: Any = head_of("eagle3", target.model.config, partial(random_weight, device="cuda"))
+    rounds = Rounds(partial(_timed, target.device), target, target.model.config, head, 1, 0.0)
+    rounds.step()
+    forward: Any = target.forward
+    verify, step = forward.recorded[64, tuple(rounds.drafter.feature_layers)]._graph, head.stack._recorded[16]._graph
+    aside = torch.cuda.Stream()
+
+    def in_turns() -> None:
+        verify.replay()
+        for _ in range(_DRAFT_STEPS):
+            step.replay()
+
+    def at_once() -> None:
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(_DRAFT_STEPS):
+                step.replay()
+        verify.replay()
+        torch.cuda.current_stream().wait_stream(aside)
+
+    found = {
+        "in_turns_us": median_us(in_turns),
+        "at_once_us": median_us(at_once),
+        "forward_us": median_us(verify.replay),
+    }
+    rounds.close()
+    return found
 
 
 @contextmanager

@@ -35,7 +35,7 @@ _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.lin
 @dataclass
 class Counts:
     """launches: of kernels, one by one. replays: of graphs; graph_kernels: in these. waits: of the host for the device,
-    whether to read a result or until it has taken what it was sent. up, down: bytes to the device and back. weights:
+    to read a result, or until it has taken what it was sent. up, down: bytes to the device and back. weights:
     bytes of matrices that products read; flops: of products. names: kernels by name, those in graphs too.
     """
 
@@ -179,7 +179,8 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
             result, source, soon = args[0], args[1], bool(args[2:] and args[2])
             to_host, of_host = result.device.type == "cpu", source.device.type == "cpu"
         if to_host:
-            self.wait(func)
+            if not soon:
+                self.wait(func)
             self.counts.down += source.nbytes
             found = invented(source.held).to(result.dtype)
             return found if func is _aten._to_copy.default else result.copy_(found)

@@ -23,6 +23,8 @@ from engine.sampling.noise_bits import key_of
 from engine.sampling.penalties import Penalties
 from engine.wire.messages import TokenLogprob
 
+UNSETTLED = -2
+"""Stands for a token that could have been known, and is drawn when it is needed."""
 _UNITS = 2**40  # units of a probability, in sums of integers
 
 
@@ -30,7 +32,7 @@ _UNITS = 2**40  # units of a probability, in sums of integers
 class LogitsView:
     """The target's logits at a tree's nodes. rows: [nodes, vocab] in any type. settled: tokens are drawn from them
     unchanged, whatever came before. known: [nodes] the tokens that are drawn at each node from unchanged logits, if
-    these are known (`Sampler.is_plain`).
+    these are known (`Sampler.is_plain`); `UNSETTLED` at nodes where they are not.
     """
 
     rows: Tensor
@@ -68,7 +70,7 @@ class NodeLogits:
     def sampled(self, temperature: float, seed: int, position: int) -> int:
         """Draw from softmax(logits / temperature); `NAN` if the logits hold NaN."""
         rows, known = self.choices.rows, self.choices.known
-        if known is not None:
+        if known is not None and known[self.node] != UNSETTLED:
             return known[self.node]
         if rows.device.type == "cpu" and rows.dtype == torch.bfloat16:
             bits = rows.view(torch.int16).numpy()
@@ -118,6 +120,11 @@ class Sampler:
         accepted. A grammar may still rule a token out.
         """
         return self._is_settled and (self._greedy or not self._truncates)
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar may rule tokens out."""
+        return self._matcher is not None
 
     @property
     def _is_settled(self) -> bool:
