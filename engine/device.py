@@ -29,6 +29,37 @@ def downloaded(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(part for _, part in sorted(zip(order, parts, strict=True), key=itemgetter(0)))
 
 
+class Sent:
+    """Results on their way to the host, once what was launched is done. Nobody waits until they are read."""
+
+    def __init__(self, results: Sequence[Tensor]):
+        self._held = [_on_its_way(one) for one in results]
+        self._event: torch.cuda.Event | None = None
+        if any(one.device.type == "cuda" for one in results):
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `read` waits for nothing."""
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> list[Tensor]:
+        """Return the results on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._held
+
+
+def _on_its_way(result: Tensor) -> Tensor:
+    """Return the result on the host, or the pinned memory to which the device copies it."""
+    if result.device.type == "cpu":
+        return result
+    host = torch.empty(result.shape, dtype=result.dtype, pin_memory=result.device.type == "cuda")
+    return host.copy_(result, non_blocking=True) if result.numel() else host
+
+
 def _split_up(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     sizes = [one.nbytes for one in like]
     return [part.view(one.dtype).view(one.shape) for part, one in zip(packed.split(sizes), like, strict=True)]

@@ -1,4 +1,4 @@
-"""An attention kernel against softmax attention in float64, alone and beside others, and with an infinity."""
+"""Compares an attention kernel with softmax attention in float64, alone and beside others, and with an infinity."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SPOILED = 1  # the node whose values are infinite
 
 
 def difference(kernel: AttentionKernel) -> str:
-    """What is wrong with the kernel's results; "" if nothing is."""
+    """Return what is wrong with the kernel's results; "" if nothing is."""
     given = torch.randn(_PAST + len(_TREE), (_GROUPS + 2) * _HEADS, _DIMS, generator=torch.Generator().manual_seed(0))
     given = given.to(kernel.dtype)
     spoiled = given.clone()
@@ -47,7 +47,7 @@ def difference(kernel: AttentionKernel) -> str:
 
 
 def _attended(kernel: AttentionKernel, rule: Rule, given: Tensor, text: int = 0) -> Tensor:
-    """The kernel's results [rows, heads, dims] for the tree's nodes, or for the last `text` rows as text. given:
+    """Return the kernel's results [rows, heads, dims] for the tree's nodes, or for the last `text` rows as text. given:
     [positions, heads * groups queries, then keys, then values, dims].
     """
     pool = KVPool(kernel.shape(1, _HEADS, _DIMS), 8)
@@ -66,7 +66,7 @@ def _attended(kernel: AttentionKernel, rule: Rule, given: Tensor, text: int = 0)
 
 
 def _entered(pool: KVPool, cache: KVCache, given: Tensor) -> Tensor:
-    """Write keys and values to the pool as a layer does; returns the queries [heads, positions, groups, dims]."""
+    """Write keys and values to the pool as a layer does; return the queries [heads, positions, groups, dims]."""
     shape, count, work = pool.shape, len(given), np.zeros(1, ENTER)
     places = np.arange(count, dtype=np.int32)
     slots = (cache.table[places // BLOCK] * BLOCK + places % BLOCK).astype(np.int32)
@@ -83,7 +83,7 @@ def _entered(pool: KVPool, cache: KVCache, given: Tensor) -> Tensor:
 
 
 def _definition(rule: Rule, given: Tensor) -> Tensor:
-    """Softmax attention in float64, of the numbers as they are given."""
+    """Compute softmax attention in float64, of the numbers as they are given."""
     queries, keys, values = given.double().split([_GROUPS * _HEADS, _HEADS, _HEADS], dim=1)
     out = torch.zeros(len(_TREE), _HEADS * _GROUPS, _DIMS, dtype=torch.float64)
     for node in range(len(_TREE)):

@@ -127,7 +127,7 @@ class PooledCache(KVCache):
     def places(self, first: int, count: int) -> Int:
         """[count]: places in the pool of the slots from `first` on."""
         self.reserve(first + count)
-        return self._slots(np.arange(first, first + count, dtype=np.int32))
+        return self.slots(np.arange(first, first + count, dtype=np.int32))
 
 
 Enters = Callable[[Tensor, Tensor], Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import numpy as np
 
@@ -20,7 +21,7 @@ Moves = tuple[Int, Int]
 class KVCache:
     """One request's keys and values. length: committed positions; pending: rows after them that are still drafts.
     tenant: whose blocks in the cache folder it shares. spoiled: whether the block after those that it has published is
-    not finite.
+    not finite. moved: rows of the last tree whose entries a GPU has moved to the first places after `length`.
     """
 
     def __init__(self, pool: KVPool, tenant: str = ""):
@@ -28,6 +29,7 @@ class KVCache:
         self.state = None if pool.layer_states is None else RequestState(pool.layer_states)
         self.length = self.pending = 0
         self.spoiled = False
+        self.moved: Sequence[int] = ()
         self.table: Int = np.zeros(0, np.int32)
         self._texts: list[int] = []  # the numbers of the texts that its first full blocks end
         self._keys = [] if self.saved is None else [self.saved.root(tenant)]  # in the cache folder, of the same texts
@@ -58,14 +60,16 @@ class KVCache:
     def keep(self, path: Sequence[int]) -> Moves | None:
         """What `commit` does, but for the entries that are not in place yet: the moves to come, if there are any."""
         length, self.pending = self.length, 0
+        moved, self.moved = self.moved, ()
         self.length += len(path)
         if self.state is not None:
             self.state.commit(path, self.length)
-        in_place = next((i for i, node in enumerate(path) if node != i), len(path))
+        there = zip_longest(path, moved[: len(path)])
+        in_place = next((i for i, (node, place) in enumerate(there) if node not in (i, place)), len(path))
         if in_place == len(path):
             return None
         sources = np.asarray(path[in_place:], np.int32) + np.int32(length)
-        return self._slots(sources), self._slots(np.arange(length + in_place, self.length, dtype=np.int32))
+        return self.slots(sources), self.slots(np.arange(length + in_place, self.length, dtype=np.int32))
 
     def next_ending(self, text: Sequence[int]) -> Ending | None:
         """What the block after the committed positions will end; None unless it begins there and `text` fills it."""
@@ -226,7 +230,8 @@ class KVCache:
             self.saved.used(self._keys[1:])
             del self._keys[1:]
 
-    def _slots(self, positions: Int) -> Int:
+    def slots(self, positions: Int) -> Int:
+        """Return the places in the pool of these positions."""
         slots: Int = self.table[positions // BLOCK] * np.int32(BLOCK) + positions % np.int32(BLOCK)
         return slots
 

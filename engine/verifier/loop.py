@@ -116,8 +116,10 @@ class Verifier:
             return
         started_ns = time.perf_counter_ns()
         self.front_end.send_progress(plan.reading, self.timer.costs, self.requests.chunk, started_ns)
+        readers, wants = [request for request, _ in plan.reading], self.drafter.wants
         try:
-            logits, hidden_states = self.target.run([*trees, *chunks], self.drafter.wants.feature_layers)
+            logits, hidden_states = self.target.run([*trees, *chunks], wants.feature_layers)
+            draws = drawings(steps, readers, chunks, logits, hidden_states, wants.successors, self.target.pool)
         except (torch.AcceleratorError, StateLost):
             raise  # the device's or the requests' state is lost: this worker ends, and the next one continues
         except Exception as error:  # exhausted memory, say
@@ -125,8 +127,6 @@ class Verifier:
         self.timer.end_forward(started_ns, [*trees, *chunks])
         if self.timer.costs.ahead.second:
             self.drafter.poll()  # drafts that arrived meanwhile
-        readers = [request for request, _ in plan.reading]
-        draws = drawings(steps, readers, chunks, logits, hidden_states, self.drafter.wants.successors)
         results = self._draw_and_tell_drafter(plan, steps, draws)
         self.timer.observe_round(results, steps, [*trees, *chunks], self.drafter)
         self._tell_front_end(results)

@@ -20,10 +20,11 @@ from engine.core.methods import GRAMMAR
 from engine.core.tree import TokenTree
 from engine.costs.constants import GRAFT_PROB
 from engine.costs.cost_model import CostModel
-from engine.model.runner import bfloat16_bits
+from engine.model.drawn_tree import DrawnTree
+from engine.model.kv_pool import KVPool
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampler import verify
-from engine.verifier.known_tokens import Known, RowStates, known_tokens, row_states
+from engine.verifier.known_tokens import Output, output_of
 from engine.verifier.request import Request
 from engine.wire.messages import Array, TokenLogprob
 
@@ -71,19 +72,18 @@ class Step:
         order = np.argsort(-self.uncut.confidence[self.kept[1:]], kind="stable") + 1
         return replace(self, kept=self.kept[np.sort(np.append(0, order[: rows - 1]))])
 
-    def verify(self, logits: Tensor, known: Known, states: RowStates | None, first: int, successors: int) -> StepResult:
+    def verify(self, logits: Tensor, output: Output, index: int, first: int) -> StepResult:
         """Walk down the tree, and record in the request how the round ended. Raises if the logits are not numbers.
 
-        logits: [nodes, vocab]. known: the tokens drawn at the nodes, if known. states: those of all trees' rows, in
-        which this tree's begin at `first`. successors: how many of the likeliest tokens the drafter wants of each node.
+        logits: [nodes, vocab]. output: what the forward gave, in which this is the tree of that index, and its rows
+        begin at `first`.
         """
         request = self.request
-        path, tokens = verify(self.tree, logits, request.sampler, known)
-        ranked = self._successors(logits, successors) if successors else None
+        path, tokens = verify(self.tree, logits, request.sampler, output.known(index))
+        ranked = self._ranked(output.successors_of(first, len(self.tree)))
         accepted = self.kept[path].tolist() if self.is_speculative else path
         hit = request.hit
-        states_of_path = None if states is None else states.of([first + node for node in path])
-        request.accept(path, self.draft, accepted[-1], tokens, states_of_path)
+        request.accept(path, self.draft, accepted[-1], tokens, output.states_of(index, path))
         sources = (GRAMMAR if node >= len(self.drafted) else int(self.uncut.source[node]) for node in accepted[1:])
         return StepResult(
             request,
@@ -100,10 +100,12 @@ class Step:
             tuple(self.forced_tokens),
         )
 
-    def _successors(self, logits: Tensor, count: int) -> Array:
+    def _ranked(self, successors: Array | None) -> Array | None:
         """[nodes, count] int32: the target's likeliest tokens after every drafted node, -1 for nodes that were cut."""
-        ranked = np.full((len(self.uncut), count), -1, np.int32)
-        ranked[self.kept] = logits.topk(count).indices.cpu().numpy()
+        if successors is None:
+            return None
+        ranked = np.full((len(self.uncut), successors.shape[1]), -1, np.int32)
+        ranked[self.kept] = successors
         return ranked
 
 
@@ -150,37 +152,45 @@ def drawings(
     logits: Tensor,
     hidden_states: Tensor | None,
     successors: int,
+    pool: KVPool | None = None,
 ) -> list[Drawing]:
-    """Give each tree, and then each chunk, its part of a forward's output. logits: [rows wanted, vocab]; hidden_states:
-    [rows, layers, hidden], None if nobody wants them. successors: as `Step.verify` has it.
+    """Give each tree, and then each chunk, its part of a forward's output. On a GPU all that can be drawn is launched,
+    and nothing is waited for. logits: [rows wanted, vocab]; hidden_states: [rows, layers, hidden], None if nobody wants
+    them. successors: how many of the likeliest tokens the drafter wants of each node. pool: of keys and values, None if
+    they are elsewhere.
     """
-    trees = [step.tree for step in steps]
-    *firsts, row = accumulate(map(len, trees), initial=0)
-    known = known_tokens(trees, [step.request.sampler for step in steps], logits[:row])
-    states = row_states(None if hidden_states is None else hidden_states[:row], trees, known)
-    found: list[Drawing] = [
-        partial(step.verify, logits[first : first + len(step.tree)], tokens, states, first, successors)
-        for step, first, tokens in zip(steps, firsts, known, strict=True)
-    ]
-    wanted = row
+    *firsts, rows = accumulate((len(step.tree) for step in steps), initial=0)
+    drawn, reads = list[DrawnTree](), list[partial[StepResult | None]]()
+    for step, first in zip(steps, firsts, strict=True):
+        drawn.append(DrawnTree(step.tree, step.request.sampler, first, step.request.cache if pool else None))
+    row = wanted = rows
     for request, chunk in zip(readers, chunks, strict=True):
-        of_chunk = None if hidden_states is None else hidden_states[row : row + len(chunk)]
-        found.append(partial(_read, request, chunk, logits[wanted : wanted + chunk.wanted_rows], of_chunk))
-        row, wanted = row + len(chunk), wanted + chunk.wanted_rows
-    return found
+        end = wanted + chunk.wanted_rows
+        reads.append(partial(_read, request, chunk, logits[wanted:end], first=row, index=len(drawn)))
+        if chunk.wanted_rows:
+            drawn.append(DrawnTree(TokenTree.root_only(0), request.sampler, end - 1))
+        row, wanted = row + len(chunk), end
+    output = output_of(drawn, logits, hidden_states, pool, rows, successors)
+    trees = enumerate(zip(steps, firsts, strict=True))
+    return [
+        *(partial(step.verify, logits[at : at + len(step.tree)], output, index, at) for index, (step, at) in trees),
+        *(partial(read, output=output) for read in reads),
+    ]
 
 
-def _read(request: Request, chunk: Segment, logits: Tensor, states: Tensor | None) -> StepResult | None:
-    """Record that a chunk was read; after a prompt's last one, draw the first token. logits: [rows wanted, vocab];
-    states: [tokens, layers, hidden].
+def _read(
+    request: Request, chunk: Segment, logits: Tensor, first: int, index: int, output: Output
+) -> StepResult | None:
+    """Record that a chunk was read; after a prompt's last one, draw the first token. logits: [rows wanted, vocab].
+    output: what the forward gave, in which the chunk's rows begin at `first`, and its last one is the tree `index`.
     """
     logprobs = list[TokenLogprob]()
     if request.reads_all:
         following = request.text[chunk.past + 1 : chunk.past + 1 + len(chunk)]
         logprobs = token_logprobs(logits, following, request.sampling.prompt_logprobs or 0)
-    is_last = request.read(chunk, logprobs, None if states is None else bfloat16_bits(states))
+    is_last = request.read(chunk, logprobs, output.read_states(first, len(chunk)))
     if not is_last or request.has_answer:
         return None
-    token = request.sampler.draw(request.sampler.choices(logits[-1:])[0])
+    token = request.sampler.draw(request.sampler.choices(logits[-1:], output.known(index))[0])
     request.begin_answer(token)
     return StepResult(request, 0, [0], [token], len(chunk), logprobs=request.sampler.take_logprobs())

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Generic, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.core.errors import first_line
@@ -50,6 +51,7 @@ class CaptureOwner:
 class Recorded:
     """`work` over tensors that have the same shapes in every call. memory: what graphs may share that never run at once
     and whose outputs are read before another of them runs (`shared_memory`). owner: whose work it is; None: its own.
+    room: numbers that the last input has room for, if it may be of any length up to that; only what is given is sent.
 
     captures: whether all captures of this process were valid so far. stuck: whether one could not be ended, after which
     none is tried, since torch's allocator still counts it as under way. A capture that only ran out of memory ends
@@ -62,9 +64,15 @@ class Recorded:
     told = False
 
     def __init__(
-        self, work: Work, device: torch.device, memory: Memory | None = None, owner: CaptureOwner | None = None
+        self,
+        work: Work,
+        device: torch.device,
+        memory: Memory | None = None,
+        owner: CaptureOwner | None = None,
+        room: int | None = None,
     ):
         self._work, self._device, self._memory, self._owner = work, device, memory, owner or CaptureOwner()
+        self._room = room
         self._inputs: tuple[Tensor, ...] | None = None
         self._upload: Tensor | None = None  # what the inputs that come from the host are views of
         self._outputs: tuple[Tensor, ...] = ()
@@ -73,6 +81,8 @@ class Recorded:
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """What `work` returns; the next call overwrites it. inputs: on any device."""
         if self._inputs is None:
+            if self._room is not None:
+                inputs = *inputs[:-1], F.pad(inputs[-1], (0, self._room - len(inputs[-1])))
             memory, held = upload(inputs, self._device)
             if self._device.type in _GRAPHS:
                 self._capture(held)
@@ -88,10 +98,11 @@ class Recorded:
         """Replace the inputs that the work finds."""
         assert self._inputs is not None
         if self._upload is not None:
-            self._upload.copy_(pack_inputs(inputs, self._device), non_blocking=True)
+            packed = pack_inputs(inputs, self._device)
+            self._upload[: len(packed)].copy_(packed, non_blocking=True)
         for kept, given in zip(self._inputs, inputs, strict=True):
             if given.device.type != "cpu" or self._upload is None:
-                kept.copy_(given)
+                kept[: len(given)].copy_(given)
 
     def _capture(self, inputs: Sequence[Tensor]) -> None:
         """Capture the work. Where that fails, say so once: some models synchronise with the host, which a graph cannot

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.device import _parts, _split_up, downloaded, own_stream, pack_inputs, uploaded, wait
+from engine import device as device_module
+from engine.device import Sent, _parts, _split_up, downloaded, own_stream, pack_inputs, uploaded, wait
 from engine.model.cuda import graphs
 from engine.model.cuda.graphs import CaptureOwner, Recorded, RecordedRows, bucket
 
@@ -58,6 +59,37 @@ def test_recorded_work_keeps_what_it_writes(device: torch.device) -> None:
     for slot in range(8):
         (total,) = kept(torch.tensor([slot]), torch.tensor([float(slot)]))
     assert total.item() == sum(range(8))
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_of_an_input_of_any_length_what_is_given_is_sent_and_the_work_finds_it_in_the_same_place(
+    device: torch.device,
+) -> None:
+    found: list[int] = []
+
+    def work(x: Tensor, listed: Tensor) -> tuple[Tensor, ...]:
+        found.append(listed.data_ptr())
+        return (listed[: int(x)].sum(),) if device.type == "cpu" else (x + listed.sum(),)
+
+    recorded = Recorded(work, device, room=9)
+    for given in ([3, 4], [5, 6, 7], [8]):
+        (total,) = recorded(torch.tensor([len(given)]), torch.tensor(given))
+        assert device.type != "cpu" or total == sum(given)
+    assert len(set(found)) == 1
+
+
+def test_to_a_graph_only_what_is_given_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, packed = [], graphs.pack_inputs
+
+    def noted(inputs: Sequence[Tensor], device: torch.device) -> Tensor:
+        sent.append(len(packed(inputs, CPU)))
+        return packed(inputs, CPU)
+
+    monkeypatch.setattr(graphs, "pack_inputs", noted)
+    recorded = Recorded(lambda *held: held, torch.device("meta"), room=100)
+    for count in (3, 5):
+        recorded(torch.tensor([1]), torch.arange(count))
+    assert sent == [16 + 48], "the first time all that it has room for is"
 
 
 def test_work_that_cannot_be_captured_is_called_and_said_once(
@@ -299,3 +331,28 @@ def test_recorded_rows_are_those_of_the_work(rows: int, device: torch.device) ->
     for _ in range(2):
         x, y = torch.randn(rows, 3), torch.randn(rows, 3)
         assert all(map(torch.equal, (x + y, x[:, :1] * 2), (part.cpu() for part in work(x, y))))
+
+
+def test_results_are_waited_for_when_they_are_read_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            told.append("recorded")
+
+        def synchronize(self) -> None:
+            told.append("waited")
+
+        def query(self) -> bool:
+            return len(told) > 5
+
+    class Away:
+        device, shape, dtype = torch.device("cuda"), (2,), torch.int64
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(device_module, "_on_its_way", lambda result: torch.arange(2))
+    sent = Sent([Away()])  # type: ignore[list-item]
+    assert told == ["recorded"] and not sent.arrived
+    for _ in range(2):
+        assert [part.tolist() for part in sent.read()] == [[0, 1]]
+    assert told == ["recorded", "waited"] and sent.arrived
