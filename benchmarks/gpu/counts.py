@@ -1,4 +1,4 @@
-"""What a round does on CUDA, counted from traced programs on any machine: kernels, launches, waits, bytes.
+"""Counts what a round does on CUDA, from traced programs on any machine: kernels, launches, waits, bytes.
 
 An 8B shape and its draft heads run on a device without memory (`traced_device`), through the same code as on a GPU: a
 round drafts a tree for every request, verifies all trees in one forward, draws, and tells the drafter. What the host
@@ -15,29 +15,33 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from engine import device as device_module
 from engine.core.batch import Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
 from engine.model import cuda_products
-from engine.model.cuda import graphs, layer_kernels, noise_kernels, triton_attention
+from engine.model.cuda import graphs, layer_kernels, noise_kernels, triton_attention, walk_kernels
 from engine.model.cuda.cuda_forward import CudaForward
 from engine.model.kv_pool import KVPool
 from engine.model.runner import Runner
 
+from . import rounds
 from .findings import Record, tried
 from .models import HEADS, LLAMA_8B
 from .rounds import REQUESTS, Rounds, head_of
 from .traced_device import DEVICE, Counts, Launched, TracedTensor, Tracing, invented, on_device
 
-_ROUNDS = 3  # of which the last is counted: the graphs of the others are captured
+_ROUNDS = 3  # rounds, of which the last is counted: the graphs of the others are captured
 _KERNELS = {
     layer_kernels: ("norm", "enter", "gate"),
-    triton_attention: ("_attend_chunk", "_attend_joined"),
-    noise_kernels: ("draw_parts", "score_noisily"),
+    triton_attention: ("_attend_texts", "_attend_rows"),
+    noise_kernels: ("draw_parts", "join_parts", "score_noisily"),
+    walk_kernels: ("walk", "move", "gather"),
 }
-_BANDWIDTH, _FLOPS = 0.8 * 3.35e12, 0.6 * 989e12  # of an H100 SXM: bytes and operations a second that are reached
-_LAUNCH_S, _IN_GRAPH_S, _WAIT_S, _BUS = 5e-6, 1.5e-6, 15e-6, 20e9  # of a kernel, of one in a graph, of a wait; bytes/s
+_BANDWIDTH, _FLOPS = 0.8 * 3.35e12, 0.6 * 989e12  # bytes and operations a second that an H100 SXM reaches
+# seconds of a kernel's launch, of a kernel in a graph, of a wait; bytes/s
+_LAUNCH_S, _IN_GRAPH_S, _WAIT_S, _BUS = 5e-6, 1.5e-6, 15e-6, 20e9
 SGLANG = 373.25
 """Tokens a second of SGLang with EAGLE-3 on one H100, by its documentation: Llama-3.1-8B, MT-bench, one request."""
 
@@ -60,8 +64,9 @@ def _replace_kernels(tracing: Tracing) -> None:
             setattr(module, name, Launched(name, tracing))
     graphs._GRAPHS = (DEVICE.type,)
     graphs._warm_up = lambda *_: None
+    rounds.wait = lambda device: tracing.wait("the round's end")
     graphs._captured = tracing.captured
-    graphs._split_up = lambda packed, like: [invented(one.held) for one in like]
+    device_module._split_up = lambda packed, like: [invented(one.held) for one in like]
 
 
 def _target() -> Runner:
@@ -91,10 +96,10 @@ def _weight(_: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _forwards(tracing: Tracing, runner: Runner) -> Record:
-    """Kernels of a forward of 16 rows, and of each layer."""
+    """Count the kernels of a forward of 16 rows, and of each layer."""
     cache = runner.new_cache(64)
     tree = TokenTree.chain(1, [2] * 15, [1.0] * 15)
-    runner.run([Segment.of_tree(tree, cache)])  # captures
+    runner.run([Segment.of_tree(tree, cache)])  # captures the graphs
     with tracing.counting() as counts:
         runner.run([Segment.of_tree(tree, cache)])
     cache.release()
@@ -105,14 +110,14 @@ def _forwards(tracing: Tracing, runner: Runner) -> Record:
 
 
 def _round(tracing: Tracing, runner: Runner, method: str, requests: int, temperature: float) -> Record:
-    rounds = Rounds(tracing.counting, runner, LLAMA_8B, head_of(method, LLAMA_8B, _weight), requests, temperature)
+    served = Rounds(tracing.counting, runner, LLAMA_8B, head_of(method, LLAMA_8B, _weight), requests, temperature)
     for _ in range(_ROUNDS):
-        steps = rounds.drafter.steps
-        parts, rows = rounds.step()
-    steps = max(1, rounds.drafter.steps - steps)
+        steps = served.drafter.steps
+        parts, rows = served.step()
+    steps = max(1, served.drafter.steps - steps)
     assert runner.pool is not None
-    kv_bytes = sum(cache.length for cache in rounds.caches) * runner.pool.shape.block_bytes // 16
-    rounds.close()
+    kv_bytes = sum(cache.length for cache in served.caches) * runner.pool.shape.block_bytes // 16
+    served.close()
     every = (parts.draft, parts.forward, parts.draws, parts.told)
     seconds = _seconds(parts.draft), _seconds(parts.forward, kv_bytes), _seconds(parts.draws) + _seconds(parts.told)
     return {
@@ -138,7 +143,7 @@ def _round(tracing: Tracing, runner: Runner, method: str, requests: int, tempera
 
 
 def _seconds(counts: Counts, read: int = 0) -> float:
-    """An estimate for an H100. read: bytes that attention reads."""
+    """Estimate the seconds that an H100 takes. read: bytes that attention reads."""
     device = max(
         (counts.weights + read) / _BANDWIDTH, counts.flops / _FLOPS, counts.graph_kernels * _IN_GRAPH_S
     )  # fmt: skip

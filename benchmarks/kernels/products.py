@@ -1,4 +1,4 @@
-"""A product's kernel against the product in float64, a row alone and beside others, and beside rows of no numbers."""
+"""Compares a product's kernel with the product in float64, a row alone and beside others, and beside rows of NaN."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROWS = 37
 
 
 def random_matrix(kind: str) -> StoredMatrix:
-    """Random codes and factors in blocks of that type, with scales of usual size."""
+    """Return random codes and factors in blocks of that type, with scales of usual size."""
     generator, layout = np.random.default_rng(0), layout_of(kind)
     numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     raw = generator.integers(0, 256, (OUTPUTS, INPUTS // numbers, size), np.uint8)
@@ -42,7 +42,7 @@ def put_scales(raw: NDArray[np.uint8], at: int, scales: NDArray[np.float16]) -> 
 
 
 def difference(product: Matmul, weight: Tensor, dtype: torch.dtype) -> str:
-    """What is wrong with the product with a matrix of that weight; "" if nothing is."""
+    """Return what is wrong with the product with a matrix of that weight; "" if nothing is."""
     x = torch.randn(_ROWS, INPUTS, generator=torch.Generator().manual_seed(0)).to(dtype)
     found, expected = product(x), x.double() @ weight.double().T
     exact = dtype == torch.float32 and not product.coded

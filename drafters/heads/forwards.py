@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from drafters.heads.growth.policies import Dynamic, Policy
 from drafters.heads.growth.trie import Trie, TriePlace
 from drafters.heads.head import Head
 
@@ -29,6 +30,19 @@ class Forwards:
         for row, node in zip(others, self.descend([places[row] for row in others]), strict=True):
             nodes[row] = node
         return nodes
+
+    def draft_ahead(self, places: list[TriePlace], policy: Policy) -> None:
+        """Draft what the policy will ask for below node 0 of tries of which nothing is drafted, where a head does that
+        without waiting for each layer.
+        """
+        if not (isinstance(policy, Dynamic) and self.head.drafts_ahead):
+            return
+        new = dict.fromkeys(trie for trie, path in places if not path and 0 not in trie.seen)
+        if tries := [trie for trie in new if trie.ranking.top_k >= policy.top_k]:
+            started = time.perf_counter()
+            self.head.draft_ahead(tries, policy)
+            self.seconds += time.perf_counter() - started
+            self.count += policy.depth + 1
 
     def descend(self, places: list[TriePlace]) -> list[int]:
         """The node at the end of each path, drafted where its request does not have it yet."""

@@ -59,6 +59,15 @@ class Head(ABC):
             return [one.session.rank(*one[1:]) for one in asked]
         return Ranking.of_all([(one.ranking, one.logits, one.positions) for one in asked if one.logits is not None])
 
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether `draft_ahead` can be called."""
+        return False
+
+    def draft_ahead(self, tries: Sequence[Any], policy: Policy) -> None:
+        """Draft below node 0 of these tries all that the policy is likely to ask for, and enter it."""
+        raise NotImplementedError
+
     def begin(self, asked: Sequence[tuple[Any, list[list[int]]]]) -> list[list[int]]:
         """Of each session the nodes at the end of some paths below node 0, all drafted together; -1 where no block
         begins: where a path is too long, and with heads that `extend` one token at a time.

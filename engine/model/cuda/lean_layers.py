@@ -56,7 +56,7 @@ class LeanLayers:
         return [self._head, *(linear for layer in self._layers for linear in layer.products.values())]
 
     def __call__(
-        self, rows: PaddedRows, chunks: int, attention: TritonAttention, feature_layers: Sequence[int]
+        self, rows: PaddedRows, attention: TritonAttention, feature_layers: Sequence[int]
     ) -> tuple[Tensor, ...]:
         """All logits, [rows, vocab], and [rows, layers, hidden] hidden states if layers are given.
 
@@ -70,7 +70,7 @@ class LeanLayers:
                 states[index] = residual.to(x.dtype, copy=True)  # it is added to in place
             qkv = layer.products["qkv"](x)
             query = entered(self.pool, index, qkv, rows, self._cos_sin, layer.norms, layer.epsilon)
-            attended = attention(rows.seen, chunks, index, self._rules[index], query)
+            attended = attention(rows.seen, index, self._rules[index], query)
             delta = layer.products["out"](attended.flatten(1))
             x = normed(residual, delta, layer.inner_norm)
             delta = layer.products["down"](gated(layer.products["gate_up"](x)))

@@ -10,11 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.costs.constants import LARGEST_ERROR, LATEST_ELSEWHERE, LATEST_ROUND
+
 SIZES = (1, 4, 8, 16, 32, 48, 64, 128, 256)
 """Row counts at which a forward's time is known."""
-_NEW = 0.1  # weight of the latest measurement
-_CLIP = 0.25  # clip of one sample's relative error: an interrupted forward must not make a size expensive for good
-_ELSEWHERE = 0.03  # weight for the other sizes: what slows one forward slows them all
 _PASSES = 3  # start-up: passes over the sizes
 _STEEP = 3.0  # start-up stops at the first size that takes this many times as long as the fastest
 _SLOW_S = 0.02  # a forward of this time is disturbed little: it is measured twice and no further
@@ -109,11 +108,11 @@ class ForwardTime:
 
     def observe(self, rows: int, keys: Attended, seconds: float) -> None:
         """Learn from a forward that took `seconds`."""
-        error = max(-_CLIP, min(_CLIP, seconds / self.seconds(rows, keys) - 1))
+        error = max(-LARGEST_ERROR, min(LARGEST_ERROR, seconds / self.seconds(rows, keys) - 1))
         above, near = self._place(rows)
-        weights = [_ELSEWHERE] * len(self._sizes)
-        weights[above] += (_NEW - _ELSEWHERE) * near
-        weights[max(0, above - 1)] += (_NEW - _ELSEWHERE) * (1 - near)
+        weights = [LATEST_ELSEWHERE] * len(self._sizes)
+        weights[above] += (LATEST_ROUND - LATEST_ELSEWHERE) * near
+        weights[max(0, above - 1)] += (LATEST_ROUND - LATEST_ELSEWHERE) * (1 - near)
         self._seconds = [size_s * (1 + weight * error) for size_s, weight in zip(self._seconds, weights, strict=True)]
         self._least = _rising(self._seconds)
 

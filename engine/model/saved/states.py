@@ -1,4 +1,4 @@
-"""Snapshots in a cache folder. The key of one is the key of the block that its text ends with (`saved_blocks`)."""
+"""Snapshots in a cache folder. The key of one is the key of the block that its text ends with (`saved.blocks`)."""
 
 from __future__ import annotations
 

@@ -13,11 +13,10 @@ from typing import Literal
 
 import numpy as np
 
-from engine.verifier.bandit import Experience
-from engine.verifier.cost_model import CostModel
-from engine.verifier.draft_choice import DraftChoice, DraftedRound, DraftKinds
-from engine.verifier.forward_time import ForwardTime
-from engine.verifier.step_input import paying
+from engine.costs.bandit import Experience
+from engine.costs.cost_model import CostModel
+from engine.costs.draft_choice import DraftChoice, DraftKinds
+from engine.costs.forward_time import ForwardTime
 
 Level = Literal["plain", "retrieval", "model"]
 
@@ -86,15 +85,17 @@ class Simulation:
             forward_s = costs.forward.seconds(rows)
             emitted = min(1 + by_retrieval + by_model, len(text.retrieved) - at)
             if level != "plain":
-                drafted = DraftedRound(
-                    by_retrieval,
-                    by_model,
-                    forward_s - costs.forward.seconds(rows - retrieval_rows),
-                    forward_s - costs.forward.seconds(rows - model_rows),
-                    waited_s,
-                    level == "model",
+                choice.observe(
+                    self.kinds,
+                    costs,
+                    1,
+                    by_retrieval=by_retrieval,
+                    by_model=by_model,
+                    retrieval_rows_s=forward_s - costs.forward.seconds(rows - retrieval_rows),
+                    model_rows_s=forward_s - costs.forward.seconds(rows - model_rows),
+                    waited_s=waited_s,
+                    model_drafted=level == "model",
                 )
-                choice.observe(self.kinds, costs, 1, drafted)
                 costs.observe_wait(waited_s)
             costs.observe_round(1, rows, emitted, waited_s)
             passed_s += waited_s + forward_s
@@ -104,7 +105,7 @@ class Simulation:
     def _paying(self, foreseen: Sequence[bool], tokens: int) -> int:
         """How many of a chain's tokens are verified, its confidence being what the text bears out."""
         share = sum(foreseen) / len(foreseen)
-        return len(paying([np.cumprod([1.0, *[share] * tokens]).astype(np.float32)], self.costs)[0]) - 1
+        return len(self.costs.paying_nodes([np.cumprod([1.0, *[share] * tokens]).astype(np.float32)])[0]) - 1
 
 
 def _run(foreseen: Sequence[bool], start: int, most: int) -> int:
