@@ -296,5 +296,10 @@ def test_the_document_lists_every_type_with_its_bits() -> None:
     found = {row[0]: row[1:] for row in rows if row[0] in BITS}
     sizes = {kind: GGML_QUANT_SIZES[GGMLQuantizationType[kind]] for kind in CODED}
     assert found == {
-        kind: [f"{8 * sizes[kind][1] / sizes[kind][0]:.2f}", f"{BITS[kind]:.2f}"] for kind in CODED
+        kind: [
+            f"{8 * sizes[kind][1] / sizes[kind][0]:.2f}",
+            f"{BITS[kind]:.2f}",
+            "yes" if kind in INTEGERS else "no",
+        ]
+        for kind in CODED
     }
