@@ -191,7 +191,7 @@ def _of_step(
 
 
 def factor_bytes(builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value, step: ir.Value) -> ir.Value:
-    """Load the factors of a step of the tile at that address, a byte for each output, kind after kind, bias included."""
+    """Load the factors of a step of the tile at that address, a byte for each output, kind by kind, bias included."""
     at = builder.add(tile, builder.add(_WORD(layout.factors_at), builder.mul(step, _WORD(layout.factor_bytes))))
     kind = ir.VectorType(_BYTE, layout.factor_bytes)
     factors = builder.load(pointer(builder, at, kind), align=1)
