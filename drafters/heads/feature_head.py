@@ -15,7 +15,7 @@ from drafters.heads.session import Session
 
 
 class FeatureHead(FeatureWeights):
-    """What the EAGLE heads have in common: everything but the layer itself."""
+    """Everything that the EAGLE heads have in common: all but the layer itself."""
 
     def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
         return super().roots(sessions) if self.stack is None else pooled_session.roots(self, sessions)

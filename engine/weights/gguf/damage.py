@@ -18,6 +18,7 @@ from engine.weights.gguf.header import GgufTensor
 _EXPONENTS = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
 """Types of numbers, and the bits that are all set where a number is infinite or NaN."""
 _AGAIN = "get the file again"
+_AT_ONCE = 1 << 14  # blocks that are put together at a time
 
 
 class DamagedTensors(ModelError):
@@ -54,6 +55,9 @@ def _has_numbers(raw: NDArray[np.uint8], tensor: GgufTensor) -> bool:
     if not has_layout(kind) or (layout := layout_of(kind)).exponents:
         return True
     blocks = raw.reshape(tensor.elements // layout.inputs, -1)
+    if layout.scale >= blocks.shape[1]:  # it is put together when a block is packed
+        parts = (layout.whole(blocks[start : start + _AT_ONCE]) for start in range(0, len(blocks), _AT_ONCE))
+        return all(_are_finite(part[:, layout.scale : layout.scale + 2]) for part in parts)
     return all(_are_finite(blocks[:, at : at + 2]) for at in _scales_of(layout))
 
 

@@ -1,6 +1,6 @@
 """How GGUF files hold a model, by transformers' tables and what they leave out: keys of the metadata, whole families.
 
-transformers' own tables are extended when this is imported; `completed` does the rest to a configuration made by them.
+`teach_transformers` extends transformers' own tables; `completed` does the rest to a configuration made by them.
 
 llama.cpp renames tensors, permutes the rows of some and offsets the values of others. The names of the package `gguf`
 and transformers' own processors undo that. They are given the numbers of the rows instead of a matrix, so the order of
@@ -10,6 +10,7 @@ the rows is known without moving any. Experts are three tensors a layer, two of 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 from engine.core.errors import ModelError, shown
 from engine.weights.gguf.file import GgufFile
 from engine.weights.gguf.header import GgufTensor
-from engine.weights.gguf.hybrids import HYBRIDS, check_hybrid, delta_parameters, draft_block
+from engine.weights.gguf.hybrids import HYBRIDS, check_hybrid, delta_parameters, draft_block, teach_hybrids
 from engine.weights.stored_weights import Place, Unreadable, is_vector, named
 
 _COMMON = GGUF_CONFIG_MAPPING["qwen2"]
@@ -56,16 +57,18 @@ _SCALED_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
 """Gemmas of 27 B, known by their layers as llama.cpp knows them: their queries are scaled by hidden size over heads."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
-for _family, _names in _KEYS.items():
-    GGUF_CONFIG_MAPPING.setdefault(_family, {}).update(_names)
-for _family in _OWN:
-    GGUF_SUPPORTED_ARCHITECTURES.append(_family)
-for _family in _NEIGHBOURS:
-    TENSOR_PROCESSORS[_family] = LlamaTensorProcessor
-
-
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Parameters that hold the matrices of all experts of a layer, and the tensors that hold their outputs in turn."""
+
+
+@cache
+def teach_transformers() -> None:
+    """Add to transformers' tables the families that it reads from no GGUF file, and what it leaves out of others."""
+    for family, names in _KEYS.items():
+        GGUF_CONFIG_MAPPING.setdefault(family, {}).update(names)
+    GGUF_SUPPORTED_ARCHITECTURES.extend(_OWN)
+    TENSOR_PROCESSORS.update(dict.fromkeys(_NEIGHBOURS, LlamaTensorProcessor))
+    teach_hybrids()
 
 
 def located(file: GgufFile, model: Any) -> tuple[dict[str, Place], dict[str, Tensor]]:
@@ -75,6 +78,7 @@ def located(file: GgufFile, model: Any) -> tuple[dict[str, Place], dict[str, Ten
     Raises Unreadable if the file holds them in a way that is not read, and ModelError for values that are not numbers.
     """
     config = model.config.get_text_config()
+    teach_transformers()
     processor: TensorProcessor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
     architecture = next((key for key, name in MODEL_ARCH_NAMES.items() if name == file.architecture), None)
     if architecture is None:

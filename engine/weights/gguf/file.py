@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from engine.core.errors import ModelError, shown
 from engine.core.processor import cores
+from engine.kernels.quant.layouts import bits_in_memory
 from engine.weights.gguf.header import GgufHeader, GgufTensor, read_header
 
 _PART = re.compile(r"(?P<name>.*)-\d{5}-of-(?P<count>\d{5})(?P<ending>\.gguf)", re.DOTALL | re.IGNORECASE)
@@ -62,6 +63,11 @@ class GgufFile:
     def size(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.size for tensor in self.tensors)
+
+    @property
+    def packed_size(self) -> int:
+        """Bytes of all tensors as they lie in memory."""
+        return int(sum(tensor.elements * bits_in_memory(tensor.kind.name) / 8 for tensor in self.tensors))
 
     @property
     def elements(self) -> int:

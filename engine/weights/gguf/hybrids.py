@@ -66,8 +66,10 @@ def _lfm2moe(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, An
     }
 
 
-GGUF_CONFIG_ARCHS |= {"qwen3next": _qwen3next, "lfm2moe": _lfm2moe}
-TENSOR_PROCESSORS |= dict.fromkeys(_DELTA, _ZeroCentred) | {"lfm2moe": TENSOR_PROCESSORS["lfm2"]}
+def teach_hybrids() -> None:
+    """Add to transformers' tables the hybrids that they leave out."""
+    GGUF_CONFIG_ARCHS.update({"qwen3next": _qwen3next, "lfm2moe": _lfm2moe})
+    TENSOR_PROCESSORS.update(dict.fromkeys(_DELTA, _ZeroCentred) | {"lfm2moe": TENSOR_PROCESSORS["lfm2"]})
 
 
 def check_hybrid(file: GgufFile) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-import engine.weights.gguf.families  # noqa: F401  (transformers is to know them)
+from engine.weights.gguf.families import teach_transformers
 from engine.weights.gguf.file import GgufFile
 
 MODEL = "model.gguf"
@@ -24,6 +24,7 @@ def read_by_transformers(file: GgufFile) -> Iterator[str]:
 
     The file is read as it was opened. Not for several threads at once.
     """
+    teach_transformers()
     opened = [Path(f"/proc/self/fd/{part.content.fileno()}") for part in file.parts]
 
     class Reader(_ShortReader):
