@@ -75,7 +75,7 @@ class PaddedRows(NamedTuple):
 
 
 def table_ends(batch: Batch) -> Int:
-    """[rows]: where in the batch's tables the one of each row's request ends."""
+    """Return [rows]: where in the batch's tables the one of each row's request ends."""
     ends = np.cumsum([len(table) for table in batch.tables_of])
     return np.repeat(ends, [end - first for first, end in batch.spans]).astype(np.int32)
 

@@ -81,8 +81,8 @@ class Work(NamedTuple):
 
 
 def grouped(table_of: Int, most: int) -> Int:
-    """[rows + 1] where each group begins: at most `most` consecutive rows of one request. Groups past the last are
-    empty, so that there are as many for every batch of so many rows.
+    """Return [rows + 1] where each group begins: at most `most` consecutive rows of one request. Groups past the last
+    are empty, so that there are as many for every batch of so many rows.
     """
     rows = np.arange(len(table_of))
     begins = np.flatnonzero(np.diff(table_of, prepend=-1))
@@ -94,7 +94,7 @@ def grouped(table_of: Int, most: int) -> Int:
 
 
 def _counted(numbers: Int, size: int) -> Int:
-    """[size + 1]: the sum of the numbers before each place."""
+    """Return [size + 1]: the sum of the numbers before each place."""
     sums = np.zeros(size + 1, np.int32)
     sums[1 : len(numbers) + 1] = np.cumsum(numbers)
     sums[len(numbers) + 1 :] = sums[len(numbers)]
@@ -130,7 +130,7 @@ def _added(q, key, value, visible, peak, total, summed, scale, softcap, CAPPED: 
 
 @triton.jit
 def _span(prefix_lens, ancestor_ptr, rows, real, window, TILE: tl.constexpr):
-    """Of each row: the first position that it sees, where its own tiles begin, and how many positions there are."""
+    """Return, for each row, the first position that it sees, where its own tiles begin, and how many positions it has."""
     prefix = tl.load(prefix_lens + rows, mask=real, other=0)
     listing = tl.load(ancestor_ptr + rows + 1, mask=real, other=0) - tl.load(ancestor_ptr + rows, mask=real, other=0)
     seen = prefix + listing
@@ -368,13 +368,13 @@ class TritonAttention:
         self._sums = torch.empty(parts, heads, shape.dims, device=device)
 
     def chunks_of(self, prefix_lens: Int, listing: Int) -> Int:
-        """[rows]: the chunks in which each row sees tiles of text. listing: [rows], how many ancestors each row has."""
+        """Return [rows]: the chunks in which each row sees tiles of text. listing: [rows], how many ancestors each has."""
         text_ends = np.where(listing > 0, prefix_lens // self._tile * self._tile, prefix_lens)
         chunks: Int = -(-text_ends // CHUNK)
         return chunks
 
     def work(self, table_of: Int, chunks: Int, size: int) -> Work:
-        """What the rows' text is divided into. chunks: see `chunks_of`. size: rows of the forward, those that pad it
+        """Divide the text that the rows see. chunks: see `chunks_of`. size: rows of the forward, those that pad it
         included: they get nothing.
         """
         firsts = np.full(size + 1, len(table_of), np.int32)
@@ -399,7 +399,7 @@ class TritonAttention:
         return self._few < self._filled
 
     def _row(self, seen: int, text: int) -> DeviceRows:
-        """A row that sees the pool's first `seen` slots: the first `text` of them as text, the others as ancestors."""
+        """Return a row that sees the pool's first `seen` slots: the first `text` of them as text, the others as ancestors."""
         blocks, listing = self.pool.blocks, np.array([seen - text], np.int32)
         work = self.work(np.zeros(1, np.int32), self.chunks_of(np.array([text], np.int32), listing), 1)
         arrays = [text], [blocks, blocks + seen - text], [0], *work, [*range(blocks), *range(text, seen)]

@@ -167,7 +167,7 @@ def test_chunks_that_only_longer_texts_need_change_nothing(monkeypatch: pytest.M
 @pytest.mark.parametrize("window", [3, 9, 20])
 def test_rows_whose_window_begins_among_their_ancestors_read_no_text(window: int) -> None:
     texts, prompt = Texts(32, torch.float32), text(64, 3)
-    tree = TokenTree.from_lists([*range(17)], [-1, 0, *([0] + [*range(2, 16)])], [1.0] * 17)
+    tree = TokenTree.from_lists([*range(17)], [-1, 0, 0, *range(2, 16)], [1.0] * 17)
     found = texts.attend([texts.read(prompt, tree)], Rule(0.2, window=window))
     for node in (0, 2, 9, 16):
         expected = texts.expected([*prompt, *tree.path_tokens(node)], Rule(0.2, window=window))
