@@ -130,7 +130,7 @@ def _added(q, key, value, visible, peak, total, summed, scale, softcap, CAPPED: 
 
 @triton.jit
 def _span(prefix_lens, ancestor_ptr, rows, real, window, TILE: tl.constexpr):
-    """Return, for each row, the first position that it sees, where its own tiles begin, and how many positions it has."""
+    """Return of each row the first position that it sees, where its own tiles begin, and how many positions it has."""
     prefix = tl.load(prefix_lens + rows, mask=real, other=0)
     listing = tl.load(ancestor_ptr + rows + 1, mask=real, other=0) - tl.load(ancestor_ptr + rows, mask=real, other=0)
     seen = prefix + listing
@@ -368,7 +368,7 @@ class TritonAttention:
         self._sums = torch.empty(parts, heads, shape.dims, device=device)
 
     def chunks_of(self, prefix_lens: Int, listing: Int) -> Int:
-        """Return [rows]: the chunks in which each row sees tiles of text. listing: [rows], how many ancestors each has."""
+        """Return [rows]: the chunks in which each row sees tiles of text. listing: [rows], the number of ancestors."""
         text_ends = np.where(listing > 0, prefix_lens // self._tile * self._tile, prefix_lens)
         chunks: Int = -(-text_ends // CHUNK)
         return chunks
@@ -399,7 +399,7 @@ class TritonAttention:
         return self._few < self._filled
 
     def _row(self, seen: int, text: int) -> DeviceRows:
-        """Return a row that sees the pool's first `seen` slots: the first `text` of them as text, the others as ancestors."""
+        """Return a row that sees `seen` slots of the pool: the first `text` of them as text, the others as ancestors."""
         blocks, listing = self.pool.blocks, np.array([seen - text], np.int32)
         work = self.work(np.zeros(1, np.int32), self.chunks_of(np.array([text], np.int32), listing), 1)
         arrays = [text], [blocks, blocks + seen - text], [0], *work, [*range(blocks), *range(text, seen)]
