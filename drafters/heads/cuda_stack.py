@@ -45,7 +45,7 @@ def padded_size(rows: int) -> int:
 
 
 def first_blocks(block_bytes: int, device: torch.device) -> int:
-    """The blocks of a pool that is not to grow while requests are served."""
+    """Return the blocks of a pool that is not to grow while requests are served."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     return max(_BLOCKS, free // _POOL_SHARE // block_bytes)
 
@@ -116,7 +116,7 @@ class CudaStack:
         return step.launch(step.rows, longs(read), picked)
 
     def step(self, parts: Sequence[Rows]) -> Step:
-        """A forward over these rows, for which there is room from now on."""
+        """Prepare a forward over these rows; there is room for them from now on."""
         for part in parts:
             part.cache.reserve(part.first + len(part))
         batch = Batch(parts)
@@ -132,7 +132,7 @@ class CudaStack:
         return Step(self, batch, rows)
 
     def launch(self, size: int, *given: Tensor) -> Tensor:
-        """What `_run` makes of these; the next call overwrites it."""
+        """Return what `_run` makes of these; the next call overwrites it."""
         if size not in SIZES or len(given[-1]) > _LISTED:
             return self._run(*uploaded(given, self.first.device))[0]
         if size not in self._recorded:
@@ -171,7 +171,7 @@ class Step:
         self.count, self.size = len(batch), len(rows.tokens)
 
     def launch(self, rows: PaddedRows, read: Tensor, picked: NDArray[np.int64]) -> Tensor:
-        """The head's outputs of the rows picked. read: [size], where the rows find what they enter with."""
+        """Return the head's outputs of the rows picked. read: [size], where the rows find what they enter with."""
         written = np.full(self.size, self.stack.pool.blocks * BLOCK)  # padding writes to the end
         written[: self.count] = self.batch.slots
         filled = np.zeros(self.size if self.size in SIZES else len(picked), np.int64)

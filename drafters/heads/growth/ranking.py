@@ -74,7 +74,7 @@ class ErrorScale:
                     self._learn(surprise)
 
     def _surprises(self) -> list[Sent]:
-        """How far the tokens drawn lay below what was expected, see `_learn`."""
+        """Send how far the tokens drawn lay below what was expected; see `_learn`."""
         if not (drawn := self._unread):
             return []
         self._unread = []
@@ -143,7 +143,9 @@ class Ranking:
 
     @staticmethod
     def best_of_all(asked: Sequence[tuple[Ranking, Tensor, list[int]]]) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens after all rows and their chances, [rows, most candidates], where the logits are."""
+        """Return the likeliest tokens after all rows and their probabilities, [rows, most candidates], where the logits
+        are.
+        """
         best = top(Ranking.scores_of(asked), max(ranking.top_k for ranking, _, _ in asked))
         prob = ((best.values - best.values[:, :1]).exp_() / best.totals[:, None]).clamp_(max=1.0)
         return asked[0][0].target_ids[best.indices], prob

@@ -116,7 +116,9 @@ def gather(
 
 
 def walk_trees(tokens: Tensor, drafted: Tensor, parents: Tensor, begins: Tensor, reach: int) -> tuple[Tensor, Tensor]:
-    """The accepted paths of all trees, [trees, reach] int32, and their lengths. reach: of the longest that may be."""
+    """Walk down all trees. Returns the accepted paths, [trees, reach] int32, and their lengths. reach: of the longest
+    that may be.
+    """
     trees = len(begins) - 1
     paths = torch.empty(trees, reach, dtype=torch.int32, device=tokens.device)
     lengths = torch.empty(trees, dtype=torch.int32, device=tokens.device)
