@@ -65,7 +65,7 @@ class Request:
         self.outcome: Outcome = (1, 0, 0, self.text[-1]) if answer else (0, 0, 0, 0)
         self.drafts: dict[Outcome, tuple[Draft, list[Array]]] = {}
         self.forget_states()
-        self.since_ns = self.asked_ns = time.perf_counter_ns()
+        self.since_ns = self.waiting_since_ns = time.perf_counter_ns()
         self.rows_kept: Sequence[int] = ()
         self.hit = False  # when the last verdict was sent, the tree for it was already here
         self.root_only = False  # the next round verifies the root alone
@@ -85,7 +85,7 @@ class Request:
 
     def join_drafter(self) -> None:
         """A new drafter knows nothing of the drafts of the one before it, and drafts from the text so far."""
-        self.drafts, self.root_only, self.asked_ns = {}, False, time.perf_counter_ns()
+        self.drafts, self.root_only, self.waiting_since_ns = {}, False, time.perf_counter_ns()
         self.choice = DraftChoice(len(self.text))
         self.outcome = (self.next_round, 0, 0, self.text[-1])
 
@@ -134,7 +134,7 @@ class Request:
         self.prompt_logprobs += logprobs
         if states is not None:
             self.features.add(chunk.past, states, unsent=self.wants_draft and not self.has_answer)
-        self.asked_ns = time.perf_counter_ns()
+        self.waiting_since_ns = time.perf_counter_ns()
         return chunk.past + len(chunk) == self.read_to
 
     def begin_answer(self, token: int) -> None:
@@ -151,7 +151,7 @@ class Request:
     def end_round(self, now_ns: int) -> None:
         """Its tokens were sent. Drafts for outcomes that did not come true are dropped."""
         self.drafts = {self.outcome: self.drafts[self.outcome]} if self.hit else {}
-        self.since_ns = self.asked_ns = now_ns
+        self.since_ns = self.waiting_since_ns = now_ns
 
     def share_blocks(self) -> None:
         """Let other requests find the full blocks of what was committed."""
@@ -217,7 +217,7 @@ class Request:
             self.features.adopt(states)
         self.cached += self.cache.length - known
         if not self.reading:
-            self.asked_ns = now_ns
+            self.waiting_since_ns = now_ns
 
     def chunk(self, count: int) -> Segment:
         """The next `count` tokens to read; after the last one of a prompt, logits are wanted to draw from."""
