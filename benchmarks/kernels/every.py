@@ -1,4 +1,4 @@
-"""Every kernel by the instructions that it needs, and what came of it on this processor."""
+"""Checks every kernel by the instructions that it needs, on this processor."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _difference(case: _Case) -> str | None:
         return None
     try:
         return case.difference()
-    except Exception as error:  # whatever a compiler raises
+    except Exception as error:  # a compiler may raise anything
         return f"cannot be compiled ({first_line(error)})"
 
 

@@ -48,15 +48,15 @@ class MeasurementPlan:
         return list(dict.fromkeys([PLAIN, *self.names]))
 
     def resolved(self) -> MeasurementPlan:
-        """With the model's files found, which may take a download."""
+        """Find the model's files, which may take a download."""
         return dataclasses.replace(self, config=resolved(self.config))
 
     def encoded(self, suite: str, question: Question) -> AskedQuestion:
         return AskedQuestion(suite, question, encode_text(tokenizer_of(self.config), question.prompt))
 
     def row_file(self, name: str, others: Sequence[str] = ()) -> RowFile:
-        """A file of the folder for rows; with the first one, what is run and on which machine is recorded. others:
-        further packages that are measured, with their versions.
+        """Return a file of the folder for rows; with the first one, what is run and on which machine is recorded.
+        others: further packages that are measured, with their versions.
         """
         return RowFile(
             self.out / name, lambda: write_about(self.out, self.config, self.samplings, self.repeats, others)

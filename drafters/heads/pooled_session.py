@@ -17,7 +17,7 @@ from drafters.heads.pooled_weights import PooledWeights
 from drafters.heads.session import Session
 from drafters.heads.stack import PooledCache
 from engine.core.batch import Rows
-from engine.model.cuda.graphs import uploaded
+from engine.device import uploaded
 
 _READ = 512  # positions of texts that are read in one forward
 

@@ -18,13 +18,14 @@ import numpy as np
 
 from drafters.heads.head_drafter import HeadDrafter
 from drafters.hybrid.merge import Merge
-from drafters.hybrid.rescues import NOTHING, Gains, Rescues
+from drafters.hybrid.rescues import Gains, Rescues
 from drafters.hybrid.retrieval_advice import RetrievalAdvice, followings
 from engine.config import Config
 from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict, Wanted
 from engine.core.outcomes import Following
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
+from engine.costs.constants import NEXT_TO_NOTHING
 
 _LONG = 64  # positions of the text that take the head longer to read than a step
 _NUDGE = 1.05  # factor by which one measurement moves the time of a draft step
@@ -127,8 +128,8 @@ class HybridDrafter(Drafter):
         advice = []
         for (request, _), tree in zip(wanted, trees, strict=True):
             expected = expected_of(tree)
-            gain = self._gains.of(expected) if expected > NOTHING else inf
-            rescue = max(self._rescues.of(request), 2 * needed)
+            gain = self._gains.expected(expected) if expected > NEXT_TO_NOTHING else inf
+            rescue = max(self._rescues.expected(request), 2 * needed)
             advice.append(RetrievalAdvice(self.merge, tree, needed, gain, rescue, self.head.one_pass))
         return advice
 
@@ -171,8 +172,8 @@ class HybridDrafter(Drafter):
             self._unlearned.append(Unlearned(now.retrieved, self.head.seen(request, tokens[:-1]), tokens))
             if now.asked and len(verdict.tree) > 1:  # the root alone may have been verified instead
                 brought = int(np.count_nonzero(verdict.tree.source[verdict.path] & self.head.source))
-                self._rescues.learn(request, brought, now.misses)
-                self._gains.learn(expected_of(now.retrieved), brought)
+                self._rescues.observe(request, brought, now.misses)
+                self._gains.observe(expected_of(now.retrieved), brought)
         self._known[request] = {(): known[ahead]} if (ahead := tuple(tokens)) in known else {}
         self._token_s, self._row_tokens = verdict.token_s, verdict.row_tokens or 0.0
         (self._resting.add if verdict.rest else self._resting.discard)(request)

@@ -29,7 +29,7 @@ class RetrievalAdvice:
         self._place: dict[int, int | None] = {0: 0}  # node of the growing tree -> node of `retrieved`
 
     def begins(self) -> bool:
-        """Whether a draft of the head is worth its first forward, the one at the root."""
+        """Return whether a draft of the head is worth its first forward, the one at the root."""
         self.misses = max(0.0, 1 - sum(self._followings[0][1])) if self.gain > self.needed else 0.0
         return self.gain > self.needed
 
@@ -46,7 +46,7 @@ class RetrievalAdvice:
         return self.merge.following(seen, self._known(node, parent, token))
 
     def _known(self, node: int, parent: int, token: int) -> Following:
-        """What retrieval proposes at the same place."""
+        """Return what retrieval proposes at the same place."""
         if node not in self._place:
             above = self._place[parent]
             self._place[node] = None if above is None else self.retrieved.child(above, token)
@@ -55,7 +55,7 @@ class RetrievalAdvice:
 
 
 def followings(tree: TokenTree) -> list[Following]:
-    """The tokens that `tree` has below each node, with the chance of each given that the node is right."""
+    """Return the tokens that `tree` has below each node, with the probability of each given that the node is right."""
     confidence = tree.confidence.tolist()
     found: list[Following] = [([], []) for _ in confidence]
     nodes = zip(tree.tokens.tolist(), tree.parents.tolist(), confidence, strict=True)

@@ -1,4 +1,4 @@
-"""The methods a configuration can name. Adding a drafter: its file, and a last line here, as the place is its bit."""
+"""The methods a configuration can name. To add a drafter, write its file and a last line here: its place is its bit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ METHODS = {
 
 
 def find(method: str, key: str = "method") -> Method:
-    """The method of that name; ConfigError with the nearest name otherwise. key: where it is named."""
+    """Return the method of that name; ConfigError with the nearest name otherwise. key: where it is named."""
     if method not in METHODS:
         meant = did_you_mean(method, METHODS) or ";"
         raise ConfigError(f"{key}={shown(method)}: unknown method{meant} known: {', '.join(METHODS)}")
@@ -51,7 +51,7 @@ def find(method: str, key: str = "method") -> Method:
 
 
 def source_of(method: str) -> int:
-    """The bit that marks the nodes which the method proposes."""
+    """Return the bit that marks the nodes which the method proposes."""
     return 1 << list(METHODS).index(method)
 
 
@@ -60,17 +60,19 @@ MODELS = sum(source_of(name) for name, method in METHODS.items() if method.has_m
 
 
 def source_names(bits: int) -> list[str]:
-    """The methods that proposed a node."""
+    """Return the methods that proposed a node."""
     return [name for name in METHODS if bits & source_of(name)]
 
 
 GRAMMAR = 1 << 32
-"""Bit of `Tokens.sources`: forced by the request's grammar. The lower bits are the drafters', as in a `TokenTree`."""
+"""The bit of `Tokens.sources` for a token that the request's grammar forced. The lower bits are the drafters', as in a
+`TokenTree`.
+"""
 
 
 @cache
 def source_name(bits: int) -> str:
-    """The source named for a token: grammar takes precedence over a head, a head over retrieval."""
+    """Return the source named for a token: grammar takes precedence over a head, a head over retrieval."""
     if bits & GRAMMAR:
         return "grammar"
     models = [METHODS[name].has_model for name in source_names(bits)]

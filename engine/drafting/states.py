@@ -37,7 +37,7 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """Nothing to do."""
+    """The request's prompt is being read: there is nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ State = Reading | WantedDraft | Running
 
 
 def after_verdict(state: State, outcome: DraftKey, root_only: bool, due_ns: float) -> State:
-    """The state after an outcome came true. root_only: the next round is already running and verifies its root alone.
-    due_ns: when that round ends, if it is running.
+    """Return the state after an outcome came true. root_only: the next round is already running and verifies its root
+    alone. due_ns: when that round ends, if it is running.
     """
     if root_only:
         return Running(Sent(0, TokenTree.root_only(outcome.token)), due_ns)
@@ -116,7 +116,7 @@ class DraftedRequest:
         return self.state.begun if isinstance(self.state, WantedDraft) else None
 
     def verified(self, draft: int) -> TokenTree:
-        """The tree with the number that a verdict names."""
+        """Return the tree with the number that a verdict names."""
         if draft == 0:
             return self.root
         if isinstance(self.state, Running) and self.state.under.draft == draft:
@@ -124,13 +124,13 @@ class DraftedRequest:
         raise ProtocolError("verdict is about a draft that the round under way does not verify")
 
     def catch_up(self, round_: int, last_token: int) -> None:
-        """Rounds before `round_` ended without a verdict, the last of them with this token."""
+        """Catch up with rounds before `round_` that ended without a verdict, the last of them with this token."""
         if round_ <= self.round:
             raise ProtocolError("verdict with tokens of earlier rounds is of a known round")
         self.round, self.last_token, self.state = round_, last_token, Reading()
 
     def conclude(self, draft: int, path: list[int], tokens: list[int], root_only: bool, due_ns: float) -> None:
-        """A verdict: the round ended at path's last node, and the next one begins."""
+        """Conclude the round with a verdict: it ended at path's last node, and the next one begins."""
         self.round, self.last_token = self.round + 1, tokens[-1]
         self.state = after_verdict(self.state, DraftKey(draft, path[-1], tokens[-1]), root_only, due_ns)
 

@@ -21,7 +21,9 @@ class PromptRow(msgspec.Struct):
 
 
 def read_prompts(path: Path, key: str) -> Iterator[PromptRow]:
-    """The lines of a JSONL file, plain or .xz. key: the option that names it, for the ConfigError of a bad line."""
+    """Yield the lines of a JSONL file, plain or .xz. key: the option that names the file, for the ConfigError of a bad
+    line.
+    """
     try:
         with lzma.open(path, "rb") if path.suffix == ".xz" else path.open("rb") as file:
             for _, row in json_lines(file, PromptRow):

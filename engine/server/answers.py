@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(BaseModel):
-    """cached_tokens: those of the prompt that the prefix cache had, for every choice."""
+    """cached_tokens: tokens of the prompt that the prefix cache had, for every choice."""
 
     cached_tokens: int
 
@@ -182,8 +182,8 @@ class PromptState(BaseModel):
 
 
 class ChangeSeen(BaseModel):
-    """A text that was another in an earlier prompt, though what is behind it was the same. at: tokens before it;
-    tokens: its own; behind: those behind it that were read again; times: how often. text: with --log-prompts, on a
+    """A text that was another in an earlier prompt, though the text after it was the same. at: tokens before it;
+    tokens: its own; behind: tokens after it that were read again; times: how often. text: with --log-prompts, on a
     server without keys.
     """
 
@@ -223,7 +223,7 @@ class InputTokens(BaseModel):
 
 
 class JsonObject(RootModel[dict[str, Any]]):
-    """An answer of another API's."""
+    """A JSON object of another API."""
 
 
 class Version(BaseModel):
@@ -255,5 +255,5 @@ Chunk = dict[str, Any]
 
 
 def named_event(chunk: Chunk) -> bytes:
-    """A server-sent event with the chunk's `type` as its name."""
+    """Return a server-sent event with the chunk's `type` as its name."""
     return f"event: {chunk['type']}\n".encode() + b"data: " + msgspec.json.encode(chunk) + b"\n\n"

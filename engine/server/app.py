@@ -191,18 +191,19 @@ def _handle_errors(app: FastAPI, serving: Serving) -> None:
 
 
 def _http_error(error: HTTPException, app: FastAPI) -> ApiError:
-    """Errors met while a body is read, and those of FastAPI itself: no such path, another method."""
+    """Translate errors met while a body is read, and those of FastAPI itself: no such path, another method."""
     if isinstance(error.detail, ApiError):
         return error.detail
     if error.status_code == 404 and error.detail == "Not Found":
         return ApiError(404, f"no such route; there are {', '.join(_paths(app))}")
-    if error.status_code == 400:  # in a text that is no UTF-8, or in numbers and nesting that Python does not read
+    # the body holds a text that is no UTF-8, or numbers and nesting that Python does not read
+    if error.status_code == 400:
         return not_json()
     return ApiError(error.status_code, str(error.detail), allow=(error.headers or {}).get("Allow", ""))
 
 
 def _paths(app: FastAPI) -> list[str]:
-    """The routes that are documented."""
+    """Return the routes that are documented."""
     shown = (route.path for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema)
     return list(dict.fromkeys(path.replace(":path}", "}") for path in shown))
 

@@ -29,7 +29,7 @@ from engine.server.reading.progress import comment
 from engine.server.render import Renderer
 from engine.server.schema import ChatRequest
 from engine.server.settings import Settings
-from engine.server.tools.calling import Calling, SchemaPaths
+from engine.server.tools.calling import Calling, ClientNames
 from engine.server.traces import Traces
 from engine.server.translate import ChoiceRequest, chat_choices, names_of, owned, places_for
 from engine.server.vocabulary import Vocabulary
@@ -85,15 +85,15 @@ class Serving:
         request: Request,
         body: ChatRequest,
         renderer: Callable[[list[ChoiceRequest], Calling], Renderer],
-        paths: SchemaPaths | None = None,
+        names: ClientNames | None = None,
     ) -> Response:
-        """Answer a chat request; `renderer` says in which API's form, and `paths` what the client calls its schemas.
+        """Answer a chat request; `renderer` says in which API's form, and `names` what the client calls its parts.
         Raises TalonError for what refuses it.
         """
         self.check()
-        request.state.names = names_of(body)
+        request.state.names = names_of(body, names)
         with places_for(body, body.n, self.engine, self.settings) as places:
-            calling = await anyio.to_thread.run_sync(Calling.of, body, self.answers, paths)
+            calling = await anyio.to_thread.run_sync(Calling.of, body, self.answers, names)
             choices = await chat_choices(body, self.engine, self.settings, self.vocabulary, calling)
             wanted = owned(choices, request.state.owner, self.engine.config)
             self.note(calling.noted, _NOT_IN_GRAMMARS)

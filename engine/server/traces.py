@@ -44,7 +44,7 @@ class Traces:
         self._provider = None if endpoint is None else _provider(endpoint)
 
     def request(self, headers: Mapping[str, str], fields: Mapping[str, Any]) -> None:
-        """A request has been answered, just now."""
+        """Send a span of a request that has been answered, just now."""
         if self._provider is None:
             return
         from opentelemetry.trace import SpanKind

@@ -29,7 +29,7 @@ from engine.server.schema import (
     TokenizeRequest,
 )
 from engine.server.settings import Settings
-from engine.server.tools.calling import Calling
+from engine.server.tools.calling import Calling, ClientNames
 from engine.server.vocabulary import Vocabulary
 from engine.text.chat import Rendering
 from engine.text.fill_in import FillIn
@@ -142,9 +142,14 @@ def owned(wanted: Sequence[ChoiceRequest], owner: str | None, config: Config) ->
     return [replace(one, sampling=of(one.sampling)) for one in wanted]
 
 
-def names_of(body: ChatRequest | CompletionRequest | TokenizeRequest) -> dict[str, str]:
-    """What the client calls the engine's fields, where it uses other names."""
-    names = {}
+def names_of(
+    body: ChatRequest | CompletionRequest | TokenizeRequest, client: ClientNames | None = None
+) -> dict[str, str]:
+    """What the client calls the engine's fields, where it uses other names. client: those of an API whose requests are
+    translated to chat requests.
+    """
+    own = {} if client is None else client.fields
+    names = dict(own)
     if not isinstance(body, CompletionRequest) and body.messages is not None:
         names["prompt"] = "messages"
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
@@ -152,7 +157,7 @@ def names_of(body: ChatRequest | CompletionRequest | TokenizeRequest) -> dict[st
     if isinstance(body, Generation):
         tools = isinstance(body, ChatRequest) and body.tools is not None and body.tool_choice != "none"
         names["grammar"] = "tools" if tools else _grammar(body)[0]
-    return names
+    return {field: own.get(name, name) for field, name in names.items()}
 
 
 def _limit(asked: int | None, room: int, settings: Settings) -> int:

@@ -12,14 +12,13 @@ from engine.core.errors import ProtocolError
 from engine.core.hidden_states import NO_STATES
 from engine.core.methods import METHODS
 from engine.core.tree import TokenTree
+from engine.costs.bandit import Experience
+from engine.costs.cost_model import CostModel
+from engine.costs.draft_choice import DraftKinds
 from engine.model.target import Target
-from engine.verifier.bandit import Experience
-from engine.verifier.cost_model import CostModel
-from engine.verifier.draft_choice import DraftKinds
 from engine.verifier.request import Request
 from engine.verifier.scheduler import Scheduler
-from engine.verifier.step_input import Proposal
-from engine.verifier.step_result import StepResult
+from engine.verifier.step import Step, StepResult
 from engine.wire.loop_link import LoopRouter
 from engine.wire.messages import Array, Draft, Finish, Hello, Message, Rejoin, RoundVerdict, Start
 from engine.wire.transport import Router
@@ -122,11 +121,11 @@ class DrafterLink:
         elif (request := self.requests.find(message.request)) is not None:
             request.take_draft(message, arrays)
 
-    def proposal(self, request: Request) -> Proposal:
-        """The draft to verify; the root alone if there is none, or none that can be verified."""
-        root = Proposal(0, TokenTree.root_only(request.text[-1]))
+    def step_of(self, request: Request) -> Step:
+        """Return the request's step, with its draft; with the root alone if there is none that can be verified."""
+        root = TokenTree.root_only(request.text[-1])
         if (filed := request.drafts.get(request.outcome)) is None:
-            return root
+            return Step.of(request, root)
         draft, arrays = filed
         try:
             tree = TokenTree(*arrays).validate(self.target.vocab_size)
@@ -134,9 +133,9 @@ class DrafterLink:
                 raise ProtocolError("draft is over the budget or does not continue its outcome")
         except ProtocolError:
             self.router.malformed += 1
-            return root
+            return Step.of(request, root)
         fits = len(request.text) + int(tree.depths.max()) <= self.target.context
-        return Proposal(draft.draft, tree, draft.draft_us) if fits else root
+        return Step.of(request, tree, draft.draft, draft.draft_us) if fits else Step.of(request, root)
 
     # What is sent.
 

@@ -12,10 +12,10 @@ from engine.core.batch import Segment, WantedRows
 from engine.core.hidden_states import HiddenStates, States
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
+from engine.costs.draft_choice import DraftChoice
 from engine.model.target import Target
 from engine.sampling.matcher import Matcher
 from engine.sampling.sampler import Sampler
-from engine.verifier.draft_choice import DraftChoice
 from engine.wire.messages import Array, Draft, PromptProgress, TokenLogprob
 
 Outcome = tuple[int, int, int, int]
@@ -153,10 +153,14 @@ class Request:
         self.drafts = {self.outcome: self.drafts[self.outcome]} if self.hit else {}
         self.since_ns = self.asked_ns = now_ns
 
-    def publish(self) -> None:
-        """Let other requests find what was committed, and free the blocks of the rows that were not."""
+    def share_blocks(self) -> None:
+        """Let other requests find the full blocks of what was committed."""
         if self.target.pool is not None:
             self.cache.publish(self.text, self.features.of_block)
+
+    def trim_cache(self) -> None:
+        """Release the blocks of the rows that were not committed."""
+        if self.target.pool is not None:
             self.cache.trim()
 
     # Its text and cache.

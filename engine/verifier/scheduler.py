@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from engine.core.batch import BLOCK
 from engine.core.errors import OutOfBlocks
+from engine.costs.cost_model import CostModel
 from engine.model.kv_pool import Ending
-from engine.verifier.cost_model import CostModel
 from engine.verifier.request import Request
 
 
@@ -115,9 +115,9 @@ class Scheduler:
             [(request, count) for request, count in plan.reading if request in self.running],
         )
 
-    def room(self, request: Request, rows: int) -> int:
-        """How many of `rows` rows fit after the request's positions, in its own blocks and those that are free, which
-        are reserved.
+    def reserve_rows(self, request: Request, rows: int) -> int:
+        """Reserve blocks for `rows` more rows of a request, as far as its own and the free ones go. Returns how many
+        rows fit.
         """
         if (pool := request.target.pool) is None:
             return rows
@@ -140,7 +140,7 @@ class Scheduler:
                 promised = sum(max(0, other.read_to - other.cache.capacity) for other in self.running)
                 if pool.free * BLOCK - promised < request.read_to:
                     return
-                if not pool.has_state_beside([other.cache for other in self.running]):
+                if not pool.has_state_beside([other.cache.state for other in self.running]):
                     return
             request.admit(now_ns)
             self.running.append(self.waiting.popleft())

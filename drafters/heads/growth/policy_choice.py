@@ -1,4 +1,4 @@
-"""The growth policy that a configuration names."""
+"""Chooses the growth policy that a configuration names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from engine.core.errors import ConfigError
 
 
 def policy_of(options: DrafterConfig, published: Policy, default: str = "adaptive") -> Policy:
-    """The growth policy that a configuration describes. published: the one of the method's paper; default: where the
-    configuration names none. ConfigError if its trees are larger than the budget, which the verifier would refuse.
+    """Return the growth policy that a configuration describes. published: the one of the method's paper; default: the
+    policy where the configuration names none. ConfigError if its trees are larger than the budget, which the verifier
+    would refuse.
     """
     policy = _named(options, published, options.growth.policy or default)
     if policy.budget > options.budget:

@@ -26,7 +26,7 @@ from torch import Tensor
 from drafters.heads.growth.policies import Candidates
 from drafters.heads.top import top
 from engine.core.params import SamplingParams
-from engine.model.cuda.graphs import downloaded, uploaded
+from engine.device import Sent, downloaded, uploaded
 from engine.sampling.noise import gumbel_nearby
 from engine.sampling.sampler import truncate
 
@@ -55,6 +55,7 @@ class ErrorScale:
     def __init__(self, value: float = 1.0):
         self.value = value
         self._unread: list[Drawn] = []
+        self._sent: list[Sent] = []  # of the draws before these
 
     def learn(self, one: Drawn) -> None:
         """From a draw, on a GPU only when it is told to `settle`."""
@@ -63,18 +64,26 @@ class ErrorScale:
             self.settle()
 
     def settle(self) -> None:
-        """Learn from all draws so far. On a GPU all of them are read at once."""
+        """Learn from all draws so far. On a GPU those are learned from that have arrived: nobody waits for the others,
+        which are sent together.
+        """
+        self._sent += self._surprises()
+        while self._sent and self._sent[0].arrived:
+            for surprise in self._sent.pop(0).read()[0].tolist():
+                if math.isfinite(surprise):  # else the head does not know the token, or truncation ruled it out
+                    self._learn(surprise)
+
+    def _surprises(self) -> list[Sent]:
+        """How far the tokens drawn lay below what was expected, see `_learn`."""
         if not (drawn := self._unread):
-            return
+            return []
         self._unread = []
         ids, device = drawn[0].ranking.target_ids, drawn[0].logits.device
         scores = Ranking.scores_of([(one.ranking, one.logits, [one.position]) for one in drawn])
         expected = (scores.softmax(-1) * scores.clamp(min=-1e9)).sum(-1)
         (tokens,) = uploaded([torch.tensor([[one.token] for one in drawn])], device)
         found = scores.float().masked_fill(ids != tokens, -torch.inf).amax(-1)  # the drawn token's
-        for surprise in downloaded([expected - found])[0].tolist():
-            if math.isfinite(surprise):  # else the head does not know the token, or truncation ruled it out
-                self._learn(surprise)
+        return [Sent([expected - found])]
 
     def _learn(self, surprise: float) -> None:
         """surprise: how far the drawn token's s * T lay below its expectation, in units of b."""
@@ -125,14 +134,19 @@ class Ranking:
         once: each result that is read waits for the device.
         """
         rankings = [ranking for ranking, _, _ in asked]
-        best = top(Ranking.scores_of(asked), max(ranking.top_k for ranking in rankings))
-        prob = ((best.values - best.values[:, :1]).exp_() / best.totals[:, None]).clamp_(max=1.0)
-        tokens, chances = downloaded([rankings[0].target_ids[best.indices], prob])
+        tokens, chances = downloaded(Ranking.best_of_all(asked))
         counts = [len(logits) for _, logits, _ in asked]
         return [
             Candidates(some[:, : ranking.top_k].tolist(), of_some[:, : ranking.top_k].tolist())
             for ranking, some, of_some in zip(rankings, tokens.split(counts), chances.split(counts), strict=True)
         ]
+
+    @staticmethod
+    def best_of_all(asked: Sequence[tuple[Ranking, Tensor, list[int]]]) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens after all rows and their chances, [rows, most candidates], where the logits are."""
+        best = top(Ranking.scores_of(asked), max(ranking.top_k for ranking, _, _ in asked))
+        prob = ((best.values - best.values[:, :1]).exp_() / best.totals[:, None]).clamp_(max=1.0)
+        return asked[0][0].target_ids[best.indices], prob
 
     @staticmethod
     def scores_of(asked: Sequence[tuple[Ranking, Tensor, list[int]]]) -> Tensor:

@@ -21,8 +21,8 @@ from drafters.heads.one_pass.block_weights import BlockWeights, Outputs
 from drafters.heads.one_pass.markov_link import NO_LINK, add_link
 from drafters.heads.top import enter, top, write_top
 from engine.core.outcomes import Following
+from engine.device import downloaded
 from engine.kernels.jit_cache import versioned
-from engine.model.cuda.graphs import downloaded
 
 _CANDIDATES = 128  # per row, by the row alone; a link often lifts one that is far down
 

@@ -191,7 +191,8 @@ class Matmul:
 
     def shared_bytes(self, rows: int) -> int:
         """Scratch that all threads together need for so many rows."""
-        return rows * (self.padded // STEP) * 4 if self.coded and self.unit is Unit.VECTORS else 0
+        groups = self.padded // min((matrix.layout.group for matrix in self.tiled), default=STEP)
+        return rows * groups * 4 if self.coded and self.unit is Unit.VECTORS else 0
 
     def record(self, rows: int, x: int, out: int) -> np.ndarray[Any, Any]:
         """A record for the kernel, without its scratch, for `rows` rows or fewer, at least one. x: address of [rows,

@@ -37,29 +37,26 @@ class _Words:
     def _codes(self, pair: int) -> ir.Value:
         """Words with the code in their lowest bits, and any other bits above those that are looked up."""
         bits = self.layout.bits
-        if bits == 4:
-            return self._down(self._word(pair // 4), 4 * (pair % 4))
-        if bits == 5:
-            return self._down(self._word(pair // 3), 5 * (pair % 3)) if pair < 15 else self._fifth()
+        if bits < 6:
+            word, place = divmod(pair, 16 // bits)
+            return self._down(self._word(word), bits * place) if word < bits else self._spread()
         if pair < 12:
             return self._down(self._word(pair // 2), 6 * (pair % 2))
         low = self._down(self._word(pair - 12), 12)
         high = self._masked(self._down(self._word(4 + (pair - 12) // 2), 12 + 2 * (pair % 2)), 3)
         return self.builder.or_(low, self.builder.shl(high, _same(4)))
 
-    def _fifth(self) -> ir.Value:
+    def _spread(self) -> ir.Value:
         """The last pair's codes, of which word i has bit i at its top."""
         made = self._down(self._word(0), 15)
-        for i in range(1, 5):
+        for i in range(1, self.layout.bits):
             bit = self._masked(self._down(self._word(i), 15 - i), 1 << i)
             made = self.builder.or_(made, bit)
         return made
 
     def _looked_up(self, codes: ir.Value) -> ir.Value:
-        layout = self.layout
-        values = layout.values or [float(code - layout.bias) for code in range(1 << layout.bits)]
-        table = [bfloat16_bits(value) for value in values]
-        if layout.bits < 6:
+        table = [bfloat16_bits(value) for value in self.layout.table]
+        if self.layout.bits < 6:
             table *= 2 * LANES // len(table)  # higher bits of a word than the fifth are ignored
             kind, name = ir.FunctionType(_WORDS, [_WORDS] * 2), "llvm.x86.avx512.permvar.hi.512"
             look_up = cgutils.get_or_insert_function(self.builder.module, kind, name)

@@ -177,7 +177,8 @@ def _tables(requests: Sequence[StateRows]) -> tuple[list[int], list[int], list[i
 
 def steps_of(request: StateRows) -> tuple[list[tuple[int, int, int]], int]:
     """Each row after its parent, with where the state before it is and where the state after it goes: ~slot, or a
-    level of the scratch, or LEAF. Returns also the number of levels.
+    level of the scratch, or LEAF. A row that needs the state after another, and whose step is the first to do so, comes
+    right after it. Returns also the number of levels.
     """
     steps, place, part = list[tuple[int, int, int]](), ~request.slots[0], 0
     for row in range(request.trunk):

@@ -68,7 +68,7 @@ class ToolUseBlock(Body):
 
 
 class ImageBlock(LeftOut):
-    """A picture that a call has brought: its place is kept."""
+    """A picture that a call returned: its place is kept."""
 
     type: Literal["image"]
 
@@ -78,7 +78,7 @@ class ImageBlock(LeftOut):
 
 
 class DocumentBlock(LeftOut):
-    """A document that a call has brought: its place is kept."""
+    """A document that a call returned: its place is kept."""
 
     type: Literal["document"]
     title: str | None = None
@@ -122,7 +122,7 @@ ResultPart = Annotated[
 
 
 class ToolResultBlock(Body):
-    """What a call has brought."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str

@@ -18,9 +18,10 @@ from engine.server.messages.schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from engine.server.tools.calling import SchemaPaths
+from engine.server.tools.calling import ClientNames
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_SCHEMA = "output_config.format.schema"
 _SAME = ("temperature", "top_p", "top_k", "seed", "stream", "max_tokens")
 
 
@@ -44,10 +45,10 @@ def chat_fields(body: CountRequest) -> dict[str, Any]:
     return fields
 
 
-def schema_paths(body: CountRequest) -> SchemaPaths:
-    """Return what the client calls its schemas."""
+def client_names(body: CountRequest) -> ClientNames:
+    """Return what the client calls the parts of its request."""
     tools = [f"tools[{place}].input_schema" for place in body.client_tools]
-    return SchemaPaths(tools, "output_config.format.schema")
+    return ClientNames(tools, _SCHEMA, {"response_format.json_schema.schema": _SCHEMA, "stop": "stop_sequences"})
 
 
 def _tool(tool: ClientTool) -> dict[str, Any]:

@@ -22,9 +22,15 @@ from engine.server.responses.items import (
 )
 from engine.server.responses.schema import JsonFormat, ResponsesRequest
 from engine.server.responses.tools import AllowedToolsChoice, NamedToolChoice
-from engine.server.tools.calling import SchemaPaths
+from engine.server.tools.calling import ClientNames
 
 Message = dict[str, Any]
+_FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+}
 _SAME = ("model", "temperature", "top_p", "seed", "stream", "user", "chat_template_kwargs")
 
 
@@ -49,9 +55,9 @@ def chat_fields(body: ResponsesRequest, conversation: Sequence[Message], tools: 
     return fields
 
 
-def schema_paths(tools: Sequence[ShownTool]) -> SchemaPaths:
-    """Return what the client calls its schemas."""
-    return SchemaPaths([tool.path for tool in tools], "text.format.schema")
+def client_names(tools: Sequence[ShownTool]) -> ClientNames:
+    """Return what the client calls the parts of its request."""
+    return ClientNames([tool.path for tool in tools], _FIELDS["response_format.json_schema.schema"], _FIELDS)
 
 
 def _choice(body: ResponsesRequest, tools: Sequence[ShownTool]) -> Any:

@@ -65,7 +65,7 @@ class AskedSchema:
             if steps * len(json.dumps(value)) > _MOST_NAMED:
                 return [f"{holder}: not followed"]
             keywords = dict.fromkeys(error.kind.name for error in validator.iter_errors(value))
-        except (ValueError, RecursionError):  # whose words may be the schema's
+        except (ValueError, RecursionError):  # the error's words may be the schema's
             return [f"{holder}: {_NOT_COMPARED}"]
         return [f"{holder}: {keyword}" for keyword in keywords]
 

@@ -40,7 +40,7 @@ class Blocks:
         self._open = False
 
     def add(self, deltas: Sequence[Delta]) -> Iterator[Change]:
-        """The changes that deltas make."""
+        """Yield the changes that deltas make."""
         for delta in deltas:
             kind = "call" if delta.kind == "arguments" else delta.kind
             if not self._open or delta.kind == "call" or self.all[-1].kind != kind:
@@ -54,7 +54,7 @@ class Blocks:
                 yield Change("grows", self.all[-1], delta.text)
 
     def end(self) -> Iterator[Change]:
-        """The change that closes the last block, if it is open."""
+        """Yield the change that closes the last block, if it is open."""
         if self._open:
             self._open = False
             yield Change("ends", self.all[-1])

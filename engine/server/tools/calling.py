@@ -23,13 +23,15 @@ _STYLE = {"x-guidance": JSON_WHITESPACE}
 
 
 @dataclass(frozen=True)
-class SchemaPaths:
-    """What the client calls the schemas of its request. tools: of each tool, in their order in the chat request; None:
-    as a chat request does. answer: of the answer's.
+class ClientNames:
+    """What the client calls the parts of its request. tools: the schema of each tool, in their order in the chat
+    request; None: as a chat request does. answer: the answer's schema. fields: those of a chat request that its API
+    calls otherwise.
     """
 
     tools: Sequence[str] | None = None
     answer: str = "response_format.json_schema.schema"
+    fields: Mapping[str, str] = field(default_factory=dict)
 
     def of_tool(self, number: int) -> str:
         return f"tools[{number}].function.parameters" if self.tools is None else self.tools[number]
@@ -48,16 +50,16 @@ class Calling:
     answer: AskedSchema | None = None
 
     @classmethod
-    def of(cls, body: ChatRequest, format_: AnswerFormat, paths: SchemaPaths | None = None) -> Calling:
+    def of(cls, body: ChatRequest, format_: AnswerFormat, names: ClientNames | None = None) -> Calling:
         """Read a request. Takes milliseconds. Raises ApiError for tools that the model cannot take."""
-        paths = paths or SchemaPaths()
+        names = names or ClientNames()
         choice = body.tool_choice or "auto"
-        answer, wanted = _answer(body, paths)
+        answer, wanted = _answer(body, names)
         if body.tools is None or choice == "none":
             return cls(format_, [], Wanted(answer=wanted), answer=answer)
         schemas = {
             tool.function.name: AskedSchema.of(
-                paths.of_tool(number), tool.function.parameters or {}, tool.function.strict
+                names.of_tool(number), tool.function.parameters or {}, tool.function.strict
             )
             for number, tool in enumerate(body.tools)
             if tool.function.name in body.callable_tools
@@ -159,13 +161,13 @@ def _check(tool: Tool, path: str) -> None:
         raise ApiError(400, path + reason, param=path) from None
 
 
-def _answer(body: ChatRequest, paths: SchemaPaths) -> tuple[AskedSchema | None, dict[str, Any] | None]:
+def _answer(body: ChatRequest, names: ClientNames) -> tuple[AskedSchema | None, dict[str, Any] | None]:
     """Return the schema of an answer that calls nothing, as the client sent it and as a grammar follows it, if the
     answer is to follow one.
     """
     format_ = body.response_format
     if isinstance(format_, JsonSchemaFormat):
-        asked = AskedSchema.of(paths.answer, format_.json_schema.schema_, format_.json_schema.strict)
+        asked = AskedSchema.of(names.answer, format_.json_schema.schema_, format_.json_schema.strict)
         return asked, asked.followed | _STYLE
     return None, {"type": "object"} | _STYLE if isinstance(format_, JsonObjectFormat) else None
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from engine.core.errors import OutOfBlocks
 from engine.core.kv_shape import KVShape
 from engine.core.params import SamplingParams, Speculation
-from engine.model.kv_pool import KVCache, KVPool
-from engine.verifier.cost_model import CostModel
-from engine.verifier.forward_time import ForwardTime
+from engine.costs.cost_model import CostModel
+from engine.costs.forward_time import ForwardTime
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 from engine.verifier.request import Request
 from engine.verifier.scheduler import Plan, Scheduler
 
@@ -426,7 +427,8 @@ def test_what_others_have_read_with_its_hidden_states_is_shared_with_them() -> N
     for reader, count in requests.reserve(plan(requests), lambda r: 33).reading:
         reader.read(reader.chunk(count), [], states)
         reader.cache.commit(reader.rows_kept)
-        reader.publish()
+        reader.share_blocks()
+        reader.trim_cache()
     requests.running = [second]
     assert plan(requests).reading == [(second, 1)] and second.cached == 32
     assert np.array_equal(second.features.take(), states[:32])

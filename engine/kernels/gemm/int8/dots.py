@@ -3,10 +3,12 @@
 A vector holds 32-bit lanes, one for each output, of the codes of four inputs: unsigned bytes, which count from a
 layout's centre. A row's inputs are signed bytes from -127 to 127, four of them for all lanes. AVX512-VNNI and AVX-VNNI
 add four products to a lane at once. AVX2 adds pairs of products as 16 bits, which would saturate beyond 32,767:
+- codes of 2 and 3 bits: all 8 pairs of a group, 8 * 2 * 7 * 127 = 14,224
 - codes of 4 bits: 8 pairs, 8 * 2 * 15 * 127 = 30,480
 - codes of 5 bits: 4 pairs, 4 * 2 * 31 * 127 = 31,496
 - codes of 6 bits: 2 pairs, 2 * 2 * 63 * 127 = 32,004
 - codes of 8 bits: 1 pair of a code's amount, up to 128, and the input with the code's sign, 2 * 128 * 127 = 32,512
+Values that codes stand for are looked up and multiplied as codes of 8 bits.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from engine.kernels.amx import pointer
 from engine.kernels.simd import features
 
 _BYTE, _SHORT, _INT, _WORD = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-PAIRS_OF_16_BITS = {4: 8, 5: 4, 6: 2}
+PAIRS_OF_16_BITS = {2: 8, 3: 8, 4: 8, 5: 4, 6: 2}
 """With AVX2: how many pairs of products fit into 16 bits, by the bits of a code."""
 
 
@@ -78,6 +80,19 @@ def spread_word(builder: ir.IRBuilder, address: ir.Value, element: ir.Type, lane
     scalar = builder.load(pointer(builder, address, element), align=4)
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, _INT(0))
     return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), same(words(lanes), 0))
+
+
+def looked_up(
+    builder: ir.IRBuilder, instructions: InstructionSet, values: Sequence[int], codes: Sequence[ir.Value]
+) -> list[ir.Value]:
+    """Look up the values of codes of up to 4 bits, as codes of 8 bits: see `dot`."""
+    bias = 0 if instructions is InstructionSet.AVX2 else 128
+    name = "llvm.x86.avx512.pshuf.b.512" if instructions.lanes == 16 else "llvm.x86.avx2.pshuf.b"
+    bytes_ = ir.VectorType(_BYTE, 4 * instructions.lanes)
+    repeated = [value + bias for value in values] * (bytes_.count // len(values))
+    table = ir.Constant(bytes_, [value & 255 for value in repeated])
+    found = [_call(builder, name, bytes_, table, builder.bitcast(code, bytes_)) for code in codes]
+    return [builder.bitcast(some, code.type) for some, code in zip(found, codes, strict=True)]
 
 
 def dot(

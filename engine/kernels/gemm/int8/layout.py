@@ -26,8 +26,8 @@ SCALE_AT, OFFSET_AT, SUMS_AT = BLOCK_INPUTS, BLOCK_INPUTS + 4, BLOCK_INPUTS + 8
 
 
 def has_integer_codes(layout: QuantLayout) -> bool:
-    """Whether its codes stand for themselves, and can be multiplied as integers."""
-    return layout.coded and layout.values is None
+    """Whether its codes stand for whole numbers of some unit, of one scale of float16, and are multiplied as these."""
+    return layout.coded and not layout.exponents
 
 
 @njit

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.verifier.cost_model import CostModel
-from engine.verifier.forward_time import Attended, ForwardTime
+from engine.costs.cost_model import CostModel
+from engine.costs.forward_time import Attended, ForwardTime
 
 
 def costs(seconds: dict[int, float], mode: str = "sequential", **forward: Any) -> CostModel:
@@ -307,3 +307,33 @@ def test_a_prompt_takes_as_long_as_the_forwards_that_read_it() -> None:
     expected = sum(model.forward.seconds(rows, Attended(past, rows * (past + rows / 2))) for past, rows in chunks)
     assert model.reading_s(148, 16, 64) == pytest.approx(expected)
     assert model.reading_s(0, 16, 64) == 0
+
+
+# Which nodes of a round's trees are verified.
+
+DEAR, CHEAP = CostModel(ForwardTime({1: 1.0, 64: 64.0})), CostModel(ForwardTime({1: 1.0, 64: 1.001}))
+"""Forwards where each row takes as long as the first, and where further rows are nearly free."""
+
+
+def worth(*probs: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    return np.array(probs, np.float32)
+
+
+def test_every_tree_keeps_its_root_even_if_another_trees_nodes_are_worth_as_much() -> None:
+    kept = DEAR.paying_nodes([worth(1.0, 1.0, 1.0), worth(1.0)])
+    assert [nodes.tolist() for nodes in kept] == [[0], [0]]
+
+
+def test_rows_that_cost_nothing_are_all_kept_and_the_likeliest_first_where_they_cost() -> None:
+    trees = [worth(1.0, 0.3, 0.2), worth(1.0, 0.9)]
+    assert [nodes.tolist() for nodes in CHEAP.paying_nodes(trees)] == [[0, 1, 2], [0, 1]]
+    steep = CostModel(ForwardTime({1: 1.0, 2: 1.0, 3: 1.4, 64: 64.0}))
+    assert [nodes.tolist() for nodes in steep.paying_nodes(trees)] == [[0], [0, 1]]
+
+
+@given(st.lists(st.lists(st.floats(0.01, 1.0), max_size=8), min_size=1, max_size=4), st.floats(0.0, 1.0))
+def test_a_kept_nodes_better_nodes_are_kept_too(probs: list[list[float]], row_s: float) -> None:
+    """Worth never grows along a path, so a node's ancestors are among the better ones."""
+    trees = [worth(1.0, *sorted(some, reverse=True)) for some in probs]
+    for nodes in CostModel(ForwardTime({1: 1.0, 64: 1.0 + 63 * row_s})).paying_nodes(trees):
+        assert nodes.tolist() == list(range(len(nodes))) and len(nodes)

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from engine.verifier.bandit import Bandit
-from engine.verifier.cost_model import CostModel
-from engine.verifier.forward_time import ForwardTime
+from engine.costs.bandit import Bandit
+from engine.costs.cost_model import CostModel
+from engine.costs.forward_time import ForwardTime
 
 TRIALS = 6  # blocks, three of each way
 
