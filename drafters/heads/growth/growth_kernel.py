@@ -1,4 +1,6 @@
-"""One layer of trees that grow on a GPU: the nodes to draft next, by `Dynamic`'s rule, without asking the host."""
+"""Selects one layer of trees that grow on a GPU: the nodes to draft next, by `Dynamic`'s rule, without
+asking the host.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 # Triton allows only constexpr annotations on a kernel's parameters.
@@ -82,8 +84,8 @@ def _select(
 
 
 def select(tokens: Tensor, prob: Tensor, above: Layer, slots: Tensor, layer: int, width: int, rows: int) -> NextLayer:
-    """The layer of that number, `width` nodes of each tree. tokens, prob: [nodes of the layer before, columns]. slots:
-    [trees] int32, of each tree's first new node. rows: of the forward that drafts them.
+    """Return the layer of that number, `width` nodes of each tree. tokens, prob: [nodes of the layer before, columns].
+    slots: [trees] int32, of each tree's first new node. rows: of the forward that drafts them.
     """
     trees, device = len(slots), tokens.device
     nodes = len(tokens) // trees
