@@ -1,4 +1,4 @@
-"""Kernels in Triton that may replace what runs today: products, and kernels that begin before the last one has ended."""
+"""Kernels in Triton that may replace what runs today: products, and kernels that begin early."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Triton allows only constexpr annotations on a kernel's parameters.

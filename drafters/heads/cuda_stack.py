@@ -179,17 +179,19 @@ class Step:
         out = self.stack.launch(self.size, longs(filled), read, longs(written), *rows)
         return out[: len(picked)].clone()  # the next call overwrites it
 
-    def run(self, tokens: Tensor, read: Tensor, ancestors: Tensor) -> Tensor:
-        """The head's outputs of all rows. tokens, read: [size], and ancestors, [count, listed], are on the device."""
-        tables = len(self.rows.listed) - ancestors.numel()
-        (held,) = uploaded([self.rows.listed[:tables]], tokens.device)
-        listed = torch.cat([held, ancestors.flatten()])
+    def run(self, tokens: Tensor, read: Tensor, listed: Tensor) -> Tensor:
+        """Return the head's outputs of all rows; see `drafters.heads.growth.ahead.Step`."""
         return self.launch(self.rows._replace(tokens=tokens, listed=listed), read, np.arange(self.count))
 
     @property
+    def tables(self) -> Tensor:
+        """The requests' block tables."""
+        return self.rows.listed[: int(self.rows.ancestor_ptr[0])]
+
+    @property
     def places(self) -> Tensor:
-        """[count] int64, on the device: where in the pool the rows' features are."""
-        return uploaded([longs(self.batch.slots)], self.stack.first.device)[0]
+        """[count] int64: where in the pool the rows' features are."""
+        return longs(self.batch.slots)
 
 
 class CudaReader:

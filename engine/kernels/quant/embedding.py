@@ -130,7 +130,7 @@ def _of_codes(layout: QuantLayout, arrangement: Arrangement) -> Kernel:
 
 @njit
 def _factor_at(factors: int, index: int, fours: bool, size: int) -> Any:
-    """A factor of a step. factors: their address. fours: whether they have 4 bits. size: of all, in bytes."""
+    """Read a factor of a step. factors: their address. fours: whether they have 4 bits. size: of all, in bytes."""
     if fours:
         return byte_at(factors + index % size) >> (index // size * 4) & 15
     return byte_at(factors + index)

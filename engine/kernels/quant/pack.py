@@ -123,7 +123,7 @@ def _place_columns(source: Any, columns: Any, width: int, at: int, tiles: Any) -
 @njit(nogil=True, cache=True)
 @versioned
 def _place_fours(source: Any, columns: Any, at: int, tiles: Any) -> None:
-    """The same for factors of 4 bits, two in a byte. columns: [steps, factors of a step]."""
+    """Place factors of 4 bits, two in a byte, from these columns on. columns: [steps, factors of a step]."""
     steps, count = columns.shape
     size = LANES * count // 2
     for panel in range(source.shape[0]):
@@ -186,7 +186,7 @@ def _place_lanes(bits: int, a: Any, b: Any, c: Any, d: Any, half: int, words: An
 
 @njit
 def _joined(a: Any, b: Any, c: Any, d: Any, bits: int) -> Any:
-    """Sixteen codes one after the other."""
+    """Put sixteen codes, a byte each, together without gaps."""
     made = np.uint64(0)
     for i, word in enumerate((a, b, c, d)):
         for byte in range(4):
@@ -197,6 +197,7 @@ def _joined(a: Any, b: Any, c: Any, d: Any, bits: int) -> Any:
 
 @njit
 def _place_threes(codes: Any, half: int, words: Any) -> None:
+    """Place the codes of 3 bits of a lane's sixteen pairs."""
     words[16 * half] |= np.uint32(codes & np.uint64(0x3FFFFFFF))
     rest = np.uint32(codes >> np.uint64(30))  # pairs 10 to 15
     if half == 0:

@@ -191,7 +191,7 @@ def _of_step(
 
 
 def factor_bytes(builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value, step: ir.Value) -> ir.Value:
-    """The factors of a step of the tile at that address, a byte for each output, kind after kind; the bias is in."""
+    """Load the factors of a step of the tile at that address, a byte for each output, kind by kind, bias included."""
     at = builder.add(tile, builder.add(_WORD(layout.factors_at), builder.mul(step, _WORD(layout.factor_bytes))))
     kind = ir.VectorType(_BYTE, layout.factor_bytes)
     factors = builder.load(pointer(builder, at, kind), align=1)
@@ -253,6 +253,7 @@ class _Codes:
         return self._shifted(self._fives(4 * half + group), place) if stored is None else self._word(stored, place)
 
     def _of_three_bits(self, half: int, pair: int) -> ir.Value:
+        """Find a pair's codes; two of them are in pieces."""
         if pair < 10:
             return self._from_bit(half, 3 * pair)
         if half == 0 or pair < 14:
@@ -263,7 +264,7 @@ class _Codes:
         return builder.or_(lower, third)
 
     def _from_bit(self, word: int, bit: int) -> ir.Value:
-        """Stored words from that bit on."""
+        """Move stored words down so that they begin with that bit."""
         found = self._word(word, bit // 8)
         return self._builder.lshr(found, integers(bit % 8)) if bit % 8 else found
 
@@ -316,7 +317,7 @@ class _Codes:
         return self._builder.call(look_up, [parts[0], codes, parts[1]])
 
     def _calculated(self, codes: ir.Value) -> ir.Value:
-        """The same with AVX2, which looks up eight."""
+        """Look up eight values at a time, which AVX2 does, or calculate them."""
         builder, layout = self._builder, self._layout
         table = layout.table * max(1, 8 >> layout.bits)
         if layout.values is None and len(table) > 8:
@@ -329,6 +330,7 @@ class _Codes:
         return made
 
     def _of_eight(self, table: Sequence[float], codes: ir.Value) -> ir.Value:
+        """Look up the lower three bits of each lane."""
         builder, floats, ints = self._builder, ir.VectorType(ir.FloatType(), 8), ir.VectorType(_INT, 8)
         kind = ir.FunctionType(floats, [floats, ints])
         look_up = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.permps")

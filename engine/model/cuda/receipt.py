@@ -14,6 +14,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.batch import Int
@@ -25,7 +26,7 @@ from engine.model.drawn_tree import DrawnTree
 from engine.model.kv_pool import KVPool
 from engine.model.runner import bfloat16_bits
 
-_STATE_ROWS, _LEAST_ROWS = 160, 5  # accepted rows whose hidden states are sent: of all trees, and of each at least
+_STATE_ROWS, _LEAST_ROWS = 128, 4  # accepted rows whose hidden states are sent: of all trees, and of each at least
 _ALIGNED = 16
 
 
@@ -52,6 +53,7 @@ class Receipt:
         self._begins = [0, *accumulate(len(one.tree) for one in self._trees)]
         self._tokens: list[int] | None = None  # once they are read
         self._paths: list[list[int]] = []
+        self._fetched: dict[int, States] = {}  # of longer paths than are sent
         self._successors = successors
         nothing = logits.new_empty(0)
         self._sent = Sent([
@@ -117,13 +119,31 @@ class Receipt:
             return None
         if (place := self._places.get(index)) is not None:
             self._read()
-            if list(path) == self._paths[place][: len(path)] and len(path) <= self._rows_sent:
-                width = 2 * self._states[0].numel()
-                at = self._begin + place * self._rows_sent * width
-                sent: States = self._sent.read()[0][at : at + len(path) * width].numpy().view(np.uint16)
-                return sent.reshape(len(path), *self._states.shape[1:])
-        rows = torch.from_numpy(self._asked[index].first + np.asarray(path, np.int64))
-        return bfloat16_bits(self._states.index_select(0, *uploaded([rows], self._device)))
+            if list(path) == self._paths[place][: len(path)]:
+                return self._of_paths(place)[: len(path)]
+        return self._fetch(self._asked[index].first + np.asarray(path, np.int64))
+
+    def _of_paths(self, place: int) -> States:
+        """Return the states of the path that the device has walked in the tree of that place, of those that were sent;
+        or else, fetched for all such trees at once.
+        """
+        assert self._states is not None
+        if len(path := self._paths[place]) <= self._rows_sent:
+            width = 2 * self._states[0].numel()
+            at = self._begin + place * self._rows_sent * width
+            sent: States = self._sent.read()[0][at : at + len(path) * width].numpy().view(np.uint16)
+            return sent.reshape(len(path), *self._states.shape[1:])
+        if not self._fetched:
+            long = [i for i, path in enumerate(self._paths) if len(path) > self._rows_sent]
+            rows = [self._trees[i].first + np.asarray(self._paths[i], np.int64) for i in long]
+            parts = np.split(self._fetch(np.concatenate(rows)), np.cumsum([len(part) for part in rows])[:-1])
+            self._fetched = dict(zip(long, parts, strict=True))
+        return self._fetched[place]
+
+    def _fetch(self, rows: NDArray[np.int64]) -> States:
+        """Read the states of these rows, which waits for the device."""
+        assert self._states is not None
+        return bfloat16_bits(self._states.index_select(0, *uploaded([torch.from_numpy(rows)], self._device)))
 
     def read_states(self, first: int, count: int) -> States | None:
         """[count, layers, hidden] of rows of prompts, from `first` on."""

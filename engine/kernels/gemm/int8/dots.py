@@ -85,7 +85,7 @@ def spread_word(builder: ir.IRBuilder, address: ir.Value, element: ir.Type, lane
 def looked_up(
     builder: ir.IRBuilder, instructions: InstructionSet, values: Sequence[int], codes: Sequence[ir.Value]
 ) -> list[ir.Value]:
-    """The values of codes of up to 4 bits, as codes of 8 bits: see `dot`."""
+    """Look up the values of codes of up to 4 bits, as codes of 8 bits: see `dot`."""
     bias = 0 if instructions is InstructionSet.AVX2 else 128
     name = "llvm.x86.avx512.pshuf.b.512" if instructions.lanes == 16 else "llvm.x86.avx2.pshuf.b"
     bytes_ = ir.VectorType(_BYTE, 4 * instructions.lanes)
