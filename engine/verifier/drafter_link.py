@@ -106,9 +106,7 @@ class DrafterLink:
         return DraftKinds(Experience() if retrieves else None, model)
 
     def _forget_states(self, layers: Sequence[int]) -> None:
-        """Forget the hidden states that are kept if they are of other layers than these, which the new
-        drafter wants.
-        """
+        """Forget the hidden states that are kept: they are of other layers than these, which the new drafter wants."""
         if self.target.pool is not None:
             self.target.pool.forget_states(layers)
         for request in self.requests:

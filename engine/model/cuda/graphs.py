@@ -95,7 +95,7 @@ class Recorded:
         return self._outputs
 
     def _renew(self, inputs: Sequence[Tensor]) -> None:
-        """Replace the inputs that the work finds."""
+        """Copy new inputs to the memory that the captured work reads."""
         assert self._inputs is not None
         if self._upload is not None:
             packed = pack_inputs(inputs, self._device)
