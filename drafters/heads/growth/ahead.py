@@ -44,7 +44,7 @@ class Steps(Protocol):
     """The layers of a head on a GPU."""
 
     def step(self, parts: Sequence[Rows]) -> Step:
-        """A forward over these rows, for which there is room from now on."""
+        """Prepare a forward over these rows, for which there are slots from now on."""
 
 
 class _Drafted(NamedTuple):
@@ -96,7 +96,7 @@ def _layers(stack: Steps, tries: Sequence[Trie], logits: Tensor, depth: int, wid
 
 
 def _rows(session: Any, first: int, layer: int, width: int) -> Rows:
-    """A layer's rows of one tree, whose tokens and ancestors the device selects."""
+    """Return a layer's rows of one tree, whose tokens and ancestors the device selects."""
     return Rows(
         session.cache,
         first + layer * width,
@@ -108,7 +108,7 @@ def _rows(session: Any, first: int, layer: int, width: int) -> Rows:
 
 
 def _best(tries: Sequence[Trie], logits: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """What may follow a layer's nodes, the same number of each trie, and with which chance."""
+    """Return what may follow a layer's nodes, the same number of each trie, and with which probability."""
     parts = logits.split(len(logits) // len(tries))
     asked = [
         (trie.ranking, part, [trie.session.synced + 1 + layer] * len(part))
