@@ -6,6 +6,7 @@ once, when they are stored.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from engine.kernels.simd import (
     fma,
     int_at,
     load,
+    maximum,
+    minimum,
     multiply,
     number_at,
     numbers_at,
@@ -54,14 +57,14 @@ NORM = record_of(
     "count",
     "hidden",
     "width",
-    floats=("epsilon", "delta_scale"),
+    floats=("epsilon", "delta_scale", "scale"),
 )
 
 
 @kernel(NORM)
 def norm_kernel(address: Any) -> None:
-    """residual += delta_scale * delta, or + norm(delta, delta_weight); out = norm(residual, weight), where norm(x, w) =
-    x / sqrt(mean(x^2) + epsilon) * w.
+    """residual = scale * (residual + delta_scale * delta), or norm(delta, delta_weight) in place of that delta;
+    out = norm(residual, weight), where norm(x, w) = x / sqrt(mean(x^2) + epsilon) * w.
     """
     work = carray(address, 1)[0]
     for i in range(thread_id(), work.count, num_threads()):
@@ -74,6 +77,7 @@ def norm_kernel(address: Any) -> None:
             x = load(residual + 4 * at, FLOAT32)
             if work.delta != 0 and work.delta_weight == 0:
                 x = fma(numbers_at(delta + at * work.width, work.width), splat(work.delta_scale), x)
+                x = multiply(x, splat(work.scale))
                 store(x, residual + 4 * at, FLOAT32)
             squares = fma(x, x, squares)
         # without a norm there is no epsilon either, and a row of zeros (a padding token's) would be divided by 0
@@ -103,16 +107,30 @@ def _add_norm(work: Any, residual: int, delta: int) -> None:
     for at in range(0, work.hidden, LANES):
         x = multiply(numbers_at(delta + at * work.width, work.width), scale)
         x = fma(x, load(work.delta_weight + 4 * at, FLOAT32), load(residual + 4 * at, FLOAT32))
-        store(x, residual + 4 * at, FLOAT32)
+        store(multiply(x, splat(work.scale)), residual + 4 * at, FLOAT32)
+
+
+class Activation(IntEnum):
+    """What a gate applies to its numbers. GELU: the approximation by tanh. CLAMPED: SiLU of `alpha` times the gate over
+    `alpha`, of gates and ups that are cut at `limit`, with 1 added to the ups.
+    """
+
+    SILU = 0
+    GELU = 1
+    CLAMPED = 2
 
 
 GATE = record_of(
-    "gate_up",  # [rows, 2 * inner]
+    "gate",  # [rows, inner], rows `gate_stride` bytes apart
+    "gate_stride",
+    "up",  # [rows, inner], rows `up_stride` bytes apart
+    "up_stride",
     "out",  # [rows, inner]
     "rows",
     "inner",
     "width",
-    "gelu",  # 1: the tanh approximation of GELU in the place of SiLU
+    "activation",
+    floats=("alpha", "limit"),
 )
 
 _GELU = np.float32(2 * (2 / np.pi) ** 0.5), np.float32(2 * (2 / np.pi) ** 0.5 * 0.044715)
@@ -126,14 +144,17 @@ def gate_kernel(address: Any) -> None:
     work = carray(address, 1)[0]
     one = splat(np.float32(1))
     for row in range(thread_id(), work.rows, num_threads()):
-        gate = work.gate_up + row * 2 * work.inner * work.width
-        up, out = gate + work.inner * work.width, work.out + row * work.inner * work.width
+        gate, up = work.gate + row * work.gate_stride, work.up + row * work.up_stride
+        out = work.out + row * work.inner * work.width
         for at in range(0, work.inner * work.width, LANES * work.width):
-            x = numbers_at(gate + at, work.width)
-            y = multiply(x, splat(np.float32(-1)))
-            if work.gelu != 0:
+            x, factor = numbers_at(gate + at, work.width), numbers_at(up + at, work.width)
+            if work.activation == Activation.CLAMPED:
+                limit, lowest = splat(work.limit), splat(-work.limit)
+                x, factor = minimum(x, limit), add(maximum(lowest, minimum(factor, limit)), one)
+            y = multiply(x, splat(-work.alpha if work.activation == Activation.CLAMPED else np.float32(-1)))
+            if work.activation == Activation.GELU:
                 y = multiply(y, fma(multiply(x, x), splat(_GELU[1]), splat(_GELU[0])))
-            put_numbers(multiply(divide(x, add(one, exp(y))), numbers_at(up + at, work.width)), out + at, work.width)
+            put_numbers(multiply(divide(x, add(one, exp(y))), factor), out + at, work.width)
 
 
 ENTER = record_of(
@@ -149,7 +170,9 @@ ENTER = record_of(
     "stride",  # bytes from row to row
     "query_norm",  # [head_dim] float32, or 0
     "key_norm",  # [head_dim] float32, or 0
-    "keys",  # out: one layer's part of the pool
+    "value_norm",  # [head_dim] float32, or 0
+    "values_are_keys",  # 1: rows end after the keys, which are the values too, before norm and rotation
+    "keys",  # out: one layer's part of the pool; 0: the layer reads another's, and rows are queries alone
     "values",
     "kv_heads",
     "q_per_kv",
@@ -175,12 +198,35 @@ def enter_kernel(address: Any) -> None:
     for unit in range(units * thread_id() // num_threads(), units * (thread_id() + 1) // num_threads()):
         kv_head, row = unit // work.rows, unit % work.rows
         x = work.qkv + row * work.stride
+        pad(work, room)
         put_queries(work, unit, row, x + kv_head * work.q_per_kv * size, room)
+        if work.keys == 0:
+            continue
         block, lane = int_at(work.slots + 4 * row) // LANES, int_at(work.slots + 4 * row) % LANES
         at = (block * work.kv_heads + kv_head) * work.dims * LANES * work.width
         rotated(work, row, x + (heads + kv_head) * size, work.key_norm, room)
         _put_key(work, room, work.keys + at, lane)
-        _put_value(work, x + (heads + work.kv_heads + kv_head) * size, work.values + at, lane)
+        value = value_of(work, x, kv_head)
+        if work.value_norm != 0:
+            normalised(work, value, work.value_norm, room)
+            for i in range(work.head_dim):
+                put_number(room + i * work.width, float_at(room + 4 * i), work.width)
+            value = room
+        _put_value(work, value, work.values + at, lane)
+
+
+@njit
+def pad(work: Any, x: int) -> None:
+    """Put zeros after the first head_dim of [dims] float32, where layers with larger heads may have written."""
+    for i in range(work.head_dim, work.dims):
+        put_float(x + 4 * i, np.float32(0))
+
+
+@njit
+def value_of(work: Any, x: int, kv_head: int) -> Any:
+    """The address of a head's value in a row of `qkv`."""
+    heads = (work.q_per_kv + (0 if work.values_are_keys != 0 else 1)) * work.kv_heads
+    return x + (heads + kv_head) * work.head_dim * work.width
 
 
 @njit
@@ -198,6 +244,13 @@ def put_queries(work: Any, unit: int, row: int, x: int, room: int) -> None:
 @njit
 def rotated(work: Any, row: int, x: int, weight: int, out: int) -> None:
     """One head's query or key, normalised if there is a weight, rotated by its position: [dims] float32."""
+    normalised(work, x, weight, out)
+    _rotate(work, row, out)
+
+
+@njit
+def normalised(work: Any, x: int, weight: int, out: int) -> None:
+    """One head's numbers, normalised if there is a weight: [dims] float32."""
     whole, lanes = work.head_dim // LANES * LANES, splat(np.float32(0))
     for i in range(0, whole, LANES):
         numbers = numbers_at(x + i * work.width, work.width)
@@ -215,7 +268,6 @@ def rotated(work: Any, row: int, x: int, weight: int, out: int) -> None:
             store(multiply(scaled, load(weight + 4 * i, FLOAT32)), out + 4 * i, FLOAT32)
         for i in range(whole, work.head_dim):
             put_float(out + 4 * i, float_at(out + 4 * i) * scale * float_at(weight + 4 * i))
-    _rotate(work, row, out)
 
 
 @njit

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from engine.kernels.fused import Activation
 from engine.kernels.simd import LANES
 from engine.model.structure import LinearStructure, NormStructure, OtherStructure, Picked
+
+
+def text_part(model: Any) -> tuple[Any, str]:
+    """The decoder of a model that may also read images, and how the names of its parameters begin."""
+    base: Any = getattr(model, "model", None)
+    if hasattr(base, "language_model"):
+        return base.language_model, "model.language_model."
+    return base, "model."
 
 
 def only(module: Any, names: set[str]) -> None:
@@ -53,10 +63,16 @@ def _adds_one(kind: Any) -> bool:
         raise OtherStructure(f"{kind.__name__} is made in another way than RMSNorm") from error
 
 
-def is_gelu(activation: Any) -> bool:
-    """Whether that is GELU's tanh approximation; False: SiLU."""
+def activation_of(activation: Any) -> Activation:
+    """What a module applies. Raises OtherStructure if no kernel does."""
     x = torch.linspace(-4, 4, 65)
-    for found, gelu in ((F.silu(x), False), (F.gelu(x, approximate="tanh"), True)):
-        if activation is not None and torch.allclose(activation(x), found, rtol=0, atol=1e-5):
-            return gelu
+    for found, known in _ACTIVATIONS.items():
+        if activation is not None and torch.allclose(activation(x), known(x), rtol=0, atol=1e-5):
+            return found
     raise OtherStructure(f"the activation {type(activation).__name__}")
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU: partial(F.gelu, approximate="tanh"),
+}

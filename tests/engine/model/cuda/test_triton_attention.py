@@ -68,7 +68,7 @@ class Texts:
         query = torch.stack([self.vector(token, at, 3, KV_HEADS * GROUPS) for token, at in rows_of])
         pool, seen = self.pool, int(batch.positions.max()) + 1
         moved: Any = KVPool(pool.shape, 1)
-        moved.keys, moved.values = pool.keys.to(DEVICE), pool.values.to(DEVICE)
+        moved.part.keys, moved.part.values = pool.keys.to(DEVICE), pool.values.to(DEVICE)
         attention = TritonAttention(moved, GROUPS)
         arrays = (batch.prefix_lens, batch.ancestor_ptr, batch.ancestor_slots, batch.tables, batch.table_of)
         chunks = -(-seen // triton_attention.CHUNK)
