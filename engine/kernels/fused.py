@@ -50,6 +50,8 @@ NORM = record_of(
     "delta",  # [rows, hidden], or 0
     "delta_weight",  # [hidden] float32: the norm of delta is added; or 0
     "weight",  # [hidden] float32, or 0: no norm, out = residual
+    "centred",  # 1: the mean is subtracted first
+    "bias",  # [hidden] float32, added last, or 0
     "out",  # [count, hidden]: the norm of the sum
     "chosen",  # [count] int32: the rows to compute, or 0 for the first `count`
     "kept",  # [rows, hidden], rows `stride` bytes apart: a copy of the sum, or 0
@@ -64,7 +66,8 @@ NORM = record_of(
 @kernel(NORM)
 def norm_kernel(address: Any) -> None:
     """residual = scale * (residual + delta_scale * delta), or norm(delta, delta_weight) in place of that delta;
-    out = norm(residual, weight), where norm(x, w) = x / sqrt(mean(x^2) + epsilon) * w.
+    out = norm(residual, weight), where norm(x, w) = x / sqrt(mean(x^2) + epsilon) * w, of x less its mean if centred,
+    and the bias is added.
     """
     work = carray(address, 1)[0]
     for i in range(thread_id(), work.count, num_threads()):
@@ -72,14 +75,20 @@ def norm_kernel(address: Any) -> None:
         residual, delta = work.residual + row * work.hidden * 4, work.delta + row * work.hidden * work.width
         if work.delta_weight != 0:
             _add_norm(work, residual, delta)
-        squares = splat(np.float32(0))
+        squares, sums = splat(np.float32(0)), splat(np.float32(0))
         for at in range(0, work.hidden, LANES):
             x = load(residual + 4 * at, FLOAT32)
             if work.delta != 0 and work.delta_weight == 0:
                 x = fma(numbers_at(delta + at * work.width, work.width), splat(work.delta_scale), x)
                 x = multiply(x, splat(work.scale))
                 store(x, residual + 4 * at, FLOAT32)
-            squares = fma(x, x, squares)
+            squares, sums = fma(x, x, squares), add(sums, x)
+        below = splat(np.float32(0))  # minus the mean
+        if work.centred != 0:
+            below, squares = splat(-total(sums) / np.float32(work.hidden)), splat(np.float32(0))
+            for at in range(0, work.hidden, LANES):
+                x = add(load(residual + 4 * at, FLOAT32), below)
+                squares = fma(x, x, squares)
         # without a norm there is no epsilon either, and a row of zeros (a padding token's) would be divided by 0
         scale = splat(_norm_scale(work, squares) if work.weight != 0 else np.float32(1))
         out = work.out + i * work.hidden * work.width
@@ -87,8 +96,12 @@ def norm_kernel(address: Any) -> None:
             x = load(residual + 4 * at, FLOAT32)
             if work.kept != 0:
                 put_numbers(x, work.kept + row * work.stride + at * work.width, work.width)
+            if work.centred != 0:
+                x = add(x, below)
             if work.weight != 0:
                 x = multiply(multiply(x, scale), load(work.weight + 4 * at, FLOAT32))
+            if work.bias != 0:
+                x = add(x, load(work.bias + 4 * at, FLOAT32))
             put_numbers(x, out + at * work.width, work.width)
 
 
@@ -111,19 +124,20 @@ def _add_norm(work: Any, residual: int, delta: int) -> None:
 
 
 class Activation(IntEnum):
-    """What a gate applies to its numbers. GELU: the approximation by tanh. CLAMPED: SiLU of `alpha` times the gate over
-    `alpha`, of gates and ups that are cut at `limit`, with 1 added to the ups.
+    """What a gate applies to its numbers. GELU: the approximation by tanh. SQUARED_RELU: max(x, 0)^2. CLAMPED: SiLU of
+    `alpha` times the gate over `alpha`, of gates and ups that are cut at `limit`, with 1 added to the ups.
     """
 
     SILU = 0
     GELU = 1
     CLAMPED = 2
+    SQUARED_RELU = 3
 
 
 GATE = record_of(
     "gate",  # [rows, inner], rows `gate_stride` bytes apart
     "gate_stride",
-    "up",  # [rows, inner], rows `up_stride` bytes apart
+    "up",  # [rows, inner], rows `up_stride` bytes apart; 0: ones
     "up_stride",
     "out",  # [rows, inner]
     "rows",
@@ -147,14 +161,23 @@ def gate_kernel(address: Any) -> None:
         gate, up = work.gate + row * work.gate_stride, work.up + row * work.up_stride
         out = work.out + row * work.inner * work.width
         for at in range(0, work.inner * work.width, LANES * work.width):
-            x, factor = numbers_at(gate + at, work.width), numbers_at(up + at, work.width)
+            x, factor = numbers_at(gate + at, work.width), one
+            if work.up != 0:
+                factor = numbers_at(up + at, work.width)
             if work.activation == Activation.CLAMPED:
                 limit, lowest = splat(work.limit), splat(-work.limit)
                 x, factor = minimum(x, limit), add(maximum(lowest, minimum(factor, limit)), one)
             y = multiply(x, splat(-work.alpha if work.activation == Activation.CLAMPED else np.float32(-1)))
             if work.activation == Activation.GELU:
                 y = multiply(y, fma(multiply(x, x), splat(_GELU[1]), splat(_GELU[0])))
-            put_numbers(multiply(divide(x, add(one, exp(y))), factor), out + at, work.width)
+            x = divide(x, add(one, exp(y))) if work.activation != Activation.SQUARED_RELU else _squared_relu(x)
+            put_numbers(multiply(x, factor), out + at, work.width)
+
+
+@njit
+def _squared_relu(x: Any) -> Any:
+    x = maximum(splat(np.float32(0)), x)
+    return multiply(x, x)
 
 
 ENTER = record_of(
@@ -171,6 +194,7 @@ ENTER = record_of(
     "query_norm",  # [head_dim] float32, or 0
     "key_norm",  # [head_dim] float32, or 0
     "value_norm",  # [head_dim] float32, or 0
+    "norms_last",  # 1: queries and keys are normalised after they are rotated
     "values_are_keys",  # 1: rows end after the keys, which are the values too, before norm and rotation
     "keys",  # out: one layer's part of the pool; 0: the layer reads another's, and rows are queries alone
     "values",
@@ -244,30 +268,40 @@ def put_queries(work: Any, unit: int, row: int, x: int, room: int) -> None:
 @njit
 def rotated(work: Any, row: int, x: int, weight: int, out: int) -> None:
     """One head's query or key, normalised if there is a weight, rotated by its position: [dims] float32."""
-    normalised(work, x, weight, out)
+    normalised(work, x, weight if work.norms_last == 0 else 0, out)
     _rotate(work, row, out)
+    if work.norms_last != 0:
+        _normalise(work, weight, out)
 
 
 @njit
 def normalised(work: Any, x: int, weight: int, out: int) -> None:
     """One head's numbers, normalised if there is a weight: [dims] float32."""
+    whole = work.head_dim // LANES * LANES
+    for i in range(0, whole, LANES):
+        store(numbers_at(x + i * work.width, work.width), out + 4 * i, FLOAT32)
+    for i in range(whole, work.head_dim):
+        put_float(out + 4 * i, number_at(x + i * work.width, work.width))
+    if weight != 0:
+        _normalise(work, weight, out)
+
+
+@njit
+def _normalise(work: Any, weight: int, out: int) -> None:
+    """Normalise one head's [dims] float32 in place."""
     whole, lanes = work.head_dim // LANES * LANES, splat(np.float32(0))
     for i in range(0, whole, LANES):
-        numbers = numbers_at(x + i * work.width, work.width)
+        numbers = load(out + 4 * i, FLOAT32)
         lanes = fma(numbers, numbers, lanes)
-        store(numbers, out + 4 * i, FLOAT32)
     squares = total(lanes)
     for i in range(whole, work.head_dim):
-        value = number_at(x + i * work.width, work.width)
-        squares += value * value
-        put_float(out + 4 * i, value)
-    if weight != 0:
-        scale = np.float32(1) / np.sqrt(squares / np.float32(work.head_dim) + work.epsilon)
-        for i in range(0, whole, LANES):
-            scaled = multiply(load(out + 4 * i, FLOAT32), splat(scale))
-            store(multiply(scaled, load(weight + 4 * i, FLOAT32)), out + 4 * i, FLOAT32)
-        for i in range(whole, work.head_dim):
-            put_float(out + 4 * i, float_at(out + 4 * i) * scale * float_at(weight + 4 * i))
+        squares += float_at(out + 4 * i) * float_at(out + 4 * i)
+    scale = np.float32(1) / np.sqrt(squares / np.float32(work.head_dim) + work.epsilon)
+    for i in range(0, whole, LANES):
+        scaled = multiply(load(out + 4 * i, FLOAT32), splat(scale))
+        store(multiply(scaled, load(weight + 4 * i, FLOAT32)), out + 4 * i, FLOAT32)
+    for i in range(whole, work.head_dim):
+        put_float(out + 4 * i, float_at(out + 4 * i) * scale * float_at(weight + 4 * i))
 
 
 @njit

@@ -31,7 +31,7 @@ from engine.kernels.quant.tiled import TiledMatrix
 from engine.kernels.simd import LANES
 from engine.kernels.state.walk import LayerPlace, StateLayer, Walk
 from engine.kernels.threads import address_of
-from engine.model.decoder_layer import Layer, Parameters, joined, made_norm
+from engine.model.decoder_layer import Layer, Parameters, joined, norm_from
 from engine.model.kv_pool import KVPool
 from engine.model.rotary import RotaryTables
 from engine.model.state_pool import StatePool
@@ -58,7 +58,7 @@ class LeanDecoder:
         self.dtype = pool.parts[0].shape.dtype
         self.layers = [Layer(layer, parameters, activations, self.dtype) for layer in structure.layers]
         self.embedding_scale = structure.embedding_scale
-        self.norm = made_norm(structure.norm, parameters.vector(structure.norm.weight))
+        self.norm = norm_from(structure.norm, parameters)
         self.head = joined(structure.head, parameters, activations)
         self.embedding = self._embedding(structure, parameters)
         self.layer_inputs = self._layer_inputs(structure, parameters, activations)
@@ -182,8 +182,8 @@ class LeanDecoder:
         if (found := structure.layer_inputs) is None:
             return None
         project = joined(found.project, parameters, activations)
-        norm, embedding = parameters.vector(found.norm.weight), _looked_up(parameters.matrix(found.embedding))
-        inputs = PerLayerInputs(project, made_norm(found.norm, norm), embedding, found.embedding_scale, found.scale)
+        norm, embedding = norm_from(found.norm, parameters), _looked_up(parameters.matrix(found.embedding))
+        inputs = PerLayerInputs(project, norm, embedding, found.embedding_scale, found.scale)
         return project, inputs
 
     def forget_far(self) -> None:

@@ -95,6 +95,7 @@ class Layer:
             down_norm=self._norm(layer.down_norm),
             residual_scale=layer.residual_scale,
             layer_input=added,
+            parallel=layer.parallel,
             scale=float(parameters.vector(layer.scale)) if layer.scale else 1.0,
         )
 
@@ -122,6 +123,7 @@ class Layer:
             gated=mixer.gated,
             value_norm=Norm(torch.ones(mixer.head_dim), mixer.value_epsilon) if mixer.value_epsilon else None,
             values_are_keys=mixer.values_are_keys,
+            norms_last=mixer.norms_last,
         )
         return attention, [qkv, out]
 
@@ -157,17 +159,17 @@ class Layer:
         return joined(linear, self._parameters, self._activations)
 
     def _norm(self, norm: NormStructure | None) -> Norm | None:
-        return None if norm is None else made_norm(norm, self._parameters.vector(norm.weight))
+        return None if norm is None else norm_from(norm, self._parameters)
 
     def _mlp(self, mlp: MlpStructure) -> tuple[GatedMlp, list[Product]]:
         """The MLP, and the matrices that a row is multiplied with."""
-        silu = mlp.activation is Activation.SILU  # which products apply themselves
+        silu = mlp.activation is Activation.SILU and not mlp.plain  # which products apply themselves
         gate_up, down = joined(mlp.gate_up, self._parameters, self._activations, gated=silu), self._joined(mlp.down)
-        return GatedMlp(gate_up, down, down.inputs, gate_up.gated, mlp.activation), [gate_up, down]
+        return GatedMlp(gate_up, down, down.inputs, gate_up.gated, mlp.activation, mlp.plain), [gate_up, down]
 
     def _layer_input(self, added: LayerInputStructure) -> tuple[LayerInput, list[Product]]:
         gate, out = self._joined(added.gate), self._joined(added.out)
-        norm = made_norm(added.norm, self._parameters.vector(added.norm.weight))
+        norm = norm_from(added.norm, self._parameters)
         return LayerInput(gate, out, out.inputs, norm, added.activation), [gate, out]
 
     def _experts(self, mlp: ExpertsStructure) -> tuple[ExpertMlp, list[Product]]:
@@ -201,6 +203,7 @@ class Layer:
             bias=parameters.vector(mlp.bias).detach().float().contiguous() if mlp.bias else None,
             scale=mlp.scale,
             shared=shared,
+            shared_gate=mlp.shared_gate,
             gated=gated,
             activation=mlp.activation,
             alpha=mlp.alpha,
@@ -233,10 +236,16 @@ def norm_of(norm: Any) -> Norm:
     return made_norm(norm_structure(norm, ""), norm.weight)
 
 
-def made_norm(norm: NormStructure, weight: Tensor) -> Norm:
-    """That norm, with its weight."""
+def norm_from(norm: NormStructure, parameters: Parameters) -> Norm:
+    """That norm, with its parameters."""
+    bias = parameters.vector(norm.bias).detach().float().contiguous() if norm.bias else None
+    return made_norm(norm, parameters.vector(norm.weight), bias)
+
+
+def made_norm(norm: NormStructure, weight: Tensor, bias: Tensor | None = None) -> Norm:
+    """That norm, with its weight and bias."""
     factors = weight.detach().float() + (1 if norm.adds_one else 0)
-    return Norm(factors.contiguous(), norm.epsilon)
+    return Norm(factors.contiguous(), norm.epsilon, norm.centred, bias)
 
 
 def joined(linear: LinearStructure, parameters: Parameters, activations: Activations, gated: bool = False) -> Product:

@@ -96,12 +96,18 @@ def cosines_sines(
     """Cosines and sines of positions `first` to `end`, [positions, rotated / 2] float32 each. kind: of layers."""
     kinds = () if kind is None else (kind,)
     of_chunks, pairs = [], len(getattr(rotary, f"{kind}_inv_freq" if kind else "inv_freq"))
-    for start in range(first, end, _CHUNK):  # where a row has both halves, they are the same
+    for start in range(first, end, _CHUNK):  # where a row has every number twice, in halves or in turn, one is taken
         positions = torch.arange(start, min(start + _CHUNK, end), device=device)[None]
         whole = rotary(torch.zeros(1, device=device), positions, *kinds)
-        of_chunks.append([part[0, :, :pairs].float() for part in whole])
+        step = 2 if _repeats(whole[0][0]) else 1
+        of_chunks.append([part[0, :, : pairs * step : step].float() for part in whole])
     cosines, sines = zip(*of_chunks, strict=True)
     return torch.cat(cosines), torch.cat(sines)
+
+
+def _repeats(cosines: Tensor) -> bool:
+    """Whether neighbours are the same, as where neighbouring dimensions are rotated. cosines: [positions, width]."""
+    return cosines.shape[1] % 2 == 0 and len(cosines) > 1 and torch.equal(cosines[:, ::2], cosines[:, 1::2])
 
 
 def rounded_up(positions: int) -> int:

@@ -38,11 +38,13 @@ class LinearStructure(msgspec.Struct, frozen=True):
 
 
 class NormStructure(msgspec.Struct, frozen=True):
-    """An RMSNorm. adds_one: it multiplies by 1 + weight."""
+    """See `Norm`. adds_one: it multiplies by 1 + weight. bias: "" if there is none."""
 
     weight: str
     epsilon: float
     adds_one: bool
+    centred: bool = False
+    bias: str = ""
 
 
 class MlpStructure(msgspec.Struct, frozen=True, tag=True):
@@ -51,6 +53,7 @@ class MlpStructure(msgspec.Struct, frozen=True, tag=True):
     gate_up: LinearStructure
     down: LinearStructure
     activation: Activation
+    plain: bool = False
 
 
 class ExpertsStructure(msgspec.Struct, frozen=True, tag=True):
@@ -71,6 +74,7 @@ class ExpertsStructure(msgspec.Struct, frozen=True, tag=True):
     bias: str = ""
     scale: float = 1.0
     shared: MlpStructure | None = None
+    shared_gate: bool = True
     activation: Activation = Activation.SILU
     alpha: float = 1.0
     limit: float = 0.0
@@ -97,6 +101,7 @@ class AttentionStructure(msgspec.Struct, frozen=True, tag=True):
     gated: bool = False
     value_epsilon: float = 0.0
     values_are_keys: bool = False
+    norms_last: bool = False
     keys_of: int | None = None
 
 
@@ -172,6 +177,7 @@ class LayerStructure(msgspec.Struct, frozen=True):
     residual_scale: float
     layer_input: LayerInputStructure | None = None
     scale: str = ""
+    parallel: bool = False
 
 
 class KeyPlace(NamedTuple):

@@ -5,7 +5,8 @@
 
 Where gate_up does not apply the activation itself, it makes `both`, of which [gate] makes `inner`.
 
-A shared expert is an MLP of every row, whose result [combine] adds, times the sigmoid of the router's last output.
+A shared expert is an MLP of every row, whose result [combine] adds, times the sigmoid of the router's last output where
+that is its gate.
 
 Which experts a row gets and how their results are added depends on the row alone, and a product's rows do not depend on
 each other: a row has the same bits whatever the others choose.
@@ -49,6 +50,7 @@ EXPERTS = record_of(
     "bias",  # [experts] float32, added to what experts are chosen by, or 0
     "sigmoid",  # 1: an expert's share is the sigmoid of its logit; 0: the softmax
     "shared_out",  # [rows, hidden]: what the shared expert makes of x, or 0
+    "shared_gate",  # 1: it is multiplied by the sigmoid of the router's last output
     "x",  # [rows, hidden]
     "out",  # [rows, hidden]
     "chosen",  # [rows, top_k] int32: the likeliest experts, the best first
@@ -193,8 +195,8 @@ def combine_kernel(address: Any) -> None:
     """out = the sum of a row's results, each times its share, the best expert first and the shared one last."""
     work = carray(address, 1)[0]
     for row in range(thread_id(), work.rows, num_threads()):
-        gate = np.float32(0)
-        if work.shared_out != 0:
+        gate = np.float32(1)
+        if work.shared_gate != 0:
             gate = _sigmoid(number_at(work.logits + (row * work.logit_count + work.experts) * work.width, work.width))
         for at in range(0, work.hidden * work.width, LANES * work.width):
             sums = splat(np.float32(0))
@@ -247,6 +249,7 @@ class ExpertRecords:
         fields |= {"shared": self.products["shared_bytes"].any(), "logit_count": logits.shape[1]}
         fields |= {"sigmoid": mlp.sigmoid, "bias": 0 if mlp.bias is None else mlp.bias.data_ptr(), "scale": mlp.scale}
         fields |= {"shared_out": 0 if shared_out is None else shared_out.data_ptr()}
+        fields |= {"shared_gate": shared_out is not None and mlp.shared_gate}
         for name, value in fields.items():
             self._all[name] = value
         self._all["steps"] = [int(self._steps.ctypes.data) + 16 * experts * part for part in range(2)]

@@ -105,7 +105,7 @@ class LayerProgram:
         self.buffers: dict[str, Tensor] = {}
         self._dtype, self._kept_alive = dtype, list[Tensor]()
         self._steps = Program()
-        self._norms, self._enters = _Records(NORM, 3 * layers + 2), _Records(ENTER, layers)
+        self._norms, self._enters = _Records(NORM, 4 * layers + 2), _Records(ENTER, layers)
         self._products, self._gates = _Records(MATMUL, 9 * layers + 3), _Records(GATE, 2 * layers)
         self._embeds, self._row_norms = _Records(EMBED, 2), _Records(ROW_NORM, 2 * layers)
         self._row_gates, self._layer_inputs = _Records(ROW_GATE, layers), _Records(LAYER_INPUTS, 1)
@@ -166,12 +166,13 @@ class LayerProgram:
         self._layer_norms.append(self._norms.latest + 1)
         self.norm(norm)
 
-    def norm(self, norm: Norm | None) -> None:
+    def norm(self, norm: Norm | None, goal: str = "x") -> None:
         """residual += delta, if there is one by now; x = the norm of the residual, or the residual itself."""
         hidden, fields, self._delta = self.residual.shape[1], {"scale": 1.0} | self._delta, {}
         if norm is not None:
-            fields |= {"weight": self._address(norm.weight), "epsilon": norm.epsilon}
-        ends = {"residual": self.residual.data_ptr(), "out": self.buffer("x", hidden).data_ptr()}
+            fields |= {"weight": self._address(norm.weight), "epsilon": norm.epsilon, "centred": norm.centred}
+            fields |= {"bias": 0 if norm.bias is None else self._address(norm.bias)}
+        ends = {"residual": self.residual.data_ptr(), "out": self.buffer(goal, hidden).data_ptr()}
         self.add(norm_kernel(), self._norms.add(hidden=hidden, width=self._dtype.itemsize, **ends, **fields))
 
     def delta(self, norm: Norm | None = None, scale: float = 1.0, whole_scale: float = 1.0) -> None:
@@ -198,7 +199,7 @@ class LayerProgram:
         shape, q_per_kv, qkv = of.attention.pool.shape, of.attention.q_per_kv, self.buffers[source]
         keys, values = of.attention.pool.addresses(of.layer) if of.own else (0, 0)
         fields = {"qkv": qkv.data_ptr(), "keys": keys, "values": values, "rotated": weights.rotated}
-        fields |= {"values_are_keys": weights.values_are_keys}
+        fields |= {"values_are_keys": weights.values_are_keys, "norms_last": weights.norms_last}
         fields |= {"stride": qkv.stride(0) * qkv.itemsize}
         fields |= {"q_per_kv": q_per_kv, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
         fields |= {"dims": shape.dims, "width": shape.dtype.itemsize, "vnni": shape.vnni}
@@ -260,8 +261,14 @@ class LayerProgram:
     def _after_mixer(self, weights: LayerWeights, made: str) -> None:
         """made: the buffer that the mixer's last product multiplies."""
         self.product(weights.mixer.out, made, "delta", self.residual.shape[1])
-        self.delta(weights.out_norm, weights.residual_scale)
-        self.norm(weights.inner_norm)
+        if weights.parallel:
+            if weights.inner_norm is not None:
+                self.norm(weights.inner_norm)
+            self.delta(weights.out_norm, weights.residual_scale)
+            self.norm(None, "sum")
+        else:
+            self.delta(weights.out_norm, weights.residual_scale)
+            self.norm(weights.inner_norm)
         if isinstance(weights.mlp, GatedMlp):
             self._mlp(weights.mlp, f"inner {weights.mlp.inner}", "delta")
         else:
@@ -302,15 +309,17 @@ class LayerProgram:
             self.product(mlp.gate_up, "x", inner, mlp.inner)
         else:
             both = f"{inner} gate_up"
-            self.product(mlp.gate_up, "x", both, 2 * mlp.inner)
+            self.product(mlp.gate_up, "x", both, (1 if mlp.plain else 2) * mlp.inner)
             rows = self.buffers[both]
-            up, stride = rows.data_ptr() + mlp.inner * rows.itemsize, rows.stride(0) * rows.itemsize
+            up = 0 if mlp.plain else rows.data_ptr() + mlp.inner * rows.itemsize
+            stride = rows.stride(0) * rows.itemsize
             self._act(both, up, stride, inner, mlp.inner, mlp.activation)
         self.product(mlp.down, inner, goal, self.residual.shape[1])
 
     def _experts_of(self, mlp: ExpertMlp) -> None:
         """delta = what the experts of each row make of x."""
-        self.product(mlp.router, "x", "router", len(mlp.gate_up) + (mlp.shared is not None))
+        gates = mlp.shared is not None and mlp.shared_gate
+        self.product(mlp.router, "x", "router", len(mlp.gate_up) + gates)
         hidden = self.residual.shape[1]
         if mlp.shared is not None:
             self._mlp(mlp.shared, "shared_inner", "shared")

@@ -33,14 +33,20 @@ _NORMS = (  # names of a layer's norms: before the mixer, of its result, before 
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     ("operator_norm", "", "ffn_norm", ""),
+    ("input_layernorm", "", "", ""),  # whose MLP gets the same as attention
 )
 _MIXERS = ("self_attn", "linear_attn", "conv")
 _MLPS = ("mlp", "feed_forward")
-_LAST_NORMS = ("norm", "embedding_norm")
+_LAST_NORMS = ("norm", "embedding_norm", "final_layernorm")
 _ROTARIES = ("rotary_emb", "pos_emb")
 _PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down
+_PLAIN = (("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2"))  # up, down, of MLPs without a gate
+_ACTIVATIONS = ("act_fn", "activation_fn", "act")
+_DROPOUTS = {"resid_attn_dropout", "resid_mlp_dropout", "resid_dropout", "dropout", "embed_dropout"}
+_SHARED = (("shared_expert", "shared_expert_gate"), ("shared_experts", ""))  # and their gates
 _LAYER_INPUTS = ("per_layer_model_projection", "per_layer_projection_norm", "embed_tokens_per_layer")
 _LAYER_INPUT = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm", "act_fn")
+_CORRECTION = "e_score_correction_bias"
 _EXPERT_BIASES = ("gate_up_proj_bias", "down_proj_bias")
 _MLP = {"gate_up_proj", "act_fn", "activation_fn"}
 
@@ -54,9 +60,8 @@ def describe(model: Any, stored: StoredWeights | None = None) -> DecoderStructur
         raise OtherStructure("no model with lm_head")
     last_norm, rotary = _named(base, _LAST_NORMS), _named(base, _ROTARIES)
     only(model, {"model", "lm_head"})
-    only(
-        base, {"embed_tokens", "layers", last_norm, rotary, *(_LAYER_INPUTS if hasattr(base, _LAYER_INPUTS[0]) else ())}
-    )
+    beside = _LAYER_INPUTS if hasattr(base, _LAYER_INPUTS[0]) else ()
+    only(base, {"embed_tokens", "layers", last_norm, rotary, *beside} | _DROPOUTS)
     layer_types = getattr(config, "layer_types", None)
     frequencies = frequencies_of(getattr(base, rotary))
     if frequencies is None:
@@ -90,7 +95,7 @@ def describe(model: Any, stored: StoredWeights | None = None) -> DecoderStructur
         embedding=f"{prefix}embed_tokens.weight",
         tied=base.embed_tokens.weight is model.lm_head.weight,
         embedding_scale=_embedding_scale(base.embed_tokens) * float(getattr(base, "embedding_multiplier", 1.0)),
-        logit_divisor=float(getattr(config, "logits_scaling", None) or 1.0),
+        logit_divisor=float(getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1)),
         logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         layer_inputs=_layer_inputs(base, prefix),
     )
@@ -105,7 +110,7 @@ def _layer(
     layer: Any, prefix: str, mixer: AttentionStructure | GatedDeltaStructure | ShortConvolutionStructure
 ) -> LayerStructure:
     gets_input = hasattr(layer, _LAYER_INPUT[0])
-    rest = {name for name, _ in layer.named_children()} - {"resid_attn_dropout", "resid_mlp_dropout"}
+    rest = {name for name, _ in layer.named_children()} - _DROPOUTS
     rest -= {*(_LAYER_INPUT if gets_input else ())}
     mlp, parts = _named(layer, _MLPS), rest - {*_MIXERS, *_MLPS}
     names = next((names for names in _NORMS if parts == {*names} - {""}), None)
@@ -124,6 +129,7 @@ def _layer(
         residual_scale=float(getattr(layer, "residual_multiplier", 1.0)),
         layer_input=_layer_input(layer, prefix) if gets_input else None,
         scale=f"{prefix}layer_scalar" if hasattr(layer, "layer_scalar") else "",
+        parallel=names[1:] == ("", "", ""),
     )
 
 
@@ -162,9 +168,14 @@ def _mlp(mlp: Any, prefix: str) -> MlpStructure | ExpertsStructure:
 
 
 def _gated_mlp(mlp: Any, prefix: str) -> MlpStructure:
+    named = next((found for name in _ACTIVATIONS if (found := getattr(mlp, name, None)) is not None), None)
+    for up, down in _PLAIN:
+        if hasattr(mlp, up) and not hasattr(mlp, "gate_proj"):
+            only(mlp, {up, down, *_ACTIVATIONS})
+            ends = linear_structure(mlp, prefix, (up,)), linear_structure(mlp, prefix, (down,))
+            return MlpStructure(*ends, activation_of(named), plain=True)
     gate, up, down = next((names for names in _PROJECTIONS if hasattr(mlp, names[2])), _PROJECTIONS[0])
     only(mlp, _MLP | {gate, up, down})
-    named = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
     in_code = gate == "w1" and named is None  # which is proved
     activation = Activation.SILU if in_code else activation_of(named)
     gate_up = linear_structure(mlp, prefix, (gate, up), "gate_up_proj")
@@ -172,11 +183,11 @@ def _gated_mlp(mlp: Any, prefix: str) -> MlpStructure:
 
 
 def _experts(mlp: Any, prefix: str) -> ExpertsStructure:
-    shared = hasattr(mlp, "shared_expert")
+    shared, shared_gate = next((names for names in _SHARED if hasattr(mlp, names[0])), ("", ""))
     named = _named(mlp, ("gate", "router"))
-    only(mlp, {named, "experts", *(("shared_expert", "shared_expert_gate") if shared else ())})
+    only(mlp, {named, "experts", shared, shared_gate})
     router, experts = getattr(mlp, named), mlp.experts
-    parts = {name for name, _ in [*router.named_parameters(), *router.named_buffers()]}
+    parts = {name for name, _ in [*router.named_parameters(), *router.named_buffers()]} - {_CORRECTION}
     shapes = {name: weight.shape for name, weight in experts.named_parameters()}
     biases = _EXPERT_BIASES if shapes.keys() >= {*_EXPERT_BIASES} else ("", "")
     if parts - {"bias"} != {"weight"} or shapes.keys() != {"gate_up_proj", "down_proj", *biases} - {""}:
@@ -187,8 +198,12 @@ def _experts(mlp: Any, prefix: str) -> ExpertsStructure:
     if shapes["gate_up_proj"] != expected or hidden % 32 or inner % 32:
         raise OtherStructure("experts of sizes that 32 does not divide")
     activation = Activation.CLAMPED if in_turn else activation_of(experts.act_fn)
-    routers = [f"{prefix}{named}.weight", *([f"{prefix}shared_expert_gate.weight"] if shared else [])]
-    of_router = (f"{prefix}{named}.bias" if "bias" in parts else "", *([""] if shared else []))
+    if getattr(router, "num_group", 1) != 1:
+        raise OtherStructure("a router that chooses groups of experts first")
+    routers = [f"{prefix}{named}.weight", *([f"{prefix}{shared_gate}.weight"] if shared_gate else [])]
+    of_router = (f"{prefix}{named}.bias" if "bias" in parts else "", *([""] if shared_gate else []))
+    bias = f"{prefix}expert_bias" if getattr(mlp, "use_expert_bias", False) else ""
+    bias = f"{prefix}{named}.{_CORRECTION}" if hasattr(router, _CORRECTION) else bias
     gate_up_bias, down_bias = (f"{prefix}experts.{name}" if name else "" for name in biases)
     return ExpertsStructure(
         router=LinearStructure(tuple(routers), of_router, (None,) * len(routers)),
@@ -199,9 +214,10 @@ def _experts(mlp: Any, prefix: str) -> ExpertsStructure:
         top_k=int(router.top_k),
         normalised=bool(getattr(router, "norm_topk_prob", True)),
         sigmoid=hasattr(router, "routed_scaling_factor"),
-        bias=f"{prefix}expert_bias" if getattr(mlp, "use_expert_bias", False) else "",
+        bias=bias,
         scale=float(getattr(router, "routed_scaling_factor", 1.0)),
-        shared=_gated_mlp(mlp.shared_expert, f"{prefix}shared_expert.") if shared else None,
+        shared=_gated_mlp(getattr(mlp, shared), f"{prefix}{shared}.") if shared else None,
+        shared_gate=bool(shared_gate),
         activation=activation,
         alpha=float(getattr(experts, "alpha", 1.0)),
         limit=float(getattr(experts, "limit", 0.0)),

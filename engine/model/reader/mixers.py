@@ -24,8 +24,11 @@ from engine.model.structure import (
 from engine.weights.stored_weights import OWN, StoredWeights
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "qkv_proj", "rotary_emb", "v_norm"}
-_OUT = ("o_proj", "out_proj")
-_HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+_OUT = ("o_proj", "out_proj", "dense")
+_ROTATE_IN_WINDOWS = ("cohere2",)
+"""Families whose layers rotate only if they have a window. Their code says it, and no module."""
+_NORMS_LAST = ("query_layernorm", "key_layernorm")  # which are applied after rotation
+_HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), _NORMS_LAST)
 
 
 def attention_structure(
@@ -39,7 +42,7 @@ def attention_structure(
     heads = getattr(attention, out).in_features // head_dim
     norms = next((names for names in _HEAD_NORMS if hasattr(attention, names[0])), None)
     only(attention, _ATTENTION | {out} | {*(norms or ())})
-    rotated = rotated if getattr(attention, "use_rope", True) else 0
+    rotated = rotated if _rotates(attention, config) else 0
     keys_of = _keys_of(attention, earlier)
     parts: tuple[str, ...] = ("q_proj", "k_proj", "v_proj") if keys_of is None else ("q_proj",)
     same = keys_of is None and getattr(attention, "v_proj", attention) is None
@@ -74,8 +77,14 @@ def attention_structure(
         gated=gated,
         value_epsilon=_value_epsilon(attention, query_norm),
         values_are_keys=same,
+        norms_last=norms == _NORMS_LAST and query_norm is not None,
         keys_of=keys_of,
     )
+
+
+def _rotates(attention: Any, config: Any) -> bool:
+    windows_alone = config.model_type in _ROTATE_IN_WINDOWS and getattr(attention, "sliding_window", None) is None
+    return bool(getattr(attention, "use_rope", True)) and not windows_alone
 
 
 def head_sizes(config: Any) -> tuple[int, int, int]:

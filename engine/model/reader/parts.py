@@ -43,12 +43,18 @@ def linear_structure(
 
 
 def norm_structure(norm: Any, prefix: str) -> NormStructure:
-    """An RMSNorm of the model. Raises OtherStructure if it is none."""
+    """A norm of the model, RMSNorm or LayerNorm. Raises OtherStructure if it is neither."""
     weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if weight is None or epsilon is None or getattr(norm, "bias", None) is not None:
-        raise OtherStructure(f"{type(norm).__name__} is not an RMSNorm with a weight")
-    kind: Any = type(norm)
-    return NormStructure(f"{prefix}weight", float(epsilon), _adds_one(kind))
+    if weight is None or epsilon is None:
+        raise OtherStructure(f"{type(norm).__name__} is not a norm with a weight")
+    bias, kind = getattr(norm, "bias", None), type(norm)
+    return NormStructure(
+        f"{prefix}weight",
+        float(epsilon),
+        _adds_one(kind),
+        _is_centred(kind),
+        f"{prefix}bias" if bias is not None else "",
+    )
 
 
 @cache
@@ -63,6 +69,15 @@ def _adds_one(kind: Any) -> bool:
         raise OtherStructure(f"{kind.__name__} is made in another way than RMSNorm") from error
 
 
+@cache
+def _is_centred(kind: Any) -> bool:
+    """Whether norms of that kind subtract the mean: of equal numbers nothing is left."""
+    with torch.device("cpu"):
+        norm: Any = kind(LANES)
+        norm.weight.data.fill_(1)
+        return not bool(norm(torch.ones(1, LANES)).any())
+
+
 def activation_of(activation: Any) -> Activation:
     """What a module applies. Raises OtherStructure if no kernel does."""
     x = torch.linspace(-4, 4, 65)
@@ -75,4 +90,5 @@ def activation_of(activation: Any) -> Activation:
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: F.silu,
     Activation.GELU: partial(F.gelu, approximate="tanh"),
+    Activation.SQUARED_RELU: lambda x: F.relu(x).square(),
 }

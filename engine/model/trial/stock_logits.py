@@ -20,7 +20,7 @@ from engine.core.errors import ModelError, first_line
 from engine.kernels.attention.attention import Rule
 from engine.kernels.quant.stored import StoredMatrix
 from engine.model.reader.parts import text_part
-from engine.model.stock import NAME
+from engine.model.stock import NAME, attending
 
 _HEAD_ROWS = 1 << 14  # outputs of the last matrix that are in memory together
 
@@ -58,8 +58,8 @@ class WholeStock:
 def passed_rules(model: Any) -> dict[int, Rule]:
     """The attention rules that the layers of a model in memory pass, of those that attend."""
     rules: dict[int, Rule] = {}
-    with _talons_attention(model):
-        model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False, exact=_Observer(rules))
+    with _talons_attention(model), attending(_Observer(rules)):
+        model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
     return rules
 
 
@@ -102,8 +102,8 @@ class LayeredStock:
             weights = {
                 name: self.weights.values(f"{self.prefix}layers.{index}.{name}") for name, _ in layer.named_parameters()
             }
-            with _talons_attention(self.model):
-                _run(layer, weights, marked[index], states[0], exact=_Observer(rules))
+            with _talons_attention(self.model), attending(_Observer(rules)):
+                _run(layer, weights, marked[index], states[0])
             states = [_run(layer, weights, call[index], state) for call, state in zip(calls, states, strict=True)]
         self.passed.append(rules)
         with self._embeddings_of(tokens), self._layers(lambda *_, **__: torch.cat(states)), self._head_in_slices():
@@ -180,8 +180,8 @@ class _Call(NamedTuple):
     options: dict[str, Any]
 
 
-def _run(layer: nn.Module, weights: dict[str, Tensor], call: _Call, state: Tensor, **more: Any) -> Tensor:
-    made: Tensor = functional_call(layer, weights, (state, *call.args[1:]), call.options | more)
+def _run(layer: nn.Module, weights: dict[str, Tensor], call: _Call, state: Tensor) -> Tensor:
+    made: Tensor = functional_call(layer, weights, (state, *call.args[1:]), call.options)
     return made
 
 
