@@ -122,7 +122,17 @@ def reopened(
 
 def skeleton(path: str, config: Any) -> Any:
     """The stock model of a directory without its weights, on the meta device; its buffers are there."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
+
+    model = unfilled(config)
+    with suppress(OSError):  # a directory without one: the end tokens of its configuration
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model.eval()
+
+
+def unfilled(config: Any) -> Any:
+    """The stock model of a configuration alone. See `skeleton`."""
+    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -132,9 +142,7 @@ def skeleton(path: str, config: Any) -> Any:
                 stored = name not in module._non_persistent_buffers_set
                 module.register_buffer(name, torch.zeros_like(buffer, device="cpu"), persistent=stored)
             model._init_weights(module)  # as transformers itself fills what no checkpoint holds
-    with suppress(OSError):  # a directory without one: the end tokens of its configuration
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    return model.eval()
+    return model
 
 
 def _filled(stored: GgufFile | QuantisedCheckpoint, path: str, config: Any, dtype: torch.dtype) -> Any:

@@ -97,6 +97,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 64,
             "first_k_dense_replace": 1,
             "use_qk_norm": True,
+            "initializer_range": 0.1,
         },
     ),
     "mellum": (
@@ -108,8 +109,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 64,
             "initializer_range": 0.1,
             "sliding_window": 12,
-            "mlp_layer_types": ["sparse"] * 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "mlp_layer_types": ["sparse"] * 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
     "gpt-oss": (
@@ -159,7 +160,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 STOCK = {"gpt_neox"}
-SURE, ROUTERS = {"gpt-oss", "mellum"}, ("mlp.gate.weight", "router.weight")
+SURE, ROUTERS = {"gpt-oss", "mellum", "glm4 with experts"}, ("mlp.gate.weight", "router.weight")
 EXPERTS = {"gpt-oss", "mellum", "glm4 with experts", "qwen3 with experts", "mixtral", "qwen3.5's shared experts"}
 STATES = {"qwen3.5", "qwen3.5 with experts", "qwen3-next", "lfm2", "lfm2 with experts"}
 OWN_KEYS = {"gemma4", "gemma4 with inputs of layers", "gemma4 whose keys are values"}
@@ -173,7 +174,7 @@ LENGTH = 48  # of the texts; windows are shorter
 def build(family: str, dtype: str, **changes: Any) -> Any:
     name, options = FAMILIES[family]
     torch.manual_seed(0)
-    if family in ("gemma3", "smollm3", "cohere2", "mellum"):  # whose layers are of two kinds, every fourth of another
+    if family in ("gemma3", "smollm3", "cohere2"):  # whose layers are of two kinds, every fourth of another
         changes = {"num_hidden_layers": 4} | changes
     config = getattr(transformers, name)(**COMMON | options | changes)
     model = AutoModelForCausalLM.from_config(config)
