@@ -5,6 +5,8 @@ What is read so is proved by logits in tests/engine/test_exact.py and tests/engi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import transformers
@@ -39,7 +41,7 @@ class Family(NamedTuple):
 
     name: str
     config: str
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
     gguf: tuple[str, ...] = ()
     note: str = ""
 
@@ -96,7 +98,7 @@ FAMILIES = (
 
 def why_not_lean(family: Family) -> str:
     """Return why the lean decoder does not run a family, "" if it does."""
-    config = getattr(transformers, family.config)(**_SIZES | family.options)
+    config = getattr(transformers, family.config)(**_SIZES | dict(family.options))
     try:
         describe(unfilled(config))
     except (OtherStructure, AttributeError) as error:  # a part of the structure is missing
