@@ -27,7 +27,8 @@ from engine.kernels.layer.program import LayerProgram
 from engine.kernels.layer.weights import AttentionWeights, GatedMlp, LayerWeights, Norm
 from engine.kernels.simd import BFLOAT16, FLOAT32, LANES, add, int_at, load, store
 from engine.kernels.threads import address_of, kernel, num_threads, thread_id
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 
 _CPU = torch.device("cpu")
 _BLOCKS = 256  # of the pool initially; it grows
@@ -126,7 +127,7 @@ class PooledCache(KVCache):
     def places(self, first: int, count: int) -> Int:
         """[count]: places in the pool of the slots from `first` on."""
         self.reserve(first + count)
-        return self._slots(np.arange(first, first + count, dtype=np.int32))
+        return self.slots(np.arange(first, first + count, dtype=np.int32))
 
 
 Enters = Callable[[Tensor, Tensor], Tensor]
@@ -147,10 +148,10 @@ class GrowingPool(KVPool):
         if device.type != "cpu":
             self.features.zero_()  # what pads a forward reads any row
 
-    def take(self, wanted: int) -> list[int]:
+    def allocate(self, wanted: int) -> list[int]:
         if wanted > self.free:
             self._grow(max(2 * self.blocks, self.blocks + wanted))
-        return super().take(wanted)
+        return super().allocate(wanted)
 
     def _grow(self, blocks: int) -> None:
         larger = GrowingPool(self.shape, blocks, self.features.shape[1], self.features.dtype, self.features.device)

@@ -1,4 +1,4 @@
-"""`talon models`: get, list, find and remove the models that Talon keeps."""
+"""`talon models` gets, lists, finds and removes the models that Talon keeps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def get_command(name: NameArgument) -> None:
 
 @app.command("list")
 def list_command() -> None:
-    """The models known by name, and what is kept for GGUF files and checkpoints, each with the space it takes."""
+    """List the models known by name, and what is kept for GGUF files and checkpoints, each with the space it takes."""
     from engine.weights.cache import home
     from engine.weights.catalogue import CATALOGUE
     from engine.weights.gguf.source import source_of
@@ -106,7 +106,9 @@ def remove_command(name: NameArgument) -> None:
 
 
 def _kept(home: Path) -> list[Path]:
-    """The directories that are kept, but for those of models known by name; earlier versions had `models` too."""
+    """Return the directories that are kept, but for those of models known by name; earlier versions had
+    `models` too.
+    """
     from engine.weights.catalogue import CATALOGUE
     from engine.weights.resolve import folder_of
 

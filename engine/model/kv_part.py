@@ -19,10 +19,10 @@ from torch import Tensor
 
 from engine.core.batch import BLOCK, Int
 from engine.core.kv_shape import KVShape
+from engine.device import uploaded
 from engine.kernels.attention.finite_blocks import FiniteBlocks
 from engine.kernels.attention.kv_codes import move_codes_kernel
 from engine.kernels.fused import MOVE, move_kernel
-from engine.model.cuda.graphs import uploaded
 
 
 class KVPart:

@@ -13,28 +13,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import count
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.batch import BLOCK, Int
+from engine.core.batch import Int
 from engine.core.errors import OutOfBlocks
 from engine.core.hidden_states import States
 from engine.core.kv_shape import KVShape
 from engine.files.cache_folder import CacheFolder
 from engine.model.kv_part import KVPart
 from engine.model.request_state import RequestState
-from engine.model.saved_blocks import SavedBlocks
-from engine.model.saved_states import SavedStates
+from engine.model.saved.blocks import SavedBlocks
+from engine.model.saved.states import SavedStates
 from engine.model.state_pool import SLOTS_EACH, StatePool
 
 _CPU = torch.device("cpu")
-_ON_DISK = -1  # in place of the number of a text whose block the cache folder alone has
 _STATES_SHARE = 4  # hidden states may take one part in so many of what keys and values take, beside them
 Ending = tuple[int, tuple[int, ...]]
 """The text that a full block ends: the number of the text before it (0: none), and its own 16 tokens."""
-Moves = tuple[Int, Int]
-"""Slots whose keys and values move, and the slots that they move to."""
 
 
 class KVPool:
@@ -107,15 +103,15 @@ class KVPool:
         """The number of unreferenced blocks."""
         return len(self._free) + len(self._idle)
 
-    def has_state_beside(self, caches: Sequence[KVCache]) -> bool:
-        """Whether one more request gets the slots that it needs, if any, beside those of these caches."""
+    def has_state_beside(self, states: Sequence[RequestState | None]) -> bool:
+        """Whether one more request gets the slots that it needs, if any, beside those of other requests' states."""
         if self.layer_states is None:
             return True
-        promised = sum(cache.state.missing for cache in caches if cache.state is not None)
+        promised = sum(state.missing for state in states if state is not None)
         return self.layer_states.free - promised >= SLOTS_EACH
 
-    def take(self, wanted: int) -> list[int]:
-        """Take `wanted` blocks; OutOfBlocks, and none is taken, if fewer are free."""
+    def allocate(self, wanted: int) -> list[int]:
+        """Allocate `wanted` blocks. Raises OutOfBlocks, and allocates none, if fewer are free."""
         if wanted > self.free:
             raise OutOfBlocks(f"verifier.kv_memory: {wanted} more blocks are needed and {self.free} are free; raise it")
         taken = [self._free.pop() if self._free else self._forget_oldest() for _ in range(wanted)]
@@ -123,8 +119,8 @@ class KVPool:
             self._references[block] = 1
         return taken
 
-    def give(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block."""
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference to each block. One that nobody uses is free, or stays cached until its room is needed."""
         for block in blocks:
             self._references[block] -= 1
             if self._references[block]:
@@ -159,11 +155,11 @@ class KVPool:
         if ending in self._known:
             block, _ = self._known[ending]
         elif self.free and (content := self.saved.read(key)) is not None:
-            [block] = self.take(1)
+            [block] = self.allocate(1)
             self.saved.place(content, block)
             if finite := self.finite([block])[0]:
                 self.publish(ending, block)
-            self.give([block])
+            self.release([block])
             if not finite:
                 return None
         else:
@@ -239,212 +235,3 @@ class KVPool:
         """Copy keys and values from slots to other slots. No place is the source of a later copy."""
         for part in self.parts:
             part.move(sources, places)
-
-
-class KVCache:
-    """One request's keys and values. length: committed positions; pending: rows after them that are still drafts.
-    tenant: whose blocks in the cache folder it shares. spoiled: whether the block after those that it has published is
-    not finite.
-    """
-
-    def __init__(self, pool: KVPool, tenant: str = ""):
-        self.pool, self.saved = pool, pool.saved
-        self.state = None if pool.layer_states is None else RequestState(pool.layer_states)
-        self.length = self.pending = 0
-        self.spoiled = False
-        self.table: Int = np.zeros(0, np.int32)
-        self._texts: list[int] = []  # the numbers of the texts that its first full blocks end
-        self._keys = [] if self.saved is None else [self.saved.root(tenant)]  # in the cache folder, of the same texts
-
-    @property
-    def capacity(self) -> int:
-        """The positions that it has blocks for."""
-        return len(self.table) * BLOCK
-
-    def reserve(self, positions: int) -> None:
-        """Take blocks for at least `positions` positions; OutOfBlocks if there are not enough."""
-        missing = -(-positions // BLOCK) - len(self.table)
-        if missing > 0:
-            self.table = np.concatenate([self.table, np.asarray(self.pool.take(missing), np.int32)])
-        if self.state is not None:
-            self.state.reserve()
-
-    def trim(self) -> None:
-        """Return the blocks after the committed positions: drafts that were not accepted hold none."""
-        used = -(-self.length // BLOCK)
-        self.pool.give(self.table[used:].tolist())
-        self.table = self.table[:used]
-
-    def commit(self, path: Sequence[int]) -> None:
-        """Keep the entries of the last tree's nodes `path` (ascending) as the next committed positions."""
-        commit_all([(self, path)])
-
-    def keep(self, path: Sequence[int]) -> Moves | None:
-        """What `commit` does, but for the entries that are not in place yet: the moves to come, if there are any."""
-        length, self.pending = self.length, 0
-        self.length += len(path)
-        if self.state is not None:
-            self.state.commit(path, self.length)
-        in_place = next((i for i, node in enumerate(path) if node != i), len(path))
-        if in_place == len(path):
-            return None
-        sources = np.asarray(path[in_place:], np.int32) + np.int32(length)
-        return self._slots(sources), self._slots(np.arange(length + in_place, self.length, dtype=np.int32))
-
-    def next_ending(self, text: Sequence[int]) -> Ending | None:
-        """What the block after the committed positions will end; None unless it begins there and `text` fills it."""
-        at = len(self._texts)
-        if self.length != at * BLOCK or len(text) < self.length + BLOCK:
-            return None
-        return (self._texts[-1] if at else 0), tuple(text[self.length : self.length + BLOCK])
-
-    def adopt(self, text: Sequence[int], with_states: bool = False) -> list[States]:
-        """Reuse the cached blocks of `text`, one by one. Returns their hidden states if these are needed."""
-        if self.state is None:
-            return self._adopt_blocks(text, len(text) // BLOCK, with_states)
-        return self._adopt_state(self.state, text, with_states)
-
-    def _adopt_blocks(self, text: Sequence[int], most: int, with_states: bool) -> list[States]:
-        """Reuse cached blocks until there are `most`."""
-        states = []
-        while (
-            len(self._texts) < most
-            and (ending := self.next_ending(text))
-            and (known := self._find(ending, with_states))
-        ):
-            block, number = known
-            if with_states:
-                states.append(self.pool.states(block))
-            at = len(self._texts)
-            if at < len(self.table):
-                self.pool.give([int(self.table[at])])
-                self.table[at] = block
-            else:
-                self.table = np.append(self.table, np.int32(block))
-            self._note(ending, number)
-            self.length += BLOCK
-        return states
-
-    def _adopt_state(self, state: RequestState, text: Sequence[int], with_states: bool) -> list[States]:
-        """Reuse cached blocks up to the last one at whose end a snapshot is, and go on from that. Snapshots at the last
-        full block of the text, and at the end of what was found, are to last: other texts may part there too.
-        """
-        held, pool = len(self._texts), state.pool
-        state.wanted.add(len(text) // BLOCK * BLOCK)
-        if self.next_ending(text) is None or state.searched == pool.kept:
-            return []
-        state.searched = pool.kept
-        found, most = self._reach(pool, text, with_states)
-        if most < found:
-            state.wanted.add(found * BLOCK)
-        states = self._adopt_blocks(text, most, with_states)
-        stay, slot = len(self._texts), None
-        while stay > held and (slot := self._snapshot(pool, stay - 1, held == 0)) is None:
-            stay -= 1
-        if slot is not None:
-            state.adopt(slot, stay * BLOCK)
-        if stay < len(self._texts):
-            self.pool.give(self.table[stay:][::-1].tolist())
-            self.table, self.length = self.table[:stay], stay * BLOCK
-            del self._texts[stay:], self._keys[stay + 1 :]
-        return states[: stay - held]
-
-    def _reach(self, pool: StatePool, text: Sequence[int], with_states: bool) -> tuple[int, int]:
-        """Return how many blocks of the text are known, and how many of them lead to the last snapshot. Nothing is
-        read or held.
-        """
-        at = most = held = len(self._texts)
-        number, key = (self._texts[-1] if at else 0), self._keys[-1] if self.saved is not None else b""
-        while len(text) >= (at + 1) * BLOCK:
-            tokens = tuple(text[at * BLOCK : (at + 1) * BLOCK])
-            number = self.pool.number((number, tokens), with_states)
-            if self.saved is not None:
-                key = self.saved.next_key(key, tokens)
-            on_disk = self.saved is not None and self.saved.has(key)
-            if not number and not on_disk:
-                break
-            at, number = at + 1, number or _ON_DISK
-            if pool.has(number, key if held == 0 and on_disk else None):
-                most = at
-        return at, most
-
-    def _snapshot(self, pool: StatePool, at: int, from_disk: bool) -> int | None:
-        """The state at the end of the block of that index."""
-        if (slot := pool.find(self._texts[at])) is None and from_disk and self.saved is not None:
-            return pool.restore(self._texts[at], self._keys[at + 1])
-        return slot
-
-    def _find(self, ending: Ending, with_states: bool) -> tuple[int, int] | None:
-        if (known := self.pool.find(ending, with_states)) is not None or self.saved is None:
-            return known
-        return self.pool.restore(ending, self.saved.next_key(self._keys[-1], ending[1]), with_states)
-
-    def _note(self, ending: Ending, number: int) -> None:
-        """The pool knows the next full block by that number."""
-        self._texts.append(number)
-        if self.saved is not None:
-            self._keys.append(self.saved.next_key(self._keys[-1], ending[1]))
-            self.pool.save(ending, number, self._keys[-1])
-
-    def publish(self, text: Sequence[int], states_of: Callable[[int], States | None] = lambda at: None) -> None:
-        """Let other requests find the full blocks. text: at least the committed positions. states_of: the hidden states
-        of a block, if they are known.
-        """
-        new = range(len(self._texts), len(self._texts) if self.spoiled else self.length // BLOCK)
-        for at, finite in zip(new, self.pool.finite(self.table[new.start : new.stop].tolist()), strict=True):
-            if not finite:
-                self.spoiled = True
-                break
-            ending = (self._texts[-1] if at else 0), tuple(text[at * BLOCK : (at + 1) * BLOCK])
-            self._note(ending, self.pool.publish(ending, int(self.table[at]), states_of(at)))
-        if self.state is not None:
-            self._publish_snapshots(self.state)
-
-    def _publish_snapshots(self, state: RequestState) -> None:
-        """Let other requests find the snapshots that were taken since the last time. One behind a block that is not
-        finite is dropped.
-        """
-        pool = state.pool
-        searched = state.searched == pool.kept
-        for position, slot, lasts in state.saved:
-            if position > len(self._texts) * BLOCK:
-                pool.give(slot)
-                continue
-            number = self._texts[position // BLOCK - 1]
-            pool.keep(number, slot, lasts)
-            pool.give(slot)
-            if not lasts:
-                pool.replace(state.rolling)
-                state.rolling = number
-            elif self.saved is not None:
-                pool.save(number, self._keys[position // BLOCK])
-        state.saved = []
-        if searched:
-            state.searched = pool.kept  # its own snapshots are none that it could go on from
-
-    def release(self) -> None:
-        """Return the blocks to the pool."""
-        self.pool.give(self.table[::-1].tolist())  # evicted from its end: without its beginning a text is not found
-        if self.state is not None:
-            if self.saved is not None and self.state.rolling in self._texts:
-                self.state.pool.save(self.state.rolling, self._keys[self._texts.index(self.state.rolling) + 1])
-            self.state.release()
-        self.table, self._texts = np.zeros(0, np.int32), []
-        self.length = self.pending = 0
-        self.spoiled = False
-        if self.saved is not None:
-            self.saved.used(self._keys[1:])
-            del self._keys[1:]
-
-    def _slots(self, positions: Int) -> Int:
-        slots: Int = self.table[positions // BLOCK] * np.int32(BLOCK) + positions % np.int32(BLOCK)
-        return slots
-
-
-def commit_all(accepted: Sequence[tuple[KVCache, Sequence[int]]]) -> None:
-    """`KVCache.commit` of caches of one pool, each with its path: all entries are moved at once, as launches on a GPU
-    take the same time whatever they move.
-    """
-    if moves := [moved for cache, path in accepted if (moved := cache.keep(path)) is not None]:
-        sources, places = moves[0] if len(moves) == 1 else map(np.concatenate, zip(*moves, strict=True))
-        accepted[0][0].pool.move(sources, places)

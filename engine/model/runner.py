@@ -16,7 +16,8 @@ from engine.core.errors import OutOfBlocks
 from engine.core.tree import TokenTree
 from engine.model.decoder import LeanDecoder
 from engine.model.forward import Forward
-from engine.model.kv_pool import KVCache, KVPool, commit_all
+from engine.model.kv_cache import KVCache, commit_all
+from engine.model.kv_pool import KVPool
 
 if TYPE_CHECKING:
     from engine.model.masked import MaskedForward

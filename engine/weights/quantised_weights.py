@@ -1,7 +1,7 @@
 """A checkpoint's matrices in blocks, quantised when they are read: `weights: q8_0` and others in the configuration.
 
-Those of layers, the embedding and the output matrix are; vectors stay numbers, and so do matrices whose rows are not
-whole blocks. A part of a matrix is in memory as numbers at a time.
+The matrices of layers, the embedding and the output matrix are quantised; vectors stay numbers, and so do matrices
+whose rows are not whole blocks. A part of a matrix is in memory as numbers at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.weights.checkpoint import CheckpointTensor, read_checkpoint
 from engine.weights.quantised import QuantisedSource, quantised_source_of
 from engine.weights.stored_weights import Place, StoredWeights, Unreadable, held, is_vector, named, stored_buffers
 
-_AT_ONCE = 1 << 18  # numbers that a thread quantises together
+_AT_ONCE = 1 << 18  # numbers that a thread quantises at a time
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,18 @@ class QuantisedCheckpoint:
 
     @property
     def size(self) -> int:
-        """Bytes of all matrices in blocks."""
+        """The bytes of all matrices in blocks."""
         return sum(
             tensor.shape[0] * row_bytes(self.kind_of(tensor), tensor.shape[1]) if len(tensor.shape) == 2 else 0
             for tensor in self.tensors.values()
         )
 
     def kind_of(self, tensor: CheckpointTensor) -> str:
-        """The type that a matrix gets."""
+        """Return the type that a matrix gets."""
         return "BF16" if tensor.shape[1] % STEP else self.kind
 
     def matrix(self, tensor: CheckpointTensor) -> StoredMatrix:
-        """[outputs, inputs] in blocks. Raises ModelError if it holds NaN or infinity."""
+        """Return [outputs, inputs] in blocks. Raises ModelError if the matrix holds NaN or infinity."""
         (outputs, inputs), kind = tensor.shape, self.kind_of(tensor)
         raw = np.empty((outputs, row_bytes(kind, inputs)), np.uint8)
         step = max(1, _AT_ONCE // inputs)
@@ -90,8 +90,8 @@ class QuantisedWeights(StoredWeights):
 
 
 def matched(checkpoint: QuantisedCheckpoint, model: Any) -> tuple[dict[str, Place], dict[str, Tensor]]:
-    """Where the matrices of a stock model on the meta device are, and the values of its other parameters, by name: the
-    parameters have the names of the checkpoint's tensors. Raises Unreadable otherwise.
+    """Return where the matrices of a stock model on the meta device are, and the values of its other parameters, by
+    name: the parameters have the names of the checkpoint's tensors. Raises Unreadable otherwise.
     """
     places: dict[str, Place] = {}
     vectors: dict[str, Tensor] = {}
@@ -111,7 +111,7 @@ def matched(checkpoint: QuantisedCheckpoint, model: Any) -> tuple[dict[str, Plac
 
 
 def _numbers(tensor: CheckpointTensor) -> Tensor:
-    """The tensor as bfloat16."""
+    """Return the tensor as bfloat16."""
     return torch.from_numpy(_finite(tensor, 0, tensor.elements)).view(tensor.shape).to(torch.bfloat16)
 
 
@@ -123,12 +123,12 @@ def _finite(tensor: CheckpointTensor, first: int, count: int) -> NDArray[np.floa
 
 
 def _rounded(numbers: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """[rows, bytes]: bfloat16."""
+    """Return [rows, bytes]: bfloat16."""
     return StoredMatrix.of_numbers(torch.from_numpy(numbers)).raw
 
 
 def open_quantised(folder: Path) -> QuantisedCheckpoint | None:
-    """The checkpoint of a directory that `engine.weights.quantised` has made; None if it is another directory.
+    """Open the checkpoint of a directory that `engine.weights.quantised` has made; None if it is another directory.
 
     Raises ModelError if the checkpoint is gone, or not what it was then.
     """

@@ -22,8 +22,8 @@ from engine.weights.trained import trained_for, trained_for_name
 
 
 def resolve(model: str, key: str = "model") -> str:
-    """The directory of a model that the catalogue or the hub names or that a GGUF file holds, made now if it does not
-    exist.
+    """Return the directory of a model that the catalogue or the hub names or that a GGUF file holds, made now if it
+    does not exist.
 
     Anything else is returned unchanged. key: the configuration's key, for errors. Takes as long as a download. Raises
     ModelError, one line that says what to do.
@@ -43,13 +43,15 @@ def resolve(model: str, key: str = "model") -> str:
 
 
 def target_folder(config: Config) -> str:
-    """The directory of the configuration's target, with its weights as configured. See `resolve`."""
+    """Return the directory of the configuration's target, with its weights as configured. See `resolve`."""
     folder = resolve(config.model)
     return folder if config.weights == AUTO else quantised_folder(folder, config.weights)
 
 
 def resolved(config: Config) -> Config:
-    """The configuration with the target, what comes with it, and the draft model if there is one, as directories."""
+    """Return the configuration with the target, what comes with it, and the draft model if there is one, as
+    directories.
+    """
     config = with_own(config.model_copy(update={"model": target_folder(config)}))
     drafter = config.drafter
     if drafter.path is not None and not (Path(drafter.path).is_file() and brings_head(Path(drafter.path))):
@@ -75,9 +77,9 @@ def _is_cached(path: str | None) -> bool:
 
 
 def with_own(config: Config) -> Config:
-    """The configuration with the answers and heads that come with the model, where it leaves them to Talon.
+    """Return the configuration with the answers and heads that come with the model, where it leaves them to Talon.
 
-    The model: a directory, a GGUF file or a name of the catalogue, in this order, as in `resolve`. Nothing is
+    The model is a directory, a GGUF file or a name of the catalogue, in this order, as in `resolve`. Nothing is
     downloaded for it.
     """
     drafter = config.drafter
@@ -98,13 +100,13 @@ def with_own(config: Config) -> Config:
 
 
 def folder_of(model: KnownModel) -> Path:
-    """The model's directory once it has been downloaded."""
+    """Return the model's directory once it has been downloaded."""
     return home() / "gguf" / model.name
 
 
 def get(model: KnownModel, key: str = "model") -> Path:
-    """The directory of a known model, made if it is not there or damaged, and downloaded if its file is not the one
-    expected. Raises ModelError.
+    """Return the directory of a known model, made if it is not there or damaged, and downloaded if its file is not the
+    one expected. Raises ModelError.
     """
     folder, field = folder_of(model), f"{key}={model.name}"
     if is_intact(folder) and _holds_file(folder):
@@ -132,7 +134,7 @@ def get(model: KnownModel, key: str = "model") -> Path:
 
 
 def _holds_file(folder: Path) -> bool:
-    """Whether a directory describes a file, and that is there and what it was."""
+    """Return whether a directory describes a file that is there and unchanged."""
     try:
         return (source := source_of(folder)) is not None and is_unchanged(folder, source)
     except OSError:
@@ -140,7 +142,7 @@ def _holds_file(folder: Path) -> bool:
 
 
 def _kept_file(folder: Path, model: KnownModel) -> Path | None:
-    """The model's file in its directory, whatever else is damaged there; None if it is not the one expected."""
+    """Return the model's file in its directory, whatever else is damaged there; None if it is not the one expected."""
     file = folder / Path(model.member).name
     try:
         whole = file.is_file() and file.stat().st_size == model.file_bytes and sha256_of(file) == model.sha256
@@ -152,5 +154,5 @@ def _kept_file(folder: Path, model: KnownModel) -> Path | None:
 def _link(file: Path, to: Path) -> None:
     try:
         to.hardlink_to(file)
-    except OSError:  # a file system without such links
+    except OSError:  # the file system has no such links
         shutil.copyfile(file, to)

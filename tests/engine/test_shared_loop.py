@@ -12,7 +12,7 @@ import torch
 from engine import Engine, SamplingParams
 from engine.config import load
 from engine.core.errors import ConfigError
-from engine.verifier.placement import settled, shares_loop
+from engine.placement import settled, shares_loop
 
 REPEATING = [5, 6, 7, 8] * 8
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -52,7 +52,7 @@ AUTO: dict[str, Any] = {"method": "suffix", "mode": "auto", "device": "cpu"}
 def test_auto_means_in_turns_where_both_at_once_have_too_few_cores(
     monkeypatch: pytest.MonkeyPatch, there: int, changes: dict[str, Any], mode: str
 ) -> None:
-    monkeypatch.setattr("engine.verifier.placement.cores", lambda: there)
+    monkeypatch.setattr("engine.placement.cores", lambda: there)
     config, why = settled(load({"model": "any"}, AUTO | changes))
     assert config.mode == mode
     assert (why is not None) == (mode == "sequential")
@@ -94,7 +94,7 @@ async def test_an_engine_of_threads_ends_the_process_that_began_early(
 async def test_an_engine_says_why_auto_means_in_turns(
     tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("engine.verifier.placement.cores", lambda: 2)
+    monkeypatch.setattr("engine.placement.cores", lambda: 2)
     async with await Engine.start({"model": tiny}, **UNCUT | AUTO) as engine:
         assert engine.config.mode == "sequential" and list(engine._workers.running) == ["verifier"]
     assert "mode=auto: drafter and verifier work in turns" in capsys.readouterr().err

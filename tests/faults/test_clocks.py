@@ -22,7 +22,7 @@ perf_counter, perf_counter_ns, monotonic = time.perf_counter, time.perf_counter_
 async def test_hours_that_pass_between_two_looks_at_the_clock_change_no_text_and_end_nobody(
     tiny: str, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    monkeypatch.setattr("engine.verifier.placement.cores", lambda: 4)  # enough for auto to try both
+    monkeypatch.setattr("engine.placement.cores", lambda: 4)  # enough for auto to try both
     expected = await expected_text(tiny)
     looks, passed_s, restless = itertools.count(), 0, True
 

@@ -136,8 +136,23 @@ def product_kernel(address: Any) -> None:
 def own_panels(work: Any, part: Any) -> Any:
     """Where this thread's panels of a part begin and end. A gate panel and its up panel are never separated."""
     together = 2 if work.gated != 0 else 1
-    units, thread, threads = part.panels // together, thread_id(), num_threads()
-    return units * thread // threads * together, units * (thread + 1) // threads * together
+    begin, end = share_of(part.panels // together, part.first // together, thread_id(), num_threads())
+    return begin * together, end * together
+
+
+@njit
+def share_of(units: int, before: int, thread: int, threads: int) -> tuple[int, int]:
+    """Where a thread's share of a part's units begins and ends. before: the units of the parts before it. Where these
+    left some threads one unit less than others, the next units that are over go to them: of all parts together, no
+    thread has more than one unit more than another.
+    """
+    least, over = units // threads, units % threads
+    first = before % threads  # of the threads that have one more; they go on from thread 0 after the last
+
+    def more(below: int) -> int:
+        return min(max(below - first, 0), over) + min(below, max(first + over - threads, 0))
+
+    return thread * least + more(thread), (thread + 1) * least + more(thread + 1)
 
 
 @njit
@@ -359,26 +374,27 @@ def _numbers_kernel(layout: QuantLayout) -> PartKernel:
 
 def _codes_kernel(layout: QuantLayout) -> PartKernel:
     """Looking codes up again for further rows is faster than to keep what was found."""
-    number, offsets = layout.number, layout.offset is not None
+    number, offsets, size = layout.number, layout.offset is not None, layout.group
 
     @part_kernel(f"{layout.kind}_words")
     def compiled(address: Any, at: Any) -> None:
         work, part = carray(address, 1)[0], carray(at, 1)[0]
         panel, end = own_panels(work, part)
         steps, stride, room = work.inputs // STEP, work.inputs * 2, new_room()
-        own = work.rows * steps * 4 <= OWN_TOTALS
+        groups = work.inputs // size
+        own = work.rows * groups * 4 <= OWN_TOTALS
         totals = work.scratch + (work.shared_bytes + thread_id() * work.scratch_bytes if own else 0)
         if offsets and own:
-            put_totals(work.x, work.rows, steps, totals, 0, 1)
+            put_totals(size, work.x, work.rows, groups, totals, 0, 1)
         elif offsets:
-            put_totals(work.x, work.rows, steps, totals, thread_id(), num_threads())
+            put_totals(size, work.x, work.rows, groups, totals, thread_id(), num_threads())
             barrier()
         while panel < end:
             width, weights = min(end - panel, PANELS), part.weights + panel * part.panel_bytes
             apart = part.panel_bytes if width == PANELS else 0
             row = 0
             while row < work.rows:
-                rows, x, of_rows = code_rows_at_once(work.rows - row), work.x + row * stride, totals + row * steps * 4
+                rows, x, of_rows = code_rows_at_once(work.rows - row), work.x + row * stride, totals + row * groups * 4
                 sum_codes(number, CODE_ROWS, rows, x, stride, of_rows, weights, apart, steps, room, ROW_BYTES)
                 put_sums(work, row, rows, part.first + panel, width, room, ROW_BYTES, LINE_BYTES)
                 row += rows

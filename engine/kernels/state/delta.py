@@ -20,6 +20,7 @@ import numpy as np
 from numba import carray, njit
 from torch import Tensor
 
+from engine.kernels.amx import fetch
 from engine.kernels.exponential import exp
 from engine.kernels.fused import record_of
 from engine.kernels.gemm.matmul import Multiplies
@@ -147,7 +148,7 @@ class GatedDelta:
     @property
     def scratch_bytes(self) -> int:
         channels: int = self.taps.shape[1]
-        return 4 * (channels + 2 * self.value_heads + self.key_heads)
+        return -(-4 * (channels + 2 * self.value_heads + self.key_heads) // 64) * 64
 
     @property
     def tile_bytes(self) -> int:
@@ -320,55 +321,103 @@ def _keep_windows(work: Any, save: int, window: int, head: int, places: int) -> 
 
 @kernel(DELTA)
 def delta_kernel(address: Any) -> None:
-    """Take the rows through the states: for each request, value head and 16 columns."""
+    """Take the rows through the states: for each request, value head and 16 columns.
+
+    A state is updated for a row while the next row reads it, and is so read and written once a row.
+    """
     work = carray(address, 1)[0]
-    tiles = work.value_dim // LANES
-    units, size = work.value_heads * tiles, 4 * work.key_dim * LANES
+    tiles, size = work.value_dim // LANES, 4 * work.key_dim * LANES
+    begin, stop = _share(work.value_heads * tiles)
     levels = tiles_of(work.walk, thread_id())
-    for unit in range(thread_id(), segment_count(work.walk) * units, num_threads()):
-        segment, tile = unit // units, unit % units
-        head, state_at = tile // tiles, work.state_at + work.window_bytes + tile * size
-        key_head = int_at(work.key_head_of + 4 * head)
-        key, alike = 4 * key_head * work.key_dim, 4 * (work.channels + 2 * work.value_heads + key_head)
-        value = 4 * (2 * work.key_heads * work.key_dim + tile * LANES)
+    for segment in range(segment_count(work.walk)):
         first, end = step_range(work.walk, segment)
-        for step in range(first, end):
-            row, source, goal = step_at(work.walk, step)
-            scratch = scratch_of(work.walk) + row * work.row_scratch
-            old = levels + source * size if source >= 0 else state_of(work.walk, ~source) + state_at
-            new = levels + goal * size if goal >= 0 else state_of(work.walk, ~goal) + state_at
-            gate = scratch + 4 * (work.channels + head)
-            _advance(
-                old, 0 if goal == LEAF else new, scratch + key, 4 * work.key_heads * work.key_dim, scratch + value,
-                float_at(scratch + alike), float_at(gate), float_at(gate + 4 * work.value_heads), work.key_dim,
-            )  # fmt: skip
+        for tile in range(begin, stop):
+            head, state_at = tile // tiles, work.state_at + work.window_bytes + tile * size
+            key_head = int_at(work.key_head_of + 4 * head)
+            key, alike = 4 * key_head * work.key_dim, 4 * (work.channels + 2 * work.value_heads + key_head)
+            value = 4 * (2 * work.key_heads * work.key_dim + tile * LANES)
+            _fetch_tile(state_of(work.walk, read_slot(work.walk, segment)) + state_at + size, size)
+            before, state, key_before = 0, 0, 0  # of the row whose update is due; before is 0 if none is
+            decay, delta = np.float32(0), splat(np.float32(0))
+            for step in range(first, end):
+                row, source, goal = step_at(work.walk, step)
+                scratch = scratch_of(work.walk) + row * work.row_scratch
+                old = levels + source * size if source >= 0 else state_of(work.walk, ~source) + state_at
+                gate, query = scratch + 4 * (work.channels + head), scratch + key
+                keys, next_decay = query + 4 * work.key_heads * work.key_dim, float_at(gate)
+                delta = _advance(
+                    before, old, key_before, decay, delta, query, keys, scratch + value, float_at(scratch + alike),
+                    next_decay, float_at(gate + 4 * work.value_heads), work.key_dim,
+                )  # fmt: skip
+                before, key_before, decay = 0 if goal == LEAF else old, keys, next_decay
+                state = levels + goal * size if goal >= 0 else state_of(work.walk, ~goal) + state_at
+            if before != 0:
+                _update(before, state, key_before, decay, delta, work.key_dim)
+
+
+@njit
+def _share(count: int) -> Any:
+    """The first of this thread's units of `count`, and one past the last: neighbours, whose states lie together."""
+    thread, threads = np.int64(thread_id()), np.int64(num_threads())
+    return thread * count // threads, (thread + 1) * count // threads
+
+
+@njit
+def _fetch_tile(address: int, size: int) -> None:
+    for at in range(address, address + size, 64):
+        fetch(at)
 
 
 @njit
 def _advance(
-    old: int, new: int, query: int, to_key: int, value: int, alike: Any, decay: Any, beta: Any, count: int
-) -> None:
-    """One row through 16 columns of a state, [count, 16]: the state after it is stored at `new` unless that is 0, and
-    o in the place of v. alike: k^T q, so that o = exp(g) S^T q + k^T q d of the state before the row.
+    before: int, state: int, key_before: int, decay_before: Any, delta_before: Any, query: int, key: int, value: int,
+    alike: Any, decay: Any, beta: Any, count: int,
+) -> Any:  # fmt: skip
+    """One row reads 16 columns of a state, [count, 16], and writes o in the place of v. Returns the row's d.
+
+    before: unless it is 0, the state is first made of the one there, the row before (key_before, decay_before) and
+    that row's d. alike: k^T q, so that o = exp(g) S^T q + k^T q d of the state before the row.
     """
-    key, zero = query + to_key, splat(np.float32(0))
+    zero, kept = splat(np.float32(0)), splat(decay_before)
     a, b, c, d = zero, zero, zero, zero
     e, f, g, h = zero, zero, zero, zero
-    for i in range(0, 4 * count, 16):
-        s, t = load(old + 16 * i, FLOAT32), load(old + 16 * i + 64, FLOAT32)
-        u, v = load(old + 16 * i + 128, FLOAT32), load(old + 16 * i + 192, FLOAT32)
-        a, e = fma(s, splat(float_at(key + i)), a), fma(s, splat(float_at(query + i)), e)
-        b, f = fma(t, splat(float_at(key + i + 4)), b), fma(t, splat(float_at(query + i + 4)), f)
-        c, g = fma(u, splat(float_at(key + i + 8)), c), fma(u, splat(float_at(query + i + 8)), g)
-        d, h = fma(v, splat(float_at(key + i + 12)), d), fma(v, splat(float_at(query + i + 12)), h)
-    kept, recalled = splat(decay), add(add(a, b), add(c, d))
+    if before == 0:
+        for i in range(0, 4 * count, 16):
+            s, t = load(state + 16 * i, FLOAT32), load(state + 16 * i + 64, FLOAT32)
+            u, v = load(state + 16 * i + 128, FLOAT32), load(state + 16 * i + 192, FLOAT32)
+            a, e = fma(s, splat(float_at(key + i)), a), fma(s, splat(float_at(query + i)), e)
+            b, f = fma(t, splat(float_at(key + i + 4)), b), fma(t, splat(float_at(query + i + 4)), f)
+            c, g = fma(u, splat(float_at(key + i + 8)), c), fma(u, splat(float_at(query + i + 8)), g)
+            d, h = fma(v, splat(float_at(key + i + 12)), d), fma(v, splat(float_at(query + i + 12)), h)
+    else:
+        for i in range(0, 4 * count, 16):
+            s, t = load(before + 16 * i, FLOAT32), load(before + 16 * i + 64, FLOAT32)
+            u, v = load(before + 16 * i + 128, FLOAT32), load(before + 16 * i + 192, FLOAT32)
+            s = fma(splat(float_at(key_before + i)), delta_before, multiply(s, kept))
+            t = fma(splat(float_at(key_before + i + 4)), delta_before, multiply(t, kept))
+            u = fma(splat(float_at(key_before + i + 8)), delta_before, multiply(u, kept))
+            v = fma(splat(float_at(key_before + i + 12)), delta_before, multiply(v, kept))
+            a, e = fma(s, splat(float_at(key + i)), a), fma(s, splat(float_at(query + i)), e)
+            b, f = fma(t, splat(float_at(key + i + 4)), b), fma(t, splat(float_at(query + i + 4)), f)
+            c, g = fma(u, splat(float_at(key + i + 8)), c), fma(u, splat(float_at(query + i + 8)), g)
+            d, h = fma(v, splat(float_at(key + i + 12)), d), fma(v, splat(float_at(query + i + 12)), h)
+            store(s, state + 16 * i, FLOAT32)
+            store(t, state + 16 * i + 64, FLOAT32)
+            store(u, state + 16 * i + 128, FLOAT32)
+            store(v, state + 16 * i + 192, FLOAT32)
+    recalled = add(add(a, b), add(c, d))
     delta = multiply(splat(beta), fma(recalled, splat(-decay), load(value, FLOAT32)))
-    store(fma(splat(alike), delta, multiply(kept, add(add(e, f), add(g, h)))), value, FLOAT32)
-    if new == 0:
-        return
+    store(fma(splat(alike), delta, multiply(splat(decay), add(add(e, f), add(g, h)))), value, FLOAT32)
+    return delta
+
+
+@njit
+def _update(before: int, state: int, key: int, decay: Any, delta: Any, count: int) -> None:
+    """The state after a row, of the one before it."""
+    kept = splat(decay)
     for i in range(0, 4 * count, 4):
-        s = multiply(load(old + 16 * i, FLOAT32), kept)
-        store(fma(splat(float_at(key + i)), delta, s), new + 16 * i, FLOAT32)
+        s = multiply(load(before + 16 * i, FLOAT32), kept)
+        store(fma(splat(float_at(key + i)), delta, s), state + 16 * i, FLOAT32)
 
 
 @kernel(DELTA)

@@ -47,7 +47,8 @@ def norm_structure(norm: Any, prefix: str) -> NormStructure:
     weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if weight is None or epsilon is None:
         raise OtherStructure(f"{type(norm).__name__} is not a norm with a weight")
-    bias, kind = getattr(norm, "bias", None), type(norm)
+    bias = getattr(norm, "bias", None)
+    kind: Any = type(norm)
     return NormStructure(
         f"{prefix}weight",
         float(epsilon),

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
-
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
@@ -95,4 +93,3 @@ def _gpt_oss(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, An
 
 CONFIGURATIONS = {"gemma4": _gemma4, "gpt-oss": _gpt_oss}
 """By the architecture that files name. transformers' own reader knows less of these families than ours."""
-GGUF_CONFIG_ARCHS |= CONFIGURATIONS

@@ -62,6 +62,15 @@ def test_a_file_that_fits_is_taken() -> None:
     check_memory(file_of(8_192_000_000, Kind.Q4_K), "model=x", 6_000_000_000)
 
 
+@pytest.mark.parametrize("kind", [Kind.IQ2_XXS, Kind.Q3_K, Kind.NVFP4])
+def test_a_file_needs_what_its_types_take_in_memory(kind: Kind) -> None:
+    file, bits = file_of(8_192_000_000, kind), {Kind.IQ2_XXS: 3.1875, Kind.Q3_K: 3.5625}.get(kind, 16)
+    needed = int(1.05 * 8_192_000_000 * bits / 8) + 600_000_000
+    check_memory(file, "model=x", needed)
+    with pytest.raises(ModelError, match=f"needs {needed / 1e9:.1f} GB of memory"):
+        check_memory(file, "model=x", needed - 1)
+
+
 @pytest.mark.parametrize(
     ("free", "choice"),
     [(8e9, "its Q6_K (7.7 GB)"), (5e9, "its IQ4_XS (5.2 GB)"), (2e9, "a model of fewer parameters")],

@@ -15,7 +15,8 @@ from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Attention, Rule
 from engine.kernels.attention.every_kernel import AttentionKernel, every_attention_kernel
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 from tests.engine.kernels.gemm.int8_reference import rounded
 from tests.engine.kernels.pool_layout import fill, in_codes, padded
 

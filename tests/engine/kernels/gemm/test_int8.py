@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kernels.gemm.int8.dots import PAIRS_OF_16_BITS, InstructionSet, instruction_sets
-from engine.kernels.gemm.int8.layout import rows_at_once
+from engine.kernels.gemm.int8.layout import has_integer_codes, rows_at_once
 from engine.kernels.gemm.int8.matmul import Int8Matmul
 from engine.kernels.gemm.product import int8_matmul
 from engine.kernels.quant.layouts import layout_of
@@ -21,7 +21,7 @@ from tests.engine.kernels.gemm import int8_reference as reference
 from tests.engine.kernels.quant.random_blocks import CODED, random_blocks
 
 pytestmark = pytest.mark.skipif(not instruction_sets(), reason="this processor has no integer products that we know")
-KINDS = [kind for kind in CODED if layout_of(kind).values is None]
+KINDS = [kind for kind in CODED if has_integer_codes(layout_of(kind))]
 SETS = [
     pytest.param(
         used,
@@ -176,9 +176,9 @@ def test_blocks_of_a_file_are_multiplied_as_they_are(kind: str) -> None:
     assert (found - expected).norm() < 0.02 * expected.norm()
 
 
-def test_values_that_are_looked_up_are_not_multiplied_as_codes() -> None:
-    integers, values = random_blocks("Q4_0", 16, 32), random_blocks("IQ4_NL", 16, 32)
-    assert int8_matmul([integers, values], None, False, torch.bfloat16) is None
+def test_blocks_whose_scales_are_exponents_are_not_multiplied_as_codes() -> None:
+    halves, exponents = random_blocks("Q4_0", 16, 32), random_blocks("MXFP4", 16, 32)
+    assert int8_matmul([halves, exponents], None, False, torch.bfloat16) is None
 
 
 def test_types_that_differ_are_multiplied_apart_and_without_a_gate() -> None:

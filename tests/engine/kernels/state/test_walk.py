@@ -32,7 +32,10 @@ def test_every_node_of_a_random_tree_is_taken_with_the_state_of_its_parent() -> 
         trunk = chance.choice([0, 1])
         steps, levels = steps_of(tree(parents, trunk))
         states = {~5: -1}  # which node's state is where
+        due = None  # where a state is made when the next step reads it
         for row, source, goal in steps:
+            assert due in (None, source)
+            due = None if goal == LEAF else goal
             assert states[source] == parents[row]
             states[goal] = row
             assert goal < levels or goal == LEAF

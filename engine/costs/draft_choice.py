@@ -1,19 +1,17 @@
-"""Which drafts the next round of a request gets: none, retrieval's, or a draft model's too."""
+"""Chooses which drafts the next round of a request gets: none, retrieval's, or a draft model's too."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.verifier.bandit import ConservativeBandit, Experience
-from engine.verifier.cost_model import CostModel
-
-_ROUNDS = 64.0  # the most over which reading a text for the draft model has to pay
-_LONG = 32  # positions of which the reading takes a model clearly longer than a draft
+from engine.costs.bandit import ConservativeBandit, Experience
+from engine.costs.constants import LONG_READING, ROUNDS_OF_READING
+from engine.costs.cost_model import CostModel
 
 
 @dataclass(frozen=True)
 class DraftKinds:
-    """What all requests have seen of each kind of drafts, None for a kind that is made whatever it costs, or not at
+    """What all requests have learned of each kind of drafts, None for a kind that is made whatever it costs, or not at
     all. waits: of rounds that waited for a draft, whatever its kind.
     """
 
@@ -22,47 +20,30 @@ class DraftKinds:
     waits: Experience = field(default_factory=Experience)
 
 
-@dataclass(frozen=True)
-class DraftedRound:
-    """A round that verified a draft. by_retrieval: tokens that retrieval's draft has accepted, or would have had
-    accepted without the model; by_model: those of the round less these. retrieval_rows_s, model_rows_s: time that their
-    nodes take in the forward, likewise: where the model keeps retrieval's from being verified, its own are negative.
-    waited_s: for the draft, 0 if it was there, as a share of the requests that waited together. model_drafted: whether
-    the model computed for it.
-    """
-
-    by_retrieval: int
-    by_model: int
-    retrieval_rows_s: float
-    model_rows_s: float
-    waited_s: float
-    model_drafted: bool
-
-
 class DraftChoice:
-    """One request's. rests: its draft model does. root_only: the next round verifies the root alone, since no draft is
-    worth its time.
+    """One request's choice. rests: its draft model does. root_only: the next round verifies the root alone, since no
+    draft is worth its time.
     """
 
     def __init__(self, prompt: int):
-        """prompt: positions of the text to begin with."""
+        """Begin a request. prompt: positions of the text to begin with."""
         self.rests = self.root_only = False
         self._retrieval, self._model, self._waits = (ConservativeBandit() for _ in range(3))
         self._unread = prompt  # positions that the model has yet to read
-        self._reading = 0  # of these, those that the latest draft has to read
+        self._reading = 0  # of these, the positions that the latest draft has to read
 
     def decide(
         self, kinds: DraftKinds, costs: CostModel, requests: int, emitted: int, left: int, waiting: int = 0
     ) -> None:
-        """After a round of `requests` requests that emitted `emitted` tokens of this one; `left` may follow. waiting:
-        how many requests the next round would wait for although drafts are made ahead.
+        """Decide after a round of `requests` requests that emitted `emitted` tokens of this one; `left` may follow.
+        waiting: how many requests the next round would wait for although drafts are made ahead.
         """
         rate = _rate(costs, requests)
         pays = kinds.model is None and kinds.retrieval is None
         self._unread += emitted
         self.rests = False
         if (shared := kinds.model) is not None:
-            reading, rounds = self._long(self._unread), max(1.0, min(_ROUNDS, left / max(1.0, costs.tokens)))
+            reading, rounds = self._long(self._unread), max(1.0, min(ROUNDS_OF_READING, left / max(1.0, costs.tokens)))
             pays = self._model.takes(shared, rate * shared.draft_s, emitted, rate * shared.read_s * reading, rounds)
             self.rests = not pays
         if not self.rests:
@@ -75,16 +56,35 @@ class DraftChoice:
 
     @staticmethod
     def _long(unread: int) -> int:
-        return unread if unread >= _LONG else 0
+        return unread if unread >= LONG_READING else 0
 
-    def observe(self, kinds: DraftKinds, costs: CostModel, requests: int, drafted: DraftedRound) -> None:
-        """Learn from a round of `requests` requests."""
-        rate, waited_s = _rate(costs, requests), drafted.waited_s
+    def observe(
+        self,
+        kinds: DraftKinds,
+        costs: CostModel,
+        requests: int,
+        *,
+        by_retrieval: float,
+        by_model: float,
+        retrieval_rows_s: float = 0.0,
+        model_rows_s: float = 0.0,
+        waited_s: float = 0.0,
+        model_drafted: bool = False,
+    ) -> None:
+        """Learn from a round of `requests` requests that verified a draft of this one.
+
+        by_retrieval: tokens that retrieval's draft has accepted, or would have had accepted without the model;
+        by_model: those of the round less these. retrieval_rows_s, model_rows_s: time that their nodes take in the
+        forward, likewise: where the model keeps retrieval's from being verified, its own are negative. waited_s: for
+        the draft, 0 if it was there, as a share of the requests that waited together. model_drafted: whether the model
+        computed for it.
+        """
+        rate = _rate(costs, requests)
         plain = costs.plain_rate(requests) / rate
-        by_retrieval = drafted.by_retrieval - rate * drafted.retrieval_rows_s
-        by_model = drafted.by_model - rate * drafted.model_rows_s
+        by_retrieval -= rate * retrieval_rows_s
+        by_model -= rate * model_rows_s
         self._waits.observe(kinds.waits, by_retrieval + by_model, plain * (by_retrieval + by_model - rate * waited_s))
-        if (shared := kinds.model) is not None and drafted.model_drafted:
+        if (shared := kinds.model) is not None and model_drafted:
             model_s = waited_s - min(waited_s, 0.0 if kinds.retrieval is None else kinds.retrieval.draft_s)
             waited_s -= model_s
             if (other := kinds.retrieval) is not None and not self._retrieval.pays(other, rate * other.draft_s):
@@ -99,5 +99,5 @@ class DraftChoice:
 
 
 def _rate(costs: CostModel, requests: int) -> float:
-    """Tokens that a second is worth: no fewer than plain decoding's, however slow the latest rounds were."""
+    """Return the tokens that a second is worth: no fewer than plain decoding's, however slow the latest rounds were."""
     return max(costs.rate(requests), costs.plain_rate(requests))

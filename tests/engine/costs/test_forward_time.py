@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.verifier.forward_time import NOTHING, Attended, ForwardTime
+from engine.costs.forward_time import NOTHING, Attended, ForwardTime
 
 STEEP = {1: 0.010, 8: 0.020, 16: 0.040, 32: 0.080, 64: 0.160}
 

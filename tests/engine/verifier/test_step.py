@@ -1,10 +1,10 @@
-"""How rounds and chunks end where something fails."""
+"""One request's part of a round: what it remembers, and how it ends where something fails."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,9 +13,9 @@ import torch
 from engine.core.batch import Segment
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.verifier import step_result
+from engine.verifier import step as step_module
 from engine.verifier.loop import Verifier
-from engine.verifier.step_result import ChunkRows, TreeRows, chunk_rows, tree_rows
+from engine.verifier.step import Drawing, Step, drawings
 
 LOST = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
@@ -27,18 +27,20 @@ def fails(error: Exception) -> Any:
     return raise_it
 
 
-def conclude(parts: Sequence[TreeRows | ChunkRows], failed: list[Exception]) -> None:
+def conclude(draws: Sequence[Drawing], failed: list[Exception]) -> None:
     verifier: Any = SimpleNamespace(_fail=lambda request, error: failed.append(error))
-    for part in parts:
-        assert Verifier._verify(verifier, part) is None
+    request: Any = None
+    for draw in draws:
+        assert Verifier._draw(verifier, request, draw) is None
 
 
 def conclude_a_tree(monkeypatch: pytest.MonkeyPatch, error: Exception, failed: list[Exception]) -> None:
-    monkeypatch.setattr(step_result, "verify", fails(error))
+    monkeypatch.setattr(step_module, "verify", fails(error))
     params = SamplingParams(temperature=1.0)
     request = SimpleNamespace(sampling=params, sampler=SimpleNamespace(params=params, is_plain=True))
-    round_: Any = SimpleNamespace(request=request, tree=TokenTree.root_only(1), kept=np.zeros(1, int))
-    conclude(tree_rows([round_], torch.zeros(1, 8), None, 0), failed)
+    root, of_request = TokenTree.root_only(1), cast(Any, request)
+    step = Step(of_request, root, True, [], root, np.zeros(1, int))
+    conclude(drawings([step], [], [], torch.zeros(1, 8), None, 0), failed)
 
 
 def conclude_a_chunk(monkeypatch: pytest.MonkeyPatch, error: Exception, failed: list[Exception]) -> None:
@@ -50,7 +52,7 @@ def conclude_a_chunk(monkeypatch: pytest.MonkeyPatch, error: Exception, failed: 
         sampler=SimpleNamespace(choices=fails(error), draw=None),
     )
     chunk = Segment.of_text([1], cache)
-    conclude(chunk_rows([request], [chunk], torch.zeros(1, 8), None), failed)
+    conclude(drawings([], [request], [chunk], torch.zeros(1, 8), None, 0), failed)
 
 
 @pytest.mark.parametrize("conclude", [conclude_a_tree, conclude_a_chunk])
@@ -67,3 +69,16 @@ def test_an_error_of_the_device_is_no_requests_own(conclude: Any, monkeypatch: p
     with pytest.raises(torch.AcceleratorError):
         conclude(monkeypatch, LOST, failed)
     assert not failed
+
+
+@pytest.mark.parametrize(
+    ("drafted", "alone", "wanted"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_a_round_remembers_whether_a_drafter_was_asked_even_when_the_next_one_is_decided(
+    drafted: bool, alone: bool, wanted: bool
+) -> None:
+    request: Any = SimpleNamespace(wants_draft=drafted, root_only=alone, forced_tokens=lambda tree: [])
+    request.admitted = lambda tree: np.arange(len(tree))
+    step = Step.of(request, TokenTree.root_only(7))
+    request.root_only = not alone
+    assert step.wanted == wanted

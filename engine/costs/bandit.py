@@ -1,32 +1,36 @@
-"""Choices by trial, for questions that nobody can answer beforehand: what a draft gains depends on the text, and
+"""Choices by trial, for questions that cannot be answered beforehand: what a draft gains depends on the text, and
 workers compete for cores and caches.
 
 `Bandit` chooses between two options: it keeps the one that yields more and retries the other at growing intervals.
 
 `ConservativeBandit` (Wu et al. 2016) uses an option only as far as it cannot lose much to doing without it. The options
 are a request's drafts, retrieval's and a draft model's. A draft is made if the tokens that it is expected to gain are
-worth more than its time. Each request counts its own rounds, and begins with what other requests have seen. Before any
-was seen, the time of a draft alone decides: a draft that costs little begins at once, one that costs much is tried only
+worth more than its time. Each request counts its own rounds, and begins with the mean of other requests. Before there
+is any, the time of a draft alone decides: a draft that costs little begins at once, one that costs much is tried only
 as often as trials lose a small share of the emitted tokens.
 """
 
 from __future__ import annotations
+
+from engine.costs.constants import (
+    ANSWER_LOSES,
+    GAIN_AT_FIRST,
+    MEMORY,
+    PRIOR_ROUNDS,
+    TRIALS_LOSE,
+)
+from engine.costs.faded_mean import FadedMean
 
 _TRIED = 3  # blocks of each option before they are compared
 _RETRIED = 16  # blocks until the other option is retried, doubled each time that the retry changes nothing
 _SELDOM = 8  # times `_RETRIED` is the longest interval
 _KEPT = 0.95  # share of earlier measurements kept with every block
 
-_HOPED = 0.5  # tokens that a draft is assumed to gain before any was seen
-_PRIOR = 4.0  # rounds that the mean of all requests counts for in each
-_NEW = 0.05  # weight of a request's latest round
-_SLOWLY = 0.02  # the same, in the mean of all requests
-_EXPLORED = 0.01  # share of the emitted tokens that trials may lose
-_LOSS = 0.9  # tokens of plain decoding that an answer may lose besides by drafts that were expected to pay
-
 
 class Bandit:
-    """second: whether the second option is in use. settled: the choice is fixed.
+    """Chooses between two options by what they yield.
+
+    second: whether the second option is in use. settled: the choice is fixed.
 
     block: consecutive rounds of one option; the first is not counted, since it still pays for the switch. first: rounds
     before anything counts. gain: the second option must take less than this share of the first's time for the same
@@ -40,7 +44,7 @@ class Bandit:
         self._brought, self._taken = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
 
     def observe(self, brought: float, taken: float) -> bool:
-        """A round yielded `brought` in `taken` time. Returns whether the choice changes."""
+        """Learn that a round yielded `brought` in `taken` time, and return whether the choice changes."""
         self._rounds += 1
         if self.settled or self._rounds <= 0:
             return False
@@ -78,53 +82,51 @@ class Experience:
 
     def __init__(self, draft_s: float = 0.0, read_s: float = 0.0):
         self.draft_s, self.read_s = draft_s, read_s
-        self.gained, self.spare = _HOPED, 0.0
-        self._rounds = _PRIOR
+        self.gained = FadedMean(MEMORY, MEMORY, PRIOR_ROUNDS * GAIN_AT_FIRST, PRIOR_ROUNDS)
+        self.spare = 0.0
 
     def observe(self, gained: float, seconds: float, reading: int = 0) -> None:
-        """A draft took `seconds`, the reading of so many positions included."""
-        self._rounds += 1
-        self.gained += max(_SLOWLY, 1 / self._rounds) * (gained - self.gained)
+        """Learn that a draft took `seconds`, the reading of so many positions included."""
+        self.gained.observe(gained)
         if reading:
-            self.read_s += _NEW * (max(0.0, seconds - self.draft_s) / reading - self.read_s)
+            self.read_s += (max(0.0, seconds - self.draft_s) / reading - self.read_s) / MEMORY
         else:
-            self.draft_s += _NEW * (seconds - self.draft_s)
+            self.draft_s += (seconds - self.draft_s) / MEMORY
 
 
 class ConservativeBandit:
     """Whether one request's drafts of one kind are made. All numbers are in tokens."""
 
     def __init__(self) -> None:
-        self._gained = self._rounds = 0.0  # faded sums
-        self._balance = _LOSS  # gains less costs, in tokens of plain decoding
+        self._gained = FadedMean(MEMORY)
+        self._balance = ANSWER_LOSES  # gains less costs, in tokens of plain decoding
         self._on_trial = False
 
     def expected(self, shared: Experience) -> float:
-        """The gain of the next draft."""
-        return (self._gained + _PRIOR * shared.gained) / (self._rounds + _PRIOR)
+        """Return the gain of the next draft."""
+        return self._gained.mean(shared.gained.mean(), PRIOR_ROUNDS)
 
     def pays(self, shared: Experience, cost: float) -> bool:
-        """Whether a draft that costs so much is made because it is expected to pay, and not on trial."""
+        """Return whether a draft that costs so much is made because it is expected to pay, and not on trial."""
         return self._balance > 0 and self.expected(shared) > cost
 
     def takes(self, shared: Experience, cost: float, emitted: int, entry: float = 0.0, rounds: float = 1.0) -> bool:
-        """Whether the next draft is made, after a round that emitted so many tokens. cost: of its time; entry: of
-        reading the text first, which pays for itself over `rounds` rounds.
+        """Return whether the next draft is made, after a round that emitted so many tokens. cost: of its time; entry:
+        of reading the text first, which pays for itself over `rounds` rounds.
         """
         expected, self._on_trial = self.expected(shared), False
-        self._balance += _EXPLORED * emitted
+        self._balance += TRIALS_LOSE * emitted
         if self.pays(shared, cost + entry / rounds):
             return True
         price = cost + entry - min(0.0, expected)
         shared.spare = min(shared.spare, price)  # nothing is saved up for a second trial
         self._on_trial = shared.spare >= price
-        shared.spare += -price if self._on_trial else _EXPLORED * emitted
+        shared.spare += -price if self._on_trial else TRIALS_LOSE * emitted
         return self._on_trial
 
     def observe(self, shared: Experience, gained: float, net: float) -> None:
-        """A draft has gained so much. net: less its cost, in tokens of plain decoding."""
-        self._gained = (1 - _NEW) * self._gained + gained
-        self._rounds = (1 - _NEW) * self._rounds + 1
+        """Learn that a draft has gained so much. net: less its cost, in tokens of plain decoding."""
+        self._gained.observe(gained)
         self._balance += net
         if self._on_trial:
             shared.spare += max(0.0, gained)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.verifier.bandit import ConservativeBandit, Experience
-from engine.verifier.cost_model import CostModel
-from engine.verifier.draft_choice import DraftChoice, DraftedRound, DraftKinds
-from engine.verifier.forward_time import ForwardTime
-from tests.engine.verifier.simulated_answers import Level, Machine, Simulation, Text, text
+from engine.costs.bandit import ConservativeBandit, Experience
+from engine.costs.cost_model import CostModel
+from engine.costs.draft_choice import DraftChoice, DraftKinds
+from engine.costs.forward_time import ForwardTime
+from tests.engine.costs.simulated_answers import Level, Machine, Simulation, Text, text
 
 FORWARD_S = {1: 0.037, 4: 0.038, 8: 0.046, 16: 0.076, 32: 0.128}
 SISTER = Machine(FORWARD_S, retrieval_s=0.0002, step_s=0.012, read_s=0.0, steps=4, tokens=4)
@@ -127,22 +127,19 @@ def test_a_request_begins_with_what_others_have_seen() -> None:
 
 def test_times_are_learned_a_draft_s_and_a_position_s_apart() -> None:
     shared = Experience(draft_s=0.05, read_s=0.001)
-    for _ in range(200):
+    for _ in range(500):
         shared.observe(1.0, 0.08)
     assert shared.draft_s == pytest.approx(0.08, rel=1e-3) and shared.read_s == 0.001
-    for _ in range(200):
+    for _ in range(500):
         shared.observe(1.0, 0.08 + 100 * 0.002, reading=100)
     assert shared.draft_s == pytest.approx(0.08, rel=1e-3) and shared.read_s == pytest.approx(0.002, rel=1e-3)
 
 
-ROUND = DraftedRound(0, 0, 0.0, 0.0, waited_s=0.0, model_drafted=False)
-
-
 def test_a_draft_that_its_model_did_not_compute_for_tells_nothing_of_the_model() -> None:
     kinds, costs = DraftKinds(Experience(), Experience()), CostModel(ForwardTime({1: 0.01}))
-    DraftChoice(10).observe(kinds, costs, 1, ROUND)
+    DraftChoice(10).observe(kinds, costs, 1, by_retrieval=0, by_model=0)
     assert kinds.model is not None and kinds.model.gained == Experience().gained
-    assert kinds.retrieval is not None and kinds.retrieval.gained < Experience().gained
+    assert kinds.retrieval is not None and kinds.retrieval.gained.mean() < Experience().gained.mean()
 
 
 @pytest.mark.parametrize("retrieval_pays", [False, True])
@@ -151,9 +148,10 @@ def test_where_nothing_else_would_be_drafted_the_model_is_credited_with_all_that
 ) -> None:
     kinds, costs, choice = DraftKinds(Experience(), Experience()), CostModel(ForwardTime({1: 0.01})), DraftChoice(10)
     assert kinds.retrieval is not None and kinds.model is not None
-    kinds.retrieval.gained, before = (1.0 if retrieval_pays else -1.0), kinds.model.gained
-    choice.observe(kinds, costs, 1, DraftedRound(2, 0, 0.0, 0.0, waited_s=0.0, model_drafted=True))
-    assert (kinds.model.gained > before) != retrieval_pays
+    kinds.retrieval.gained.total = kinds.retrieval.gained.count * (1.0 if retrieval_pays else -1.0)
+    before = kinds.model.gained.mean()
+    choice.observe(kinds, costs, 1, by_retrieval=2, by_model=0, model_drafted=True)
+    assert (kinds.model.gained.mean() > before) != retrieval_pays
 
 
 def test_drafts_that_need_not_pay_are_made_whatever_they_cost() -> None:
@@ -161,7 +159,7 @@ def test_drafts_that_need_not_pay_are_made_whatever_they_cost() -> None:
     for _ in range(50):
         choice.decide(kinds, costs, 1, emitted=1, left=100)
         assert not choice.root_only and not choice.rests
-        choice.observe(kinds, costs, 1, ROUND)
+        choice.observe(kinds, costs, 1, by_retrieval=0, by_model=0)
 
 
 def test_where_drafts_are_made_ahead_a_round_waits_for_one_only_if_that_pays() -> None:
@@ -170,8 +168,8 @@ def test_where_drafts_are_made_ahead_a_round_waits_for_one_only_if_that_pays() -
         costs.observe_wait(0.02)
     kinds, rich, poor = DraftKinds(), DraftChoice(10), DraftChoice(10)
     for _ in range(30):
-        rich.observe(kinds, costs, 1, DraftedRound(6, 0, 0.0, 0.0, 0.02, False))
-        poor.observe(kinds, costs, 1, ROUND)
+        rich.observe(kinds, costs, 1, by_retrieval=6, by_model=0, waited_s=0.02)
+        poor.observe(kinds, costs, 1, by_retrieval=0, by_model=0)
     for choice, root_only in ((rich, False), (poor, True)):
         choice.decide(kinds, costs, 1, emitted=1, left=100, waiting=1)
         assert choice.root_only == root_only
