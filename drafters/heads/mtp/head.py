@@ -51,8 +51,8 @@ class _MtpLayer:
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        structure = self.of.structure
-        return structure.heads, structure.kv_heads, structure.head_dim
+        [mixer] = self.of.structure.attending.values()
+        return mixer.heads, mixer.kv_heads, mixer.head_dim
 
     @property
     def weights(self) -> LayerWeights:
