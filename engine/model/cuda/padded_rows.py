@@ -49,7 +49,7 @@ class PaddedRows(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, first: int, end: int, size: int, attention: TritonAttention) -> PaddedRows:
-        """Rows `first` to `end` of the batch, padded to `size`.
+        """Return rows `first` to `end` of the batch, padded to `size`.
 
         A padding row stores the last row's key and value again, so it changes nothing, and it sees nothing.
         """
@@ -70,12 +70,12 @@ class PaddedRows(NamedTuple):
 
     @property
     def seen(self) -> DeviceRows:
-        """What attention reads of it."""
+        """The parts that attention reads."""
         return DeviceRows(*self[5:])
 
 
 def table_ends(batch: Batch) -> Int:
-    """[rows]: where in the batch's tables the one of each row's request ends."""
+    """Return [rows]: where in the batch's tables the one of each row's request ends."""
     ends = np.cumsum([len(table) for table in batch.tables_of])
     return np.repeat(ends, [end - first for first, end in batch.spans]).astype(np.int32)
 

@@ -1,7 +1,8 @@
-"""`python -m tests.engine.model.compile_kernels`: compiles the Triton kernels without a GPU, as launches would.
+"""`python -m tests.engine.model.compile_kernels` compiles the Triton kernels without a GPU, as launches would.
 
-A process of its own: where Triton interprets, it cannot compile. A JSON line for each kernel: name (of the shape),
-dtype, capability, spills (bytes), registers (of a thread), threads and shared (bytes) of a program.
+It is a process of its own, because Triton cannot compile where it interprets. It prints a JSON line for each kernel:
+name (of the shape), dtype, capability, spills (bytes), registers (of a thread), threads and shared (bytes) of a
+program.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 
+from drafters.heads.growth import growth_kernel
+from drafters.heads.growth.growth_kernel import TreeLayer
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
@@ -46,7 +49,7 @@ class Shape(NamedTuple):
     rule: Rule = PLAIN
 
 
-SHAPES = [  # head sizes from end to end; of each size the most rows of a product, and each kind of rule once
+SHAPES = [  # Head sizes from end to end; of each size the most rows of a product, and each kind of rule once.
     Shape("llama 8b", 8, 4, 128, BF16),
     Shape("smollm2", 3, 3, 64, BF16),
     Shape("gemma2", 4, 2, 256, BF16, CAPPED),
@@ -68,7 +71,7 @@ class NoGpu(CudaDriver):
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # a cache of compiled kernels for each
+        return self.capability  # each capability has a cache of compiled kernels
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -98,7 +101,7 @@ class Compiled:
 
 
 def launch(shape: Shape) -> None:
-    """What a layer launches."""
+    """Launch what a layer launches."""
     pool = KVPool(KVShape(1, shape.kv_heads, shape.head_dim, shape.dtype), 2)
     rows = DeviceRows(*(torch.zeros(16, dtype=torch.int32) for _ in DeviceRows._fields))
     query = torch.zeros(64, shape.kv_heads * shape.groups, shape.head_dim, dtype=shape.dtype)
@@ -108,7 +111,7 @@ def launch(shape: Shape) -> None:
 
 
 def launch_lean(shape: Shape, pool: KVPool) -> None:
-    """What lean layers launch beside attention."""
+    """Launch what lean layers launch beside attention."""
     places: Any = SimpleNamespace(
         **{name: torch.zeros(2, dtype=torch.int64) for name in ("positions", "sources", "blocks", "lanes")}
     )
@@ -120,10 +123,11 @@ def launch_lean(shape: Shape, pool: KVPool) -> None:
     layer_kernels.gated(x)
     noise_kernels.noisy_scores(torch.zeros(2, 5000), torch.zeros(5000, dtype=torch.int64), [(1, 2, 0.5)] * 2)
     launch_draws(shape, pool)
+    launch_growth()
 
 
 def launch_draws(shape: Shape, pool: KVPool) -> None:
-    """What is launched behind a forward."""
+    """Launch what follows a forward."""
     numbers, keys = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     noise_kernels.draw_tokens(torch.zeros(2, 5000, dtype=shape.dtype), numbers, keys, torch.zeros(2), numbers)
     paths, lengths = walk_kernels.walk_trees(numbers, numbers, numbers, numbers, 9)
@@ -132,11 +136,18 @@ def launch_draws(shape: Shape, pool: KVPool) -> None:
     walk_kernels.gather_path_rows(states, numbers, paths, lengths, numbers, sent)
 
 
+def launch_growth() -> None:
+    """What is launched between the layers of trees that grow on the device."""
+    above = TreeLayer(torch.ones(20, dtype=torch.float64), torch.zeros(20, dtype=torch.int64), torch.zeros(20, 7).int())
+    tokens, prob, slots = torch.zeros(20, 10, dtype=torch.int64), torch.zeros(20, 10), torch.zeros(2, dtype=torch.int32)
+    growth_kernel.select(tokens, prob, above, slots, 2, 10, 64)
+
+
 def main() -> None:
     places = [(triton_attention, name) for name in ("_attend_texts", "_attend_rows")]
     places += [(layer_kernels, name) for name in ("enter", "norm", "gate")]
     places += [(noise_kernels, name) for name in ("draw_parts", "join_parts", "score_noisily")]
-    places += [(walk_kernels, name) for name in ("walk", "move", "gather")]
+    places += [(walk_kernels, name) for name in ("walk", "move", "gather")] + [(growth_kernel, "_select")]
     kernels = [Compiled(getattr(*place)) for place in places]
     for (module, name), kernel in zip(places, kernels, strict=True):
         setattr(module, name, kernel)
