@@ -1,4 +1,4 @@
-"""Kernels in Triton that may replace what runs today: products, and kernels that begin before the last one has ended."""
+"""Kernels in Triton that may replace what runs today: products, and kernels that begin early."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Triton allows only constexpr annotations on a kernel's parameters.
@@ -51,8 +51,8 @@ def _product(
 
 
 def product(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
-    """[rows, outputs]. x: [rows, inputs]; weight: [outputs, inputs], or codes with `scales`; outputs are a multiple of
-    32, inputs of 64. Inputs are added up in blocks of one size, whatever the number of rows.
+    """Return [rows, outputs]. x: [rows, inputs]; weight: [outputs, inputs], or codes with `scales`; outputs are a
+    multiple of 32, inputs of 64. Inputs are added up in blocks of one size, whatever the number of rows.
     """
     (rows, inputs), outputs = x.shape, len(weight)
     of_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128

@@ -9,16 +9,18 @@ Milliseconds are an estimate for an H100, from the counted bytes and operations 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from drafters.heads.growth import ahead, growth_kernel
 from engine import device as device_module
 from engine.core.batch import Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
+from engine.device import downloaded
 from engine.kernels.attention.attention import Rule
 from engine.model import cuda_products
 from engine.model.cuda import graphs, layer_kernels, noise_kernels, triton_attention, walk_kernels
@@ -38,6 +40,7 @@ _KERNELS = {
     triton_attention: ("_attend_texts", "_attend_rows"),
     noise_kernels: ("draw_parts", "join_parts", "score_noisily"),
     walk_kernels: ("walk", "move", "gather"),
+    growth_kernel: ("_select",),
 }
 _BANDWIDTH, _FLOPS = 0.8 * 3.35e12, 0.6 * 989e12  # bytes and operations a second that an H100 SXM reaches
 # seconds of a kernel's launch, of a kernel in a graph, of a wait; bytes/s
@@ -47,7 +50,7 @@ SGLANG = 373.25
 
 
 def run(device: str) -> Iterator[Record]:
-    tracing = Tracing()
+    tracing, served = Tracing(), list[Record]()
     _replace_kernels(tracing)
     with torch.inference_mode(), tracing:
         runner = _target()
@@ -55,7 +58,33 @@ def run(device: str) -> Iterator[Record]:
         for method in HEADS:
             for temperature in (0.0, 1.0) if method == "eagle3" else (0.0,):
                 for requests in REQUESTS:
-                    yield tried(f"{method}, T={temperature:g}", _round, tracing, runner, method, requests, temperature)
+                    name = f"{method}, T={temperature:g}"
+                    served.append(tried(name, _round, tracing, runner, method, requests, temperature))
+                    yield served[-1]
+    yield {"check": "table", "table": _table(served)}
+
+
+def _table(served: list[Record]) -> list[str]:
+    """Format the rounds as the lines of a table."""
+    lines = ["| | requests | launches | waits: draft | the rest | MB up | MB down |", "| --- |" + " ---: |" * 6]
+    for one in [one for one in served if "waits" in one]:
+        draft, rest = one["waits"]["draft"], sum(one["waits"].values()) - one["waits"]["draft"]
+        up, down = (f"{one[name] / 1e6:.2f}" for name in ("bytes_up", "bytes_down"))
+        lines.append(f"| {one['check']} | {one['requests']} | {one['launches']} | {draft} | {rest} | {up} | {down} |")
+    return lines
+
+
+def _downloaded(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Invent what `drafters.heads.growth.ahead` reads: layers whose nodes are the best candidates of those above."""
+    parts = [*downloaded(results)]
+    trees, above = len(parts[2]), torch.ones(len(parts[2]), 1, dtype=torch.float64)
+    for at in range(4, len(parts), 4):
+        width = len(parts[at]) // trees
+        following, prob = (part[:, :width].reshape(trees, -1) for part in parts[at - 2 : at])
+        chances = (above[..., None] * prob.view(trees, -1, width)).flatten(1)
+        above, best = (part[:, :width] for part in chances.sort(dim=1, descending=True, stable=True))
+        parts[at], parts[at + 1] = (best // width).flatten(), following.gather(1, best).flatten()
+    return tuple(parts)
 
 
 def _replace_kernels(tracing: Tracing) -> None:
@@ -64,6 +93,7 @@ def _replace_kernels(tracing: Tracing) -> None:
             setattr(module, name, Launched(name, tracing))
     graphs._GRAPHS = (DEVICE.type,)
     graphs._warm_up = lambda *_: None
+    ahead.downloaded = _downloaded
     rounds.wait = lambda device: tracing.wait("the round's end")
     graphs._captured = tracing.captured
     device_module._split_up = lambda packed, like: [invented(one.held) for one in like]

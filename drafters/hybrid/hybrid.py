@@ -72,7 +72,7 @@ class HybridDrafter(Drafter):
 
     @classmethod
     def of_parts(cls, parts: Sequence[Drafter], config: Config) -> HybridDrafter:
-        """parts: the drafters of the methods that `drafters.parts` names, in its order."""
+        """Join the parts. parts: the drafters of the methods that `drafters.parts` names, in its order."""
         head, *memories = parts
         assert isinstance(head, HeadDrafter)
         return cls(head, memories, config.drafter.budget)
@@ -121,7 +121,7 @@ class HybridDrafter(Drafter):
         return trees
 
     def _advice(self, wanted: Sequence[Wanted], trees: Sequence[TokenTree]) -> list[RetrievalAdvice]:
-        """Retrieval's part in the growth of each tree. The requests share the time of the head's forwards.
+        """Return retrieval's part in the growth of each tree. The requests share the time of the head's forwards.
 
         Whether the head drafts is the verifier's choice, which the head follows where retrieval has next to nothing.
         """
@@ -135,12 +135,12 @@ class HybridDrafter(Drafter):
         return advice
 
     def _so_far(self, retrieved: Sequence[TokenTree], grown: dict[int, TokenTree]) -> dict[int, TokenTree]:
-        """The trees under way where they already hold more than retrieval's, elsewhere retrieval's."""
+        """Return the trees under way where they already hold more than retrieval's, elsewhere retrieval's."""
         more = {row: tree for row, tree in grown.items() if expected_of(tree) > expected_of(retrieved[row])}
         return dict(enumerate(self._merged(retrieved, more)))
 
     def _merged(self, retrieved: Sequence[TokenTree], grown: dict[int, TokenTree]) -> list[TokenTree]:
-        """The grown trees, and retrieval's where there is none, with their sources."""
+        """Return the grown trees, and retrieval's where there is none, with their sources."""
         source, row_tokens = self.head.source, self._row_tokens
         return [
             with_sources(grown.get(row, tree), tree, source, row_tokens).prune(self.budget)
@@ -225,15 +225,15 @@ class HybridDrafter(Drafter):
 
 
 def expected_of(tree: TokenTree) -> float:
-    """Tokens of a tree that are expected to be accepted."""
+    """Return how many tokens of a tree are expected to be accepted."""
     return float(tree.confidence[1:].sum())
 
 
 def with_sources(tree: TokenTree, retrieved: TokenTree, head: int, row_tokens: float) -> TokenTree:
-    """The tree with each node's sources marked: retrieval where it has the node, and the head where retrieval alone
-    would not have had it verified, since it has no such node or one that is not worth its row. row_tokens: what that
-    costs. Nodes that retrieval alone would have had verified and the tree lacks are added with confidence 0: they tell
-    the verifier what the head has saved.
+    """Return the tree with each node's sources marked: retrieval where it has the node, and the head where retrieval
+    alone would not have had it verified, since it has no such node or one that is not worth its row. row_tokens: what
+    that costs. Nodes that retrieval alone would have had verified and the tree lacks are added with confidence 0: they
+    tell the verifier what the head has saved.
     """
     tokens, parents, confidence = tree.tokens.tolist(), tree.parents.tolist(), tree.confidence.tolist()
     is_worth = (retrieved.confidence >= row_tokens).tolist()

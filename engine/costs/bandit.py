@@ -28,7 +28,9 @@ _KEPT = 0.95  # share of earlier measurements kept with every block
 
 
 class Bandit:
-    """second: whether the second option is in use. settled: the choice is fixed.
+    """Chooses between two options by what they yield.
+
+    second: whether the second option is in use. settled: the choice is fixed.
 
     block: consecutive rounds of one option; the first is not counted, since it still pays for the switch. first: rounds
     before anything counts. gain: the second option must take less than this share of the first's time for the same

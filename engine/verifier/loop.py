@@ -102,7 +102,7 @@ class Verifier:
         return self.requests.plan(time.perf_counter_ns(), self.timer.costs, self.drafter.present)
 
     def _step(self, plan: Plan) -> None:
-        """One forward over the trees and chunks of the plan: schedule, run, verify, tell, commit."""
+        """Run one forward over the trees and chunks of the plan: schedule, run, verify, tell, commit."""
         if self.drafter.drafter is not None:
             self.timer.observe_wait(plan.decoding)
         steps = self._steps(plan.decoding)
@@ -222,7 +222,9 @@ class Verifier:
     # When a request ends, or something fails.
 
     def _blame(self, plan: Plan, error: Exception) -> None:
-        """A forward failed: run each request's part alone, and end only the requests that fail."""
+        """Find out whom a failed forward is to blame on: run each request's part alone, and end only the requests that
+        fail.
+        """
         members = plan.members
         if len(members) == 1:
             return self._fail(members[0], error)

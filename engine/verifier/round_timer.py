@@ -54,7 +54,7 @@ class RoundTimer:
         forward.close()
 
     def _most_rows(self) -> int:
-        """Maximum rows of the forwards to measure."""
+        """Return the maximum rows of the forwards to measure."""
         drafted = 1 if self.config.method == "none" else self.config.drafter.budget
         room = _MEASURED_ROWS if self.target.pool is None else self.target.pool.blocks * BLOCK - BESIDE
         if len(sizes := self.target.forward_sizes) > 1:  # what a prompt's large forward takes follows from no small one
@@ -116,7 +116,9 @@ class RoundTimer:
         segments: Sequence[Segment],
         drafts: DrafterLink,
     ) -> None:
-        """End of a round. Rounds that lost a request or read a prompt teach nothing but the forward's time."""
+        """Learn from a round at its end. Rounds that lost a request or read a prompt teach nothing but the forward's
+        time.
+        """
         now, forward_s = time.perf_counter_ns(), self.forward_ns / 1e9
         rows, past = sum(map(len, segments)), sum(segment.past for segment in segments)
         self.costs.forward.observe(rows, Attended(past, sum(len(s) * s.past for s in segments)), forward_s)
@@ -143,8 +145,8 @@ class RoundTimer:
 
 
 def _followed(tree: TokenTree, nodes: Array, tokens: Sequence[int]) -> tuple[int, int]:
-    """How many of the tokens after its root the tree has with these nodes, and of how many nodes these tokens tell
-    whether they are right: of all but those below the last token. nodes: the root among them.
+    """Return how many of the tokens after its root the tree has with these nodes, and of how many nodes these tokens
+    tell whether they are right: of all but those below the last token. nodes: the root among them.
     """
     among, node, matched = set(nodes.tolist()), 0, 0
     for token in tokens:

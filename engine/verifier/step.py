@@ -101,7 +101,9 @@ class Step:
         )
 
     def _ranked(self, successors: Array | None) -> Array | None:
-        """[nodes, count] int32: the target's likeliest tokens after every drafted node, -1 for nodes that were cut."""
+        """Return [nodes, count] int32: the target's likeliest tokens after every drafted node, -1 for nodes that were
+        cut.
+        """
         if successors is None:
             return None
         ranked = np.full((len(self.uncut), successors.shape[1]), -1, np.int32)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from drafters.heads.growth.growth_kernel import Layer, select
+from drafters.heads.growth.growth_kernel import TreeLayer, select
 from drafters.heads.growth.policies import Candidates, Dynamic
 from drafters.heads.growth.ranking import Ranking
 from drafters.heads.growth.trie import Trie
@@ -23,26 +23,28 @@ from engine.core.batch import Rows
 from engine.device import downloaded, uploaded
 
 
-class Step(Protocol):
-    """A head's forward over rows whose places are known. size: its rows, with those that pad it."""
+class HeadStep(Protocol):
+    """A head's forward over rows whose places are known. size: its rows, with those that pad it. tables: the requests'
+    block tables; places: [rows] int64, where in the pool the rows' features are; both on the host.
+    """
 
     size: int
 
     @property
-    def places(self) -> Tensor:
-        """[rows] int64, on the device: where in the pool the rows' features are."""
-
-    def run(self, tokens: Tensor, read: Tensor, ancestors: Tensor) -> Tensor:
-        """The head's outputs of all rows. tokens, read: [size] int64, the rows' tokens and where the features are that
-        they enter with; ancestors: [rows, seen] int32, the slots that they see behind the text.
+    def tables(self) -> Tensor: ...
+    @property
+    def places(self) -> Tensor: ...
+    def run(self, tokens: Tensor, read: Tensor, listed: Tensor) -> Tensor:
+        """Return the head's outputs of all rows. tokens, read: [size] int64, the rows' tokens and where the features
+        are that they enter with; listed: the tables, and the slots that each row sees behind its text.
         """
 
 
 class Steps(Protocol):
     """The layers of a head on a GPU."""
 
-    def step(self, parts: Sequence[Rows]) -> Step:
-        """A forward over these rows, for which there is room from now on."""
+    def step(self, parts: Sequence[Rows]) -> HeadStep:
+        """Prepare a forward over these rows; there is room for them from now on."""
 
 
 class _Drafted(NamedTuple):
@@ -66,37 +68,47 @@ def draft_ahead(stack: Steps, tries: Sequence[Trie], roots: Sequence[Tensor], po
 
 
 def _layers(stack: Steps, tries: Sequence[Trie], logits: Tensor, depth: int, width: int) -> list[_Drafted]:
-    """What is launched; nothing is read."""
+    """Launch all layers and read nothing."""
     sessions: list[Any] = [trie.session for trie in tries]
     firsts = [session.slots + len(session.positions) - 1 for session in sessions]
     for session, first in zip(sessions, firsts, strict=True):
         session.cache.reserve(first + depth * width)
-    places = torch.tensor([session.places[0] for session in sessions])
+    steps = [
+        stack.step([_rows(session, first, layer, width) for session, first in zip(sessions, firsts, strict=True)])
+        for layer in range(depth)
+    ]
     slots = torch.tensor([[first + layer * width for first in firsts] for layer in range(depth)], dtype=torch.int32)
-    places, slots = uploaded([places, slots], logits.device)
-    nothing = torch.empty(0, dtype=torch.int64, device=logits.device)
-    above = Layer(
-        torch.ones(len(tries), dtype=torch.float64, device=logits.device),
-        places,
-        torch.zeros(len(tries), depth, dtype=torch.int32, device=logits.device),
-    )
-    found = [_Drafted(nothing, nothing, *_best(tries, logits, 0))]
-    for layer in range(depth):
-        step = stack.step([
-            Rows(session.cache, first + layer * width, [0] * width, [session.positions[0] + 1 + layer] * width,
-                 [session.slots] * width, [[0] * (layer + 1)] * width)
-            for session, first in zip(sessions, firsts, strict=True)
-        ])  # fmt: skip
+    roots = torch.tensor([session.places[0] for session in sessions])
+    given = [steps[0].tables, slots, roots, *(step.places for step in steps)]
+    tables, slots, *places = uploaded(given, logits.device)
+    ones = torch.ones(len(tries), dtype=torch.float64, device=logits.device)
+    above = TreeLayer(ones, places[0], slots.new_zeros(len(tries), depth))
+    nothing = slots.new_empty(0)
+    found = [_Drafted(nothing, nothing.long(), *_best(tries, logits, 0))]
+    for layer, step in enumerate(steps):
         chosen = select(found[-1].following, found[-1].prob, above, slots[layer], layer, width, step.size)
-        logits = step.run(chosen.tokens, chosen.read, chosen.ancestors[:, : layer + 1])
-        above = Layer(chosen.confidence, step.places, chosen.ancestors)
+        listed = torch.cat([tables, chosen.ancestors[:, : layer + 1].flatten()])
+        logits = step.run(chosen.tokens, chosen.read, listed)
+        above = TreeLayer(chosen.confidence, places[layer + 1], chosen.ancestors)
         tokens = chosen.tokens[: len(chosen.parents)]
         found.append(_Drafted(chosen.parents, tokens, *_best(tries, logits, layer + 1)))
     return found
 
 
+def _rows(session: Any, first: int, layer: int, width: int) -> Rows:
+    """Return a layer's rows of one tree, whose tokens and ancestors the device selects."""
+    return Rows(
+        session.cache,
+        first + layer * width,
+        [0] * width,
+        [session.positions[0] + 1 + layer] * width,
+        [session.slots] * width,
+        [[0] * (layer + 1)] * width,
+    )
+
+
 def _best(tries: Sequence[Trie], logits: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """What may follow a layer's nodes, the same number of each trie, and with which chance."""
+    """Rank what may follow a layer's nodes, the same number of each trie. Returns tokens and their probabilities."""
     parts = logits.split(len(logits) // len(tries))
     asked = [
         (trie.ranking, part, [trie.session.synced + 1 + layer] * len(part))

@@ -14,18 +14,19 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.batch import Int
 from engine.core.hidden_states import States
-from engine.device import Sent, uploaded
+from engine.device import Download, uploaded
 from engine.model.cuda.noise_kernels import draw_tokens, noise_keys
 from engine.model.cuda.walk_kernels import gather_path_rows, move_paths, walk_trees
 from engine.model.drawn_tree import DrawnTree
 from engine.model.kv_pool import KVPool
 from engine.model.runner import bfloat16_bits
 
-_STATE_ROWS, _LEAST_ROWS = 160, 5  # accepted rows whose hidden states are sent: of all trees, and of each at least
+_STATE_ROWS, _LEAST_ROWS = 128, 4  # accepted rows whose hidden states are sent: of all trees, and of each at least
 _ALIGNED = 16
 
 
@@ -52,9 +53,10 @@ class Receipt:
         self._begins = [0, *accumulate(len(one.tree) for one in self._trees)]
         self._tokens: list[int] | None = None  # once they are read
         self._paths: list[list[int]] = []
+        self._fetched: dict[int, States] = {}  # of longer paths than are sent
         self._successors = successors
         nothing = logits.new_empty(0)
-        self._sent = Sent([
+        self._sent = Download([
             self._launch(logits.contiguous(), pool) if self._trees else nothing,
             nothing if states is None else states[rows:].to(torch.bfloat16),
             logits[:rows].topk(successors).indices.int() if successors else nothing,
@@ -80,7 +82,7 @@ class Receipt:
         return buffer
 
     def _arrays(self) -> list[Tensor]:
-        """What the kernels need to know of the trees: of each node, then of each tree."""
+        """Return what the kernels need to know of the trees: of each node, then of each tree."""
         parts, trees = self._trees, [one.tree for one in self._trees]
         samplings = [one.sampler.params for one in parts]
         places = [
@@ -104,43 +106,61 @@ class Receipt:
         ]
 
     def known(self, index: int) -> list[int] | None:
-        """What is drawn at each node of the tree of that index (`engine.sampling.sampler.LogitsView`); None if that
-        depends on more than the logits.
+        """Return what is drawn at each node of the tree of that index (`engine.sampling.sampler.LogitsView`); None if
+        that depends on more than the logits.
         """
         if (place := self._places.get(index)) is None:
             return None
         return self._read()[self._begins[place] : self._begins[place + 1]]
 
     def states_of(self, index: int, path: Sequence[int]) -> States | None:
-        """[path, layers, hidden] of the nodes on the accepted path of the tree of that index."""
+        """Return [path, layers, hidden] of the nodes on the accepted path of the tree of that index."""
         if self._states is None:
             return None
         if (place := self._places.get(index)) is not None:
             self._read()
-            if list(path) == self._paths[place][: len(path)] and len(path) <= self._rows_sent:
-                width = 2 * self._states[0].numel()
-                at = self._begin + place * self._rows_sent * width
-                sent: States = self._sent.read()[0][at : at + len(path) * width].numpy().view(np.uint16)
-                return sent.reshape(len(path), *self._states.shape[1:])
-        rows = torch.from_numpy(self._asked[index].first + np.asarray(path, np.int64))
-        return bfloat16_bits(self._states.index_select(0, *uploaded([rows], self._device)))
+            if list(path) == self._paths[place][: len(path)]:
+                return self._of_paths(place)[: len(path)]
+        return self._fetch(self._asked[index].first + np.asarray(path, np.int64))
+
+    def _of_paths(self, place: int) -> States:
+        """Return the states of the path that the device has walked in the tree of that place, of those that were sent;
+        or else, fetched for all such trees at once.
+        """
+        assert self._states is not None
+        if len(path := self._paths[place]) <= self._rows_sent:
+            width = 2 * self._states[0].numel()
+            at = self._begin + place * self._rows_sent * width
+            sent: States = self._sent.read()[0][at : at + len(path) * width].numpy().view(np.uint16)
+            return sent.reshape(len(path), *self._states.shape[1:])
+        if not self._fetched:
+            long = [i for i, path in enumerate(self._paths) if len(path) > self._rows_sent]
+            rows = [self._trees[i].first + np.asarray(self._paths[i], np.int64) for i in long]
+            parts = np.split(self._fetch(np.concatenate(rows)), np.cumsum([len(part) for part in rows])[:-1])
+            self._fetched = dict(zip(long, parts, strict=True))
+        return self._fetched[place]
+
+    def _fetch(self, rows: NDArray[np.int64]) -> States:
+        """Read the states of these rows, which waits for the device."""
+        assert self._states is not None
+        return bfloat16_bits(self._states.index_select(0, *uploaded([torch.from_numpy(rows)], self._device)))
 
     def read_states(self, first: int, count: int) -> States | None:
-        """[count, layers, hidden] of rows of prompts, from `first` on."""
+        """Return [count, layers, hidden] of rows of prompts, from `first` on."""
         if self._states is None:
             return None
         found: States = self._sent.read()[1][first - self._rows :][:count].view(torch.uint16).numpy()
         return found
 
     def successors_of(self, first: int, count: int) -> Int | None:
-        """[count, successors] int32: the likeliest tokens of a tree's rows, from `first` on."""
+        """Return [count, successors] int32: the likeliest tokens of a tree's rows, from `first` on."""
         if not self._successors:
             return None
         found: Int = self._sent.read()[2][first : first + count].numpy()
         return found
 
     def _read(self) -> list[int]:
-        """The tokens of all nodes."""
+        """Return the tokens of all nodes, once they have arrived."""
         if self._tokens is None:
             self.take(self._sent.read()[0][: 4 * self._begins[-1]].view(torch.int32).tolist())
         assert self._tokens is not None

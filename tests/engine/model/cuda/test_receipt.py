@@ -77,7 +77,7 @@ def test_paths_and_tokens_are_those_of_verify_node_by_node() -> None:
 def test_nothing_is_read_before_it_is_asked_for_and_all_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sent, read = [0], [0]
 
-    class Noted(device.Sent):
+    class Noted(device.Download):
         def __init__(self, results: Any):
             sent[0] += 1
             super().__init__(results)
@@ -86,7 +86,7 @@ def test_nothing_is_read_before_it_is_asked_for_and_all_is_sent_at_once(monkeypa
             read[0] += 1
             return super().read()
 
-    monkeypatch.setattr(receipt, "Sent", Noted)
+    monkeypatch.setattr(receipt, "Download", Noted)
     trees = [tree_of(1), tree_of(2)]
     found = receipt_of(trees, [sampler_of(GREEDY), sampler_of(SAMPLED)], logits_of(FIRST + 24), torch.randn(29, 1, 2))
     assert (sent, read) == ([1], [0])
@@ -95,17 +95,23 @@ def test_nothing_is_read_before_it_is_asked_for_and_all_is_sent_at_once(monkeypa
     assert sent == [1] and read[0]
 
 
-def test_states_of_more_rows_than_are_sent_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_longer_paths_than_are_sent_are_fetched_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receipt, "_STATE_ROWS", 1)
     monkeypatch.setattr(receipt, "_LEAST_ROWS", 2)
-    tree, tokens = TokenTree.chain(0, [1, 2, 3], [1.0] * 3), [1, 2, 3, 4]
-    logits, states = torch.zeros(FIRST + 4, VOCABULARY), torch.randn(FIRST + 4, 2, 3).bfloat16()
-    logits[range(FIRST, FIRST + 4), tokens] = 1
-    found = receipt_of([tree], [sampler_of(GREEDY)], logits, states)
-    assert found.known(0) == tokens
-    for path in ([0, 1], [0, 1, 2, 3], [0, 2]):
-        sent = found.states_of(0, path)
-        assert sent is not None and (sent == states[FIRST:][path].view(torch.uint16).numpy()).all()
+    fetched: list[int] = []
+    bits = receipt.bfloat16_bits
+    monkeypatch.setattr(receipt, "bfloat16_bits", lambda states: (fetched.append(len(states)), bits(states))[1])
+    trees = [TokenTree.chain(0, tokens, [1.0] * len(tokens)) for tokens in ([1, 2, 3], [1, 2], [5])]
+    drawn = [1, 2, 3, 4, 1, 2, 9, 0, 0]
+    logits, states = torch.zeros(FIRST + 9, VOCABULARY), torch.randn(FIRST + 9, 2, 3).bfloat16()
+    logits[range(FIRST, FIRST + 9), drawn] = 1
+    found = receipt_of(trees, [sampler_of(GREEDY) for _ in trees], logits, states)
+    for tree, first, path in ((0, 0, [0, 1, 2, 3]), (1, 4, [0, 1, 2]), (2, 7, [0]), (0, 0, [0, 1])):
+        sent = found.states_of(tree, path)
+        assert sent is not None and (sent == states[FIRST + first :][path].view(torch.uint16).numpy()).all()
+    assert fetched == [7]
+    other = found.states_of(0, [0, 2])  # no path that the device has walked
+    assert other is not None and (other == states[FIRST:][[0, 2]].view(torch.uint16).numpy()).all()
 
 
 @pytest.mark.parametrize("past", [3, 16, 29])
