@@ -92,7 +92,7 @@ class KVPool:
         if self.layer_states is None:
             return True
         promised = sum(cache.state.missing for cache in caches if cache.state is not None)
-        return self.layer_states.free - promised >= SLOTS_EACH
+        return self.layer_states.has_free(promised + SLOTS_EACH)
 
     def take(self, wanted: int) -> list[int]:
         """Take `wanted` blocks; OutOfBlocks, and none is taken, if fewer are free."""
