@@ -9,7 +9,7 @@ order, and maps heads (`GatedDeltaStructure.key_head_of`); only the stock forwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,12 +74,11 @@ def _with_recurrent_layers(architecture: str, described: _Described) -> _Describ
     """Describe a file that names its recurrent layers by that list, of its draft head's too, not by an interval."""
 
     def config_of(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
-        recurrent = metadata.get(f"{architecture}.{RECURRENT}")
-        if recurrent is None:
+        if (recurrent := metadata.get(f"{architecture}.{RECURRENT}")) is None:
             return described(metadata, tensors)
         config = described({f"{architecture}.{_INTERVAL}": 4} | metadata, tensors)
         layers = config["num_hidden_layers"]
-        kinds = recurrent[:layers] if isinstance(recurrent, Sequence) else [recurrent] * layers
+        kinds = (np.ravel(recurrent).tolist() * (layers if np.ndim(recurrent) == 0 else 1))[:layers]
         if len(kinds) < layers:  # `check_hybrid` says so
             return config
         return config | {"layer_types": ["linear_attention" if kind else "full_attention" for kind in kinds]}
@@ -101,9 +100,9 @@ def check_hybrid(file: GgufFile) -> None:
         raise ModelError("it holds a draft head alone; name it as drafter.path, and the model's own file as model")
     if blocks != set(range(count)):
         raise ModelError(f"{architecture}.block_count is {count}, and its tensors are of {len(blocks)}")
-    recurrent = metadata.get(f"{architecture}.{RECURRENT}")
-    if isinstance(recurrent, Sequence) and len(recurrent) != count:
-        raise ModelError(f"{architecture}.{RECURRENT} is of {len(recurrent)} layers, and block_count is {count}")
+    listed = metadata.get(f"{architecture}.{RECURRENT}", True)  # of a list, the length
+    if not isinstance(listed, bool) and listed != count:
+        raise ModelError(f"{architecture}.{RECURRENT} is of {listed} layers, and block_count is {count}")
     if architecture in _DELTA:
         keys, values = (int(metadata[f"{architecture}.{key}"]) for key in _HEADS)
         if not keys or values % keys:
