@@ -243,7 +243,7 @@ class Stack:
         count, address = (rows, 0) if picked is None else (len(picked), picked.ctypes.data)
         self._adds["tokens"], self._adds["rows"] = places.tokens, rows
         program.begin(rows, places.positions, places.slots, [self.cos_sin], count=count, chosen=address)
-        out = program.run_to_head(count)
+        out = program.run_to_head(program.new_out(count))
         if spec.keeps:  # of rows that were not chosen the last residual is not computed
             kept = slice(0, rows) if picked is None else picked
             normed = program.buffers["x"][:count].float().numpy() if spec.normed else self._residual[kept]

@@ -137,7 +137,8 @@ class LeanDecoder:
         program.begin(rows, places.positions, places.slots, self._rotary.tables, places.tokens, count, chosen)
         kept = [*dict.fromkeys(feature_layers)]  # with a shallow target, a head may request a layer twice
         features = program.keep(kept)
-        logits = self._run(batch, whole) if self.states is None else self._run_walked(batch, whole, self.states)
+        out = self._new_out(batch, whole)
+        logits = self._run(batch, out) if self.states is None else self._run_walked(batch, out, self.states)
         self._cap(logits)
         if features is not None and last in kept:
             features[:, kept.index(last)] = program.buffers["x"][:rows]
@@ -145,22 +146,27 @@ class LeanDecoder:
             features = features[:, [kept.index(layer) for layer in feature_layers]]
         return logits, features
 
-    def _run(self, batch: Batch, whole: bool) -> Tensor:
-        """The logits of the rows wanted. whole: the last norm has all rows."""
-        program, wanted = self._program, batch.wanted
-        if not (whole and 0 < wanted < len(batch)):
-            return program.run_to_head(wanted)
+    def _new_out(self, batch: Batch, whole: bool) -> Tensor:
+        """Allocate the logits of the rows wanted; of none, if they are chosen once the last norm has all (`whole`)."""
+        chosen_later = whole and 0 < batch.wanted < len(batch)
+        return self._program.new_out(0 if chosen_later else batch.wanted)
+
+    def _run(self, batch: Batch, out: Tensor) -> Tensor:
+        """The logits of the rows wanted, in `out` if it has as many rows."""
+        program = self._program
+        if len(out) == batch.wanted:
+            return program.run_to_head(out)
         program.run()
         return self.head(program.buffers["x"].index_select(0, torch.from_numpy(batch.chosen)))
 
-    def _run_walked(self, batch: Batch, whole: bool, states: StatePool) -> Tensor:
-        """The same where layers have a state. Raises StateLost if it is interrupted."""
+    def _run_walked(self, batch: Batch, out: Tensor, states: StatePool) -> Tensor:
+        """The same where layers have a state. Raises StateLost if it is interrupted; until it runs nothing is lost."""
         assert self._walk is not None
         requests = [segment.cache.state for segment in batch.segments]
         rows = [state.rows(segment) for state, segment in zip(requests, batch.segments, strict=True)]
         self._walk.begin(rows, *states.addresses)
         try:
-            logits = self._run(batch, whole)
+            logits = self._run(batch, out)
         except Exception as error:  # some layers may have replayed rows and others not
             raise StateLost(f"a forward over layers with a state was interrupted: {first_line(error)}") from error
         for state in requests:

@@ -108,7 +108,7 @@ class KVPool:
         if self.layer_states is None:
             return True
         promised = sum(state.missing for state in states if state is not None)
-        return self.layer_states.free - promised >= SLOTS_EACH
+        return self.layer_states.has_free(promised + SLOTS_EACH)
 
     def allocate(self, wanted: int) -> list[int]:
         """Allocate `wanted` blocks. Raises OutOfBlocks, and allocates none, if fewer are free."""

@@ -411,9 +411,13 @@ class LayerProgram:
         """Run all steps but the head's."""
         self._steps.run(self.rows, 0, len(self._steps) if self._end is None else self._end)
 
-    def run_to_head(self, count: int) -> Tensor:
-        """Run all steps. Returns the head's outputs for the first `count` rows of the last norm, a new tensor."""
-        self._out = self._out.new_empty(count, self._out.shape[1])
+    def new_out(self, count: int) -> Tensor:
+        """Allocate the head's outputs for `count` rows."""
+        return self._out.new_empty(count, self._out.shape[1])
+
+    def run_to_head(self, out: Tensor) -> Tensor:
+        """Run all steps. Returns the head's outputs for the first rows of the last norm, as many as `out` has."""
+        self._out, count = out, len(out)
         if not count:
             self.run()
             return self._out

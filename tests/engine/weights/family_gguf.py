@@ -351,14 +351,19 @@ _HEAD_NAMES = {
     "gate_proj": "ffn_gate",
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
+    "gate": "ffn_gate_inp",
+    "shared_expert_gate": "ffn_gate_inp_shexp",
 }
 
 
 def _stored_head(head: Mapping[str, torch.Tensor], block: int) -> dict[str, NDArray[np.float32]]:
-    made = {}
+    made: dict[str, NDArray[np.float32]] = {}
     for name, tensor in head.items():
-        stored = _HEAD_NAMES[name.split(".")[-2]]
-        made[f"blk.{block}.{stored}.weight"] = (tensor + 1 if "norm" in stored else tensor).numpy()
+        if ".experts." in name:
+            made |= _experts(name.replace("mtp.layers.0", f"model.layers.{block}"), tensor.numpy(), "")
+            continue
+        stored = _HEAD_NAMES[name.split(".")[-2]] + ("_shexp" if ".shared_expert." in name else "")
+        made[f"blk.{block}.{stored}.weight"] = (tensor + 1 if "norm" in stored else tensor.squeeze()).numpy()
     return made
 
 
