@@ -33,19 +33,19 @@ from engine.model.cuda.triton_attention import TritonAttention
 
 SIZES = (4, 16, 64, 256, 512)
 """Rows of a graph. More, of prompts, are launched kernel by kernel."""
-_BLOCKS = 1024  # of the pool at least: when it grows, graphs are captured anew
-_POOL_SHARE = 16  # of free memory the pool takes one part in so many
-_POSITIONS = 1 << 17  # that are rotated without computing more, for which graphs are captured anew
+_BLOCKS = 1024  # blocks of the pool at least: when it grows, graphs are captured anew
+_POOL_SHARE = 16  # the pool takes one part in so many of free memory
+_POSITIONS = 1 << 17  # positions that are rotated without computing more, for which graphs are captured anew
 _LISTED = 1 << 16  # blocks and ancestors that the rows of a graph may list
 
 
 def padded_size(rows: int) -> int:
-    """The rows of the graph that serves so many, or as many if none does."""
+    """Return the rows of the graph that serves so many, or as many if none does."""
     return next((size for size in SIZES if size >= rows), rows)
 
 
 def first_blocks(block_bytes: int, device: torch.device) -> int:
-    """The blocks of a pool that is not to grow while requests are served."""
+    """Return the blocks of a pool that is not to grow while requests are served."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     return max(_BLOCKS, free // _POOL_SHARE // block_bytes)
 
@@ -115,8 +115,8 @@ class CudaStack:
         picked = np.asarray(range(step.count) if chosen is None else chosen)
         return step.launch(step.rows, longs(read), picked)
 
-    def step(self, parts: Sequence[Rows]) -> Step:
-        """A forward over these rows, for which there is room from now on."""
+    def step(self, parts: Sequence[Rows]) -> CudaStep:
+        """Prepare a forward over these rows; there is room for them from now on."""
         for part in parts:
             part.cache.reserve(part.first + len(part))
         batch = Batch(parts)
@@ -129,10 +129,10 @@ class CudaStack:
         if (chunks := int(rows.parts[-1])) > self._attention.capacity:
             self._attention.reserve(2 * chunks)
             self._recorded.clear()
-        return Step(self, batch, rows)
+        return CudaStep(self, batch, rows)
 
     def launch(self, size: int, *given: Tensor) -> Tensor:
-        """What `_run` makes of these; the next call overwrites it."""
+        """Return what `_run` makes of these; the next call overwrites it."""
         if size not in SIZES or len(given[-1]) > _LISTED:
             return self._run(*uploaded(given, self.first.device))[0]
         if size not in self._recorded:
@@ -140,8 +140,8 @@ class CudaStack:
         return self._recorded[size](*given)[0]
 
     def _run(self, chosen: Tensor, read: Tensor, written: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-        """The head's outputs of the chosen rows: the part that a CUDA graph captures. read, written: [rows], where each
-        row finds and leaves what is kept.
+        """Return the head's outputs of the chosen rows: the part that a CUDA graph captures. read, written: [rows],
+        where each row finds and leaves what is kept.
         """
         spec, padded, features = self.spec, PaddedRows(*rows), self.pool.features
         begun = spec.enters(features.index_select(0, read), padded.tokens)
@@ -163,7 +163,7 @@ class CudaStack:
         return (spec.head(x.index_select(0, chosen)),)
 
 
-class Step:
+class CudaStep:
     """A forward over rows of a batch, on its way. size: with those that pad it."""
 
     def __init__(self, stack: CudaStack, batch: Batch, rows: PaddedRows):
@@ -171,7 +171,7 @@ class Step:
         self.count, self.size = len(batch), len(rows.tokens)
 
     def launch(self, rows: PaddedRows, read: Tensor, picked: NDArray[np.int64]) -> Tensor:
-        """The head's outputs of the rows picked. read: [size], where the rows find what they enter with."""
+        """Return the head's outputs of the rows picked. read: [size], where the rows find what they enter with."""
         written = np.full(self.size, self.stack.pool.blocks * BLOCK)  # padding writes to the end
         written[: self.count] = self.batch.slots
         filled = np.zeros(self.size if self.size in SIZES else len(picked), np.int64)
@@ -180,7 +180,7 @@ class Step:
         return out[: len(picked)].clone()  # the next call overwrites it
 
     def run(self, tokens: Tensor, read: Tensor, listed: Tensor) -> Tensor:
-        """Return the head's outputs of all rows; see `drafters.heads.growth.ahead.Step`."""
+        """Return the head's outputs of all rows; see `drafters.heads.growth.ahead.HeadStep`."""
         return self.launch(self.rows._replace(tokens=tokens, listed=listed), read, np.arange(self.count))
 
     @property
@@ -226,7 +226,7 @@ class CudaReader:
             self._recorded[size](filled, *map(longs, indexes))
 
     def _run(self, features: Tensor, written: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
-        """The part that a CUDA graph captures."""
+        """Run the part that a CUDA graph captures."""
         stack, rows = self.stack, _Places(*places)
         fused = self.fc(features)
         context = normed(fused.float(), fused, self.norm, added=False)

@@ -51,13 +51,14 @@ def _homes(part: Any, seen: set[int]) -> Iterator[str]:
     if id(part) in seen or isinstance(part, ModuleType):
         return
     seen.add(id(part))
-    for wrapped in ("py_func", "_defn", "__wrapped__"):  # of numba's functions, its intrinsics, and Python's decorators
+    # attributes of numba's functions, its intrinsics, and Python's decorators
+    for wrapped in ("py_func", "_defn", "__wrapped__"):
         if (inner := getattr(part, wrapped, None)) is not None:
             yield from _homes(inner, seen)
     if isinstance(part, FunctionType):
         yield part.__module__
         for cell in part.__closure__ or ():
-            with suppress(ValueError):  # a name that is given a value later
+            with suppress(ValueError):  # the name is given a value later
                 yield from _homes(cell.cell_contents, seen)
     elif isinstance(part, tuple | list):
         for one in part:
@@ -112,7 +113,7 @@ def _checksum(module: str) -> int:
 
 
 def machine_code() -> str:
-    """What decides the machine code of our kernels: their sources, their compiler, and the processor."""
+    """Return what decides the machine code of our kernels: their sources, their compiler, and the processor."""
     files = [file for package in _PACKAGES for file in sorted((_ROOT / package).rglob("*.py"))]
     sources = crc32(b"".join(source for file in files if _COMPILED.search(source := file.read_bytes())))
     compiler = [f"{name} {version(name)}" for name in ("numba", "llvmlite")]

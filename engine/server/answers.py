@@ -13,7 +13,9 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(BaseModel):
-    """cached_tokens: tokens of the prompt that the prefix cache had, for every choice."""
+    """Details of the prompt's tokens. cached_tokens: tokens of the prompt that the prefix cache had, for
+    every choice.
+    """
 
     cached_tokens: int
 
@@ -64,7 +66,7 @@ class TokenSource(BaseModel):
 
 
 class ToolFunction(BaseModel):
-    """arguments: the text of a JSON object that follows the tool's schema."""
+    """The function of a call. arguments: the text of a JSON object that follows the tool's schema."""
 
     name: str
     arguments: str
@@ -77,7 +79,9 @@ class ToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """content: None where the answer only calls tools. reasoning_content: what comes before the answer."""
+    """The message that answers a chat. content: None where the answer only calls tools. reasoning_content: what comes
+    before the answer.
+    """
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -238,7 +242,7 @@ class Status(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """param: the field that is wrong, if any."""
+    """What is wrong with a request. param: the field that is wrong, if any."""
 
     message: str
     type: str

@@ -48,7 +48,7 @@ def _printable(value: object) -> str:
 
 
 class Log:
-    """prompts: whether prompts and answers may appear in it."""
+    """The server's log. prompts: whether prompts and answers may appear in it."""
 
     def __init__(self, prompts: bool = False):
         self.prompts = prompts

@@ -75,7 +75,9 @@ class Renderer(Protocol):
 
 
 class _Format:
-    """kind: the chunks' `object`. body: the request. unnamed: sources that are shown as "target"."""
+    """What the forms of chat and text completions share. kind: the chunks' `object`. body: the request. unnamed:
+    sources that are shown as "target".
+    """
 
     kind, letters = "", ""
     done = b"data: [DONE]\n\n"

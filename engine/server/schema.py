@@ -61,8 +61,8 @@ class AskedMessage(Body):
 
 
 class StreamOptions(Body):
-    """include_usage: one more chunk at the end, without choices, that counts tokens. continuous_usage_stats: every
-    chunk counts those so far, as vLLM's do.
+    """What a stream sends besides the answer. include_usage: one more chunk at the end, without choices, that counts
+    tokens. continuous_usage_stats: every chunk counts those so far, as vLLM's do.
     """
 
     include_usage: bool = False

@@ -38,7 +38,7 @@ def check(endpoint: str | None) -> None:
 
 
 class Traces:
-    """endpoint: where spans are sent, as OTLP over HTTP; None: nowhere."""
+    """Sends spans of requests. endpoint: where spans are sent, as OTLP over HTTP; None: nowhere."""
 
     def __init__(self, endpoint: str | None):
         self._provider = None if endpoint is None else _provider(endpoint)

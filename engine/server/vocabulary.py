@@ -11,7 +11,9 @@ from engine.text.token_pieces import PARTIAL, raw_bytes
 
 
 class Vocabulary:
-    """tokenizer: of `load_tokenizer`. A token may be part of a character: its text is U+FFFD then, its bytes exact."""
+    """The tokens of one model as clients see them. tokenizer: of `load_tokenizer`. A token may be part of a character:
+    its text is U+FFFD then, its bytes exact.
+    """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer

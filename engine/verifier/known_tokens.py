@@ -42,8 +42,9 @@ class RowsOnHost:
         self._rows, self._successors = rows, successors
 
     def known(self, index: int) -> Known:
-        """What is drawn at each node of the tree of that index, if one call finds it for all trees: a call takes longer
-        than a row's argmax. But of a large tree few nodes are drawn from, and the others' logits need not be read.
+        """Return what is drawn at each node of the tree of that index, if one call finds it for all trees: a call takes
+        longer than a row's argmax. But of a large tree few nodes are drawn from, and the others' logits need not be
+        read.
         """
         one = self._trees[index]
         if one.first >= self._rows or not one.sampler.params.greedy or self._best is None:
@@ -53,12 +54,12 @@ class RowsOnHost:
     @cached_property
     def _best(self) -> list[int] | None:
         trees = sum(one.first < self._rows for one in self._trees)
-        if self._logits.device.type != "cpu" or self._rows > _SMALL * trees:
+        if self._logits.device.type == "cpu" and self._rows > _SMALL * trees:
             return None
         return argmax(self._logits[: self._rows])
 
     def states_of(self, index: int, path: Sequence[int]) -> States | None:
-        """[path, layers, hidden] of the nodes on the accepted path of the tree of that index."""
+        """Return [path, layers, hidden] of the nodes on the accepted path of the tree of that index."""
         if self._states is None:
             return None
         rows = self._trees[index].first + np.asarray(path, np.int64)
@@ -72,11 +73,11 @@ class RowsOnHost:
         return bfloat16_bits(self._states[: self._rows])
 
     def read_states(self, first: int, count: int) -> States | None:
-        """[count, layers, hidden] of rows of prompts, from `first` on."""
+        """Return [count, layers, hidden] of rows of prompts, from `first` on."""
         return None if self._states is None else bfloat16_bits(self._states[first : first + count])
 
     def successors_of(self, first: int, count: int) -> Array | None:
-        """[count, successors] int32: the likeliest tokens of a tree's rows, from `first` on."""
+        """Return [count, successors] int32: the likeliest tokens of a tree's rows, from `first` on."""
         if not self._successors:
             return None
         ranked: Array = self._logits[first : first + count].topk(self._successors).indices.int().cpu().numpy()
@@ -94,7 +95,7 @@ def output_of(
     rows: int = 0,
     successors: int = 0,
 ) -> Output:
-    """What a forward gave. The arguments are those of `engine.model.cuda.receipt.Receipt`."""
+    """Take what a forward gave. The arguments are those of `engine.model.cuda.receipt.Receipt`."""
     if logits.device.type != "cpu":
         try:
             from engine.model.cuda.receipt import Receipt

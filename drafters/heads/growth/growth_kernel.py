@@ -1,4 +1,6 @@
-"""One layer of trees that grow on a GPU: the nodes to draft next, by `Dynamic`'s rule, without asking the host."""
+"""Selects one layer of trees that grow on a GPU: the nodes to draft next, by `Dynamic`'s rule, without
+asking the host.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 # Triton allows only constexpr annotations on a kernel's parameters.
@@ -12,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-class Layer(NamedTuple):
+class TreeLayer(NamedTuple):
     """Nodes of trees of a layer, the same number of each tree, on the device.
 
     confidence: [nodes] float64, of their paths. places: [nodes] int64, where in the pool their features are.
@@ -25,8 +27,10 @@ class Layer(NamedTuple):
 
 
 class NextLayer(NamedTuple):
-    """tokens, read: [rows] int64, the nodes' own tokens and where their parents' features are; rows that pad a forward
-    are zeros. parents: [nodes] int32, which node of its tree's layer before each one is below.
+    """The nodes of trees that are drafted next.
+
+    tokens, read: [rows] int64, the nodes' own tokens and where their parents' features are; rows that pad a forward are
+    zeros. parents: [nodes] int32, which node of its tree's layer before each one is below.
     """
 
     tokens: Tensor
@@ -81,9 +85,11 @@ def _select(
     tl.store(next_ancestors + place * depth + layer, tl.load(slots + tree) + rank, mask=kept)
 
 
-def select(tokens: Tensor, prob: Tensor, above: Layer, slots: Tensor, layer: int, width: int, rows: int) -> NextLayer:
-    """The layer of that number, `width` nodes of each tree. tokens, prob: [nodes of the layer before, columns]. slots:
-    [trees] int32, of each tree's first new node. rows: of the forward that drafts them.
+def select(
+    tokens: Tensor, prob: Tensor, above: TreeLayer, slots: Tensor, layer: int, width: int, rows: int
+) -> NextLayer:
+    """Select the layer of that number, `width` nodes of each tree. tokens, prob: [nodes of the layer before, columns].
+    slots: [trees] int32, of each tree's first new node. rows: of the forward that drafts them.
     """
     trees, device = len(slots), tokens.device
     nodes = len(tokens) // trees

@@ -185,7 +185,7 @@ class QuantLayout:
         return self.codes_at + self.steps * self.code_bytes if self.coded else TILE_BYTES
 
     def tiles(self, inputs: int) -> int:
-        """Of a panel."""
+        """Return the number of tiles of a panel."""
         return -(-inputs // self.inputs)
 
 
@@ -266,5 +266,5 @@ def bits_in_memory(kind: str) -> float:
 
 
 def layout_of(kind: str) -> QuantLayout:
-    """The layout of matrices of that GGUF type. Raises KeyError if there is none."""
+    """Return the layout of matrices of that GGUF type. Raises KeyError if there is none."""
     return _BY_KIND[kind]

@@ -53,8 +53,8 @@ def short_convolution_sizes(channels: int, taps: int, width: int) -> tuple[int, 
 
 @dataclass(frozen=True)
 class ShortConvolution:
-    """inputs: hidden to B, C and x. taps: [taps, channels] float32; bias: [channels] float32. width: bytes of a number
-    of rows.
+    """A layer that is a gated short convolution. inputs: hidden to B, C and x. taps: [taps, channels] float32; bias:
+    [channels] float32. width: bytes of a number of rows.
     """
 
     inputs: Multiplies

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.core.batch import Int
 from engine.core.hidden_states import States
-from engine.device import Sent, uploaded
+from engine.device import Download, uploaded
 from engine.model.cuda.noise_kernels import draw_tokens, noise_keys
 from engine.model.cuda.walk_kernels import gather_path_rows, move_paths, walk_trees
 from engine.model.drawn_tree import DrawnTree
@@ -56,7 +56,7 @@ class Receipt:
         self._fetched: dict[int, States] = {}  # of longer paths than are sent
         self._successors = successors
         nothing = logits.new_empty(0)
-        self._sent = Sent([
+        self._sent = Download([
             self._launch(logits.contiguous(), pool) if self._trees else nothing,
             nothing if states is None else states[rows:].to(torch.bfloat16),
             logits[:rows].topk(successors).indices.int() if successors else nothing,
@@ -82,7 +82,7 @@ class Receipt:
         return buffer
 
     def _arrays(self) -> list[Tensor]:
-        """What the kernels need to know of the trees: of each node, then of each tree."""
+        """Return what the kernels need to know of the trees: of each node, then of each tree."""
         parts, trees = self._trees, [one.tree for one in self._trees]
         samplings = [one.sampler.params for one in parts]
         places = [
@@ -106,15 +106,15 @@ class Receipt:
         ]
 
     def known(self, index: int) -> list[int] | None:
-        """What is drawn at each node of the tree of that index (`engine.sampling.sampler.LogitsView`); None if that
-        depends on more than the logits.
+        """Return what is drawn at each node of the tree of that index (`engine.sampling.sampler.LogitsView`); None if
+        that depends on more than the logits.
         """
         if (place := self._places.get(index)) is None:
             return None
         return self._read()[self._begins[place] : self._begins[place + 1]]
 
     def states_of(self, index: int, path: Sequence[int]) -> States | None:
-        """[path, layers, hidden] of the nodes on the accepted path of the tree of that index."""
+        """Return [path, layers, hidden] of the nodes on the accepted path of the tree of that index."""
         if self._states is None:
             return None
         if (place := self._places.get(index)) is not None:
@@ -146,21 +146,21 @@ class Receipt:
         return bfloat16_bits(self._states.index_select(0, *uploaded([torch.from_numpy(rows)], self._device)))
 
     def read_states(self, first: int, count: int) -> States | None:
-        """[count, layers, hidden] of rows of prompts, from `first` on."""
+        """Return [count, layers, hidden] of rows of prompts, from `first` on."""
         if self._states is None:
             return None
         found: States = self._sent.read()[1][first - self._rows :][:count].view(torch.uint16).numpy()
         return found
 
     def successors_of(self, first: int, count: int) -> Int | None:
-        """[count, successors] int32: the likeliest tokens of a tree's rows, from `first` on."""
+        """Return [count, successors] int32: the likeliest tokens of a tree's rows, from `first` on."""
         if not self._successors:
             return None
         found: Int = self._sent.read()[2][first : first + count].numpy()
         return found
 
     def _read(self) -> list[int]:
-        """The tokens of all nodes."""
+        """Return the tokens of all nodes, once they have arrived."""
         if self._tokens is None:
             self.take(self._sent.read()[0][: 4 * self._begins[-1]].view(torch.int32).tolist())
         assert self._tokens is not None

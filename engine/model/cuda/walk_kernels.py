@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.core.batch import BLOCK
 from engine.model.kv_pool import KVPool
 
-_NODES = 128  # of a tree that are compared at once
+_NODES = 128  # nodes of a tree that are compared at once
 _PART = 2048  # numbers of a row that a program copies
 _NOBODY = -2  # a node that has no children
 
@@ -116,7 +116,9 @@ def gather(
 
 
 def walk_trees(tokens: Tensor, drafted: Tensor, parents: Tensor, begins: Tensor, reach: int) -> tuple[Tensor, Tensor]:
-    """The accepted paths of all trees, [trees, reach] int32, and their lengths. reach: of the longest that may be."""
+    """Walk down all trees. Returns the accepted paths, [trees, reach] int32, and their lengths. reach: of the longest
+    that may be.
+    """
     trees = len(begins) - 1
     paths = torch.empty(trees, reach, dtype=torch.int32, device=tokens.device)
     lengths = torch.empty(trees, dtype=torch.int32, device=tokens.device)

@@ -25,7 +25,9 @@ _MOST_STATES = 1 << 26  # most bytes of a block's hidden states
 
 
 class SavedBlocks:
-    """keys, values: the pool's, [layers, blocks, ...]. identity: of everything that decides their bits."""
+    """The blocks of one pool in a cache folder. keys, values: the pool's, [layers, blocks, ...]. identity: of
+    everything that decides their bits.
+    """
 
     def __init__(self, folder: CacheFolder, identity: bytes, keys: Tensor, values: Tensor):
         self.folder, self.identity = folder, identity

@@ -13,7 +13,7 @@ _STATES = "snapshots"
 
 
 class SavedStates:
-    """states: the pool's, [slots, bytes]."""
+    """The snapshots of one pool of states in a cache folder. states: the pool's, [slots, bytes]."""
 
     def __init__(self, folder: CacheFolder, states: NDArray[np.uint8]):
         self._folder, self._states = folder, states

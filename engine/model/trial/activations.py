@@ -61,7 +61,7 @@ def activations_of(folder: Path, stored: GgufFile | QuantisedCheckpoint) -> Acti
 
 
 class ActivationsRecord:
-    """folder: as for a `Proof`."""
+    """The file that holds the choice for one model. folder: as for a `Proof`."""
 
     def __init__(self, folder: Path):
         self._folder, self._file = folder, folder / _FILE

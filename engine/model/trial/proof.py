@@ -38,7 +38,9 @@ _READ = (SOURCE, "config.json", "generation_config.json")  # files of the folder
 
 
 class ProvedModel(NamedTuple):
-    """rules: the attention rule of each layer that attends. places, vectors: see `StoredWeights`."""
+    """What is kept of a model that agreed with the stock forward. rules: the attention rule of each layer that attends.
+    places, vectors: see `StoredWeights`.
+    """
 
     facts: Facts
     structure: DecoderStructure
@@ -75,7 +77,9 @@ class _Stored(msgspec.Struct):
 
 
 class Proof:
-    """folder: the directory that names the weights, and is made anew when they change. dtype: as in the configuration.
+    """The file that says that a model agreed, and holds what was read from it.
+
+    folder: the directory that names the weights, and is made anew when they change. dtype: as in the configuration.
     activations: how products took their rows. kv_type: how keys and values were kept.
     """
 

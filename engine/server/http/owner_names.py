@@ -14,7 +14,9 @@ _BYTES = 32
 
 
 class OwnerNames:
-    """cache: the folder of the prompt cache, in which names stay the same after a restart; None: they do not."""
+    """Makes the opaque ids of clients. cache: the folder of the prompt cache, in which names stay the same after a
+    restart; None: they do not.
+    """
 
     def __init__(self, cache: str | None):
         self._secret = secrets.token_bytes(_BYTES) if cache is None else _kept_secret(Path(cache) / "owners.key")

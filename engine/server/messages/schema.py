@@ -211,7 +211,9 @@ AnyTool = Annotated[
 
 
 class ToolUse(Body):
-    """auto: tools may be called; any: one has to be; tool: that of `name`; none."""
+    """Whether and which tools are to be called. auto: tools may be called; any: one has to be; tool: that of `name`;
+    none.
+    """
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -239,7 +241,7 @@ class JsonOutput(Body):
 
 
 class OutputConfig(Body):
-    """format: JSON that follows a schema."""
+    """What form the answer has. format: JSON that follows a schema."""
 
     format: JsonOutput | None = None
     effort: Ignored = False

@@ -21,8 +21,8 @@ Prompt = NDArray[np.int32]
 
 
 class ChangedSpan(NamedTuple):
-    """at: tokens before the change, which are those of an earlier prompt; tokens: how many it has; behind: how many
-    follow that stood in the earlier prompt too.
+    """A change within a prompt. at: tokens before the change, which are those of an earlier prompt; tokens: how many it
+    has; behind: how many follow that stood in the earlier prompt too.
     """
 
     at: int

@@ -17,8 +17,8 @@ _MOST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """key: of the client that it was for. conversation: its chat messages and the answer's, without instructions.
-    size: in bytes.
+    """A response that a client may go on from. key: of the client that it was for. conversation: its chat messages and
+    the answer's, without instructions. size: in bytes.
     """
 
     key: bytes

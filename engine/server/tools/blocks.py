@@ -13,8 +13,8 @@ from engine.server.tools.message import Delta
 
 @dataclass
 class Block:
-    """kind: "content", "reasoning" or "call". number: its place in the message. name, call_id: of a call, whose text is
-    its arguments.
+    """A part of a message. kind: "content", "reasoning" or "call". number: its place in the message. name, call_id: of
+    a call, whose text is its arguments.
     """
 
     kind: str
@@ -33,7 +33,7 @@ class Change(NamedTuple):
 
 
 class Blocks:
-    """all: the blocks so far; the last one is open until `end`."""
+    """Divides a message into blocks as it grows. all: the blocks so far; the last one is open until `end`."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []

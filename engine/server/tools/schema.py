@@ -74,7 +74,7 @@ AskedToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | Al
 
 
 class CalledFunction(Body):
-    """arguments: the text of a JSON object; empty: none."""
+    """The function of an earlier call. arguments: the text of a JSON object; empty: none."""
 
     name: ToolName
     arguments: str
