@@ -121,6 +121,7 @@ def launch_lean(shape: Shape, pool: KVPool) -> None:
     layer_kernels.normed(x.float(), x, Norm(torch.zeros(_HIDDEN), 1e-6))
     layer_kernels.gated(x)
     noise_kernels.noisy_scores(torch.zeros(2, 5000), torch.zeros(5000, dtype=torch.int64), [(1, 2, 0.5)] * 2)
+    noise_kernels.likeliest(torch.zeros(2, 5000, dtype=shape.dtype), torch.zeros(5000, dtype=torch.int64), 10)
     launch_draws(shape, pool)
     launch_growth()
 
@@ -145,7 +146,7 @@ def launch_growth() -> None:
 def main() -> None:
     places = [(triton_attention, name) for name in ("_attend_texts", "_attend_rows")]
     places += [(layer_kernels, name) for name in ("enter", "norm", "gate")]
-    places += [(noise_kernels, name) for name in ("draw_parts", "join_parts", "score_noisily")]
+    places += [(noise_kernels, name) for name in ("draw_parts", "join_parts", "score_noisily", "rank")]
     places += [(walk_kernels, name) for name in ("walk", "move", "gather")] + [(growth_kernel, "_select")]
     kernels = [Compiled(getattr(*place)) for place in places]
     for (module, name), kernel in zip(places, kernels, strict=True):
