@@ -109,6 +109,9 @@ def _rows(session: Any, first: int, layer: int, width: int) -> Rows:
 
 def _best(tries: Sequence[Trie], logits: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     """Rank what may follow a layer's nodes, the same number of each trie. Returns tokens and their probabilities."""
+    rankings = [trie.ranking for trie in tries]
+    if all(ranking.sampling.greedy for ranking in rankings):  # by the logits themselves
+        return Ranking.best_of_all([(max(rankings, key=lambda ranking: ranking.top_k), logits, [])])
     parts = logits.split(len(logits) // len(tries))
     asked = [
         (trie.ranking, part, [trie.session.synced + 1 + layer] * len(part))
