@@ -12,7 +12,9 @@ DEEPEST = 8  # depths from here on are one kind
 
 
 class Calibrator:
-    """prior_weight: observations that the prior counts for. memory: observations after which old ones fade."""
+    """Learns how often nodes are accepted. prior_weight: observations that the prior counts for. memory: observations
+    after which old ones fade.
+    """
 
     def __init__(self, prior_weight: float = 8.0, memory: float = 2000.0):
         self.prior_weight, self.memory = prior_weight, memory

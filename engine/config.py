@@ -109,16 +109,17 @@ class DrafterConfig(_Section):
 
 
 class VerifierConfig(_Section):
-    """threads: size of its torch pool, None: the cores the drafter leaves. prefill_chunk: prompt tokens read in one
+    """Options of the verifier and its target.
+
+    threads: size of its torch pool, None: the cores the drafter leaves. prefill_chunk: prompt tokens read in one
     forward; fewer while others decode. max_running: requests that share forwards; the others wait. kv_memory: bytes for
     keys and values of all requests, None: a quarter of free memory. kv_type: q8_0 rounds keys and values to 8 bits, in
     groups of 32 dimensions with one scale: nearly twice as many fit, and plain decoding's own text is a slightly
-    different one; auto keeps the model's type. draft_timeout_s: after this long without an answer
-    the drafter counts as hung, and requests continue without it until its next message. cut: verify only those nodes of
-    calibrated drafters' trees that pay for their time, and rest a draft model that does not. cache: a folder in which
-    keys, values and answers outlive the process; cache_gb: gigabytes that it may take. simulated_latency_ms: a wait
-    that uses no CPU after every forward of the target, in place of an accelerator's time; what is measured with it is a
-    simulation.
+    different one; auto keeps the model's type. draft_timeout_s: after this long without an answer the drafter counts as
+    hung, and requests continue without it until its next message. cut: verify only those nodes of calibrated drafters'
+    trees that pay for their time, and rest a draft model that does not. cache: a folder in which keys, values and
+    answers outlive the process; cache_gb: gigabytes that it may take. simulated_latency_ms: a wait that uses no CPU
+    after every forward of the target, in place of an accelerator's time; what is measured with it is a simulation.
     """
 
     threads: int | None = Field(None, ge=1)
@@ -148,7 +149,9 @@ class TcpConfig(_Section):
 
 
 class QueueConfig(_Section):
-    """size: requests accepted at once. full: whether a further `generate` waits or raises QueueFull."""
+    """How many requests the engine accepts. size: requests accepted at once. full: whether a further `generate` waits
+    or raises QueueFull.
+    """
 
     size: int = Field(256, ge=1)
     full: Literal["wait", "refuse"] = "wait"

@@ -1,4 +1,4 @@
-"""Where the drafter runs, and how many threads each worker has."""
+"""Decides where the drafter runs, and how many threads each worker has."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from engine.core.processor import cores, cpus
 
 
 def shares_loop(config: Config) -> bool:
-    """Whether the verifier's worker also runs the drafter. In turns one of the two always waits for the other: a
+    """Return whether the verifier's worker also runs the drafter. In turns one of the two always waits for the other: a
     process has to be woken, a thread contends for Python's lock, and a draft model has half of the cores.
     """
     return config.mode == "sequential" and config.transport != "tcp" and find(config.method).drafter is not None
 
 
-_BOTH_CORES = 4  # with fewer, drafting during the target's forward slows it down more than it gains
+_BOTH_CORES = 4  # with fewer cores, drafting during the target's forward slows it down more than it gains
 
 
 def settled(config: Config) -> tuple[Config, str | None]:
-    """The configuration with `mode: auto` set to `sequential` if overlap cannot pay, and `transport: auto` to what it
-    is on this device; and a line that says what runs beside what, where that is not the usual.
+    """Return the configuration with `mode: auto` set to `sequential` if overlap cannot pay, and `transport: auto` to
+    what it is on this device; and a line that says what runs beside what, where that is not the usual.
 
     On two cores drafting ahead was 0.4 times (`hybrid`) to 0.9 times (`block`) as fast as turns in one loop.
     """
@@ -46,7 +46,7 @@ def settled(config: Config) -> tuple[Config, str | None]:
 
 
 def on_gpu(config: Config) -> bool:
-    """Whether the models compute on one."""
+    """Return whether the models compute on a GPU."""
     from engine.model.loading import find_device
 
     device: str = find_device(config.device).type
@@ -61,14 +61,14 @@ class Threads(NamedTuple):
     drafter: int
 
     def verifier(self, ahead: bool) -> int:
-        """Threads of the target. ahead: drafts are made while it runs."""
+        """Return the threads of the target. ahead: drafts are made while it runs."""
         return self.verifier_beside if ahead else self.verifier_alone
 
 
 def share_cores(config: Config, gpu: bool = False) -> Threads:
-    """A draft model in its own worker gets half of the cores; in the verifier's loop it uses the verifier's threads.
-    Any other drafter needs none. More threads than cores are refused: two workers of two threads each on two cores were
-    measured to run 6 to 8 times slower.
+    """Share the cores. A draft model in its own worker gets half of them; in the verifier's loop it uses the verifier's
+    threads. Any other drafter needs none. More threads than cores are refused: two workers of two threads each on two
+    cores were measured to run 6 to 8 times slower.
 
     gpu: the workers compute on one. What is left for cores is small, and threads that wait for each other make it
     slower: with 16 instead of one, eight requests' drafts at T = 1 took 28 ms a round instead of 19 beside an H100.
@@ -76,9 +76,9 @@ def share_cores(config: Config, gpu: bool = False) -> Threads:
     available, wanted = cores(), config.verifier.threads
     if gpu:
         return Threads(wanted or 1, wanted or 1, config.drafter.threads or 1)
-    most = max(available, cpus())  # that may be asked for
+    most = max(available, cpus())  # the most that may be asked for
     alone = min(wanted or available, most)
-    if config.remote:  # neither shares its machine with the other
+    if config.remote:  # the two are on different machines
         return Threads(alone, alone, min(config.drafter.threads or available, most))
     if shares_loop(config):
         return Threads(alone, alone, alone)
@@ -89,7 +89,7 @@ def share_cores(config: Config, gpu: bool = False) -> Threads:
 
 
 def oversubscription(config: Config) -> str | None:
-    """A warning if the configuration asks for threads that it does not get, else None."""
+    """Return a warning if the configuration asks for threads that it does not get, else None."""
     given, asked = share_cores(config), config.drafter.threads
     if shares_loop(config) and asked is not None and asked != given.drafter:
         return f"drafter.threads={asked}: {given.drafter} used, those of the verifier, in whose loop the drafter works"

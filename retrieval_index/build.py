@@ -33,7 +33,9 @@ class Begun(msgspec.Struct):
 
 
 class Progress(Begun):
-    """documents: how many whole documents the shards hold; tokens: how many tokens of the next document they hold."""
+    """How far a datastore is built. documents: how many whole documents the shards hold; tokens: how many tokens of the
+    next document they hold.
+    """
 
     shards: list[Shard] = msgspec.field(default_factory=list)
     documents: int = 0

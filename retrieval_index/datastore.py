@@ -29,7 +29,9 @@ class DatastoreError(TalonError):
 
 
 class Shard(msgspec.Struct):
-    """tokens: how many tokens the shard holds. *_crc: CRC-32 of the two files."""
+    """A part of the corpus with its own suffixes. tokens: how many tokens the shard holds. *_crc: CRC-32 of the two
+    files.
+    """
 
     name: str
     tokens: int
@@ -38,7 +40,9 @@ class Shard(msgspec.Struct):
 
 
 class Header(msgspec.Struct):
-    """width: bytes of a token; the largest value of that width separates documents. tokenizer: its fingerprint."""
+    """What a datastore's directory says of itself. width: bytes of a token; the largest value of that width separates
+    documents. tokenizer: its fingerprint.
+    """
 
     magic: str
     version: int

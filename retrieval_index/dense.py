@@ -27,7 +27,9 @@ PROBED = 4  # one cell in so many is searched: recall@5 of 60,305 passages is 0.
 
 
 class DenseHeader(msgspec.Struct):
-    """tokenizer: its fingerprint. width: bytes of a passage's token. sizes, crcs: of FILES, bytes and CRC-32."""
+    """What a dense index's directory says of itself. tokenizer: its fingerprint. width: bytes of a passage's token.
+    sizes, crcs: of FILES, bytes and CRC-32.
+    """
 
     magic: str
     version: int
@@ -41,7 +43,9 @@ class DenseHeader(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Passage:
-    """number: its place in the corpus. score: the cosine between its vector and the question's."""
+    """A passage that was found. number: its place in the corpus. score: the cosine between its vector and the
+    question's.
+    """
 
     number: int
     score: float

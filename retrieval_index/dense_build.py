@@ -34,7 +34,9 @@ Passages = list[NDArray[np.uint32]]
 
 
 class DenseProgress(Begun):
-    """parts: how many documents each part on the disk holds. read: whether these are all documents."""
+    """How far a dense index is built. parts: how many documents each part on the disk holds. read: whether these are
+    all documents.
+    """
 
     parts: list[int] = msgspec.field(default_factory=list)
     read: bool = False

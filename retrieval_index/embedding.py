@@ -31,8 +31,9 @@ Floats = NDArray[np.float32]
 
 
 class TextEmbedding:
-    """tokens: [vocabulary, dimensions] float16, each token's weighted vector. common: [dimensions] float32, what all
-    passages have in common."""
+    """Makes vectors of texts. tokens: [vocabulary, dimensions] float16, each token's weighted vector. common:
+    [dimensions] float32, what all passages have in common.
+    """
 
     def __init__(self, tokens: NDArray[np.float16], common: Floats):
         self.tokens, self.common = tokens, common

@@ -15,7 +15,9 @@ _MOST = 1 << 24  # bytes of a file
 
 
 class SavedAnswers:
-    """identity: names the model that gave the answers; those of other models are not read."""
+    """The finished answers of one model in a cache folder. identity: names the model that gave the answers; those of
+    other models are not read.
+    """
 
     def __init__(self, folder: CacheFolder, identity: bytes):
         self.folder, self._identity = folder, identity

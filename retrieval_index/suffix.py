@@ -30,7 +30,9 @@ CONTEXT = 8  # last tokens of the prompt that are kept with an answer, so that i
 
 @dataclass
 class _Request:
-    """own: its text. owner: whose memory it shares, None: nobody's. prompt: how many tokens come before its answer."""
+    """One request's stores. own: its text. owner: whose memory it shares, None: nobody's. prompt: how many tokens come
+    before its answer.
+    """
 
     own: Store
     owner: str | None

@@ -51,8 +51,8 @@ def _product(
 
 
 def product(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
-    """[rows, outputs]. x: [rows, inputs]; weight: [outputs, inputs], or codes with `scales`; outputs are a multiple of
-    32, inputs of 64. Inputs are added up in blocks of one size, whatever the number of rows.
+    """Return [rows, outputs]. x: [rows, inputs]; weight: [outputs, inputs], or codes with `scales`; outputs are a
+    multiple of 32, inputs of 64. Inputs are added up in blocks of one size, whatever the number of rows.
     """
     (rows, inputs), outputs = x.shape, len(weight)
     of_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128

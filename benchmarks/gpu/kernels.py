@@ -159,7 +159,9 @@ def _spine_with_siblings(length: int) -> tuple[TokenTree, list[int]]:
 
 
 def _chain(count: int, device: torch.device) -> Record:
-    """Microseconds of each of so many small kernels in a graph, as they are and as each begins while the last ends."""
+    """Measure the microseconds of each of so many small kernels in a graph, as they are and as each begins while the
+    last ends.
+    """
     found: Record = {}
     for name, early in (("us", False), ("us_early", True)):
         x = torch.zeros(4096, device=device)
@@ -171,8 +173,8 @@ def _chain(count: int, device: torch.device) -> Record:
 
 
 def _time(length: int, kind: str) -> Record:
-    """Of one layer's attention, 64 rows of one request, and the bytes of keys and values that it has to read; and of
-    the same launches for rows that see nothing.
+    """Time one layer's attention over 64 rows of one request, count the bytes of keys and values that it has to read,
+    and time the same launches for rows that see nothing.
     """
     device = torch.device("cuda")
     texts = _Texts(_SHAPES["llama 8B"], torch.bfloat16, device, blocks=2 * length // BLOCK)

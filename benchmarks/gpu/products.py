@@ -33,7 +33,7 @@ def run(device: str) -> Iterator[Record]:
 
 
 def _compare(shape: tuple[int, int], device: str) -> Record:
-    """Of each number of rows: whether the results have the same bits, microseconds, and the weights' GB/s."""
+    """Return, for each number of rows, whether the results have the same bits, microseconds, and the weights' GB/s."""
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) * shape[1] ** -0.5
     x = torch.randn(max(_ROWS), shape[1], generator=generator, device=device, dtype=torch.bfloat16)
@@ -58,7 +58,7 @@ def _compare(shape: tuple[int, int], device: str) -> Record:
 
 
 def _time(multiply: Callable[..., Tensor], x: Tensor, weights: list[Tensor], size: int) -> Record:
-    """Of a product whose weights, of so many bytes, are read from memory; launches are not counted."""
+    """Time a product whose weights, of so many bytes, are read from memory; launches are not counted."""
     copies = [[part.clone() for part in weights] for _ in range(max(1, _CACHE // size))]
 
     def work() -> None:

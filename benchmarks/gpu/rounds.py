@@ -110,7 +110,7 @@ class Rounds(Generic[M]):
         return Parts(draft, forward, draws, told), len(logits)
 
     def _draw(self, trees: Sequence[TokenTree], logits: Tensor, hidden_states: Tensor | None) -> list[Verdict]:
-        """As the verifier does: all is launched behind the forward, and waited for once."""
+        """Draw as the verifier does: all is launched after the forward, and waited for once."""
         begins = [*accumulate(map(len, trees), initial=0)]
         parts = zip(trees, self.samplers, begins, self.caches, strict=False)
         receipt = Receipt([DrawnTree(*part) for part in parts], logits, hidden_states, self.runner.pool, len(logits))

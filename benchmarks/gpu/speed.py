@@ -52,7 +52,7 @@ def run(device: str, checkpoint: str = DEFAULT) -> Iterator[Record]:
 
 
 def _token(checkpoint: str, device: str) -> Record:
-    """Milliseconds of a forward of one row behind 64 others, with the host's part, and of its graph alone."""
+    """Return milliseconds of a forward of one row after 64 others, with the host's part, and of its graph alone."""
     found = resolved(configuration.load({"model": checkpoint, "method": "none", "device": device, "dtype": "bfloat16"}))
     target = Target.of_config(found)
     cache = target.new_cache(80)

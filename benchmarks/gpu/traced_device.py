@@ -34,9 +34,11 @@ _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.lin
 
 @dataclass
 class Counts:
-    """launches: of kernels, one by one. replays: of graphs; graph_kernels: in these. waits: of the host for the device,
-    to read a result, or until it has taken what it was sent. up, down: bytes to the device and back. weights:
-    bytes of matrices that products read; flops: of products. names: kernels by name, those in graphs too.
+    """What was done on the device.
+
+    launches: of kernels, one by one. replays: of graphs; graph_kernels: in these. waits: of the host for the device, to
+    read a result, or until it has taken what it was sent. up, down: bytes to the device and back. weights: bytes of
+    matrices that products read; flops: of products. names: kernels by name, those in graphs too.
     """
 
     launches: int = 0
@@ -63,7 +65,7 @@ class Counts:
 
 
 class TracedTensor(Tensor):  # type: ignore[misc]
-    """held: the same without a device of its own, on "meta"."""
+    """A tensor of the device without memory. held: the same without a device of its own, on "meta"."""
 
     held: Tensor
 

@@ -20,7 +20,9 @@ KINDS = ("nq", "rag", "qa")
 
 
 class Item(msgspec.Struct, frozen=True):
-    """passages: those in its prompt (none: `qa`). references: accepted answers; empty: none are known."""
+    """A question that needs knowledge. passages: those in its prompt (none: `qa`). references: accepted answers; empty:
+    none are known.
+    """
 
     question_id: str
     kind: str

@@ -18,7 +18,7 @@ from engine.text.encode import encode_text
 
 
 class Question(msgspec.Struct, frozen=True):
-    """turns: the user's messages in order, each after the answer to the one before."""
+    """A question of a file. turns: the user's messages in order, each after the answer to the one before."""
 
     question_id: str
     category: str

@@ -21,7 +21,9 @@ from . import attention, products
 
 
 class KernelCheck(NamedTuple):
-    """difference: what is wrong with its results, "" if nothing is; None: this processor cannot run it."""
+    """The result of a kernel's check. difference: what is wrong with its results, "" if nothing is; None: this
+    processor cannot run it.
+    """
 
     kernel: str
     instructions: str

@@ -21,8 +21,8 @@ _BEYOND_AVX2 = ("amx", "avx512", "avx10", "evex")
 
 
 class Processor(NamedTuple):
-    """needs: an instruction set that this processor must have to stand for it. without: prefixes of the names of those
-    that it does not have. llvm: what LLVM calls it.
+    """A lesser processor that this one can stand for. needs: an instruction set that this processor must have to stand
+    for it. without: prefixes of the names of those that it does not have. llvm: what LLVM calls it.
     """
 
     name: str

@@ -25,8 +25,8 @@ _WORD = ir.IntType(64)
 
 
 class Loop(NamedTuple):
-    """lines: the instructions that add to the sums in register `{0}`, of the width `{1}`. adds: how many multiply-adds
-    they do.
+    """A loop of multiply-adds. lines: the instructions that add to the sums in register `{0}`, of the width `{1}`.
+    adds: how many multiply-adds they do.
     """
 
     lines: tuple[str, ...]

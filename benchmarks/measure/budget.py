@@ -19,7 +19,7 @@ Ratios = Mapping[str, Sequence[float]]
 
 
 class Budget:
-    """minutes: None means as long as it takes."""
+    """The time that a measurement may take. minutes: None means as long as it takes."""
 
     def __init__(self, minutes: float | None):
         self._ends = None if minutes is None else time.monotonic() + 60 * minutes

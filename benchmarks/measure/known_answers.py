@@ -29,7 +29,9 @@ _ROOM = 64  # positions that the largest tree takes beyond the answer
 
 @dataclass(frozen=True)
 class KnownAnswer:
-    """layers: whose hidden states are kept. states: [prompt + answer - 1, layers, hidden] uint16, or None."""
+    """An answer of the target, with its hidden states. layers: whose hidden states are kept. states: [prompt + answer -
+    1, layers, hidden] uint16, or None.
+    """
 
     suite: str
     prompt: list[int]

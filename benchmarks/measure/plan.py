@@ -21,7 +21,9 @@ from ..report.out_folder import RowFile
 
 @dataclass(frozen=True)
 class MeasurementPlan:
-    """names: of contestants. limit: questions of each file, or of each kind. samplings: one after the other, `repeats`
+    """A measurement that was asked for.
+
+    names: of contestants. limit: questions of each file, or of each kind. samplings: one after the other, `repeats`
     times, each time with new engines: a drafter that remembers answers must not see a question twice. minutes: for all
     of it; None: until everything has been asked. heads: a folder with the drafters' weights. resume: what an earlier
     run into the same folder has asked is not asked again.

@@ -120,7 +120,9 @@ async def run_qa(plan: MeasurementPlan, count: int, console: Console) -> tuple[R
 
 @dataclass(frozen=True)
 class _Asking:
-    """found: of every question, the passages most like it. prompts: of every setting."""
+    """Asks the questions of all settings. found: of every question, the passages most like it. prompts: of every
+    setting.
+    """
 
     plan: MeasurementPlan
     library: Library | None

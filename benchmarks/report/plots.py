@@ -30,7 +30,7 @@ _ENGINES = {OURS: "Talon", OTHERS: "others"}
 
 
 class Bar(NamedTuple):
-    """low, high: the ends of its interval."""
+    """A bar with its interval. low, high: the ends of its interval."""
 
     label: str
     value: float

@@ -18,8 +18,8 @@ _RESAMPLES = 2000
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """exact: it is an accepted answer. f1: over words. subspan: it contains an accepted answer, as *Lost in the Middle*
-    scores answers in sentences.
+    """How right an answer is. exact: it is an accepted answer. f1: over words. subspan: it contains an accepted answer,
+    as *Lost in the Middle* scores answers in sentences.
     """
 
     exact: float

@@ -11,7 +11,7 @@ import rich.table
 
 @dataclass(frozen=True)
 class Table:
-    """words: how many of the first columns hold words, which are left-aligned."""
+    """A table of cells. words: how many of the first columns hold words, which are left-aligned."""
 
     title: str
     columns: Sequence[str]

@@ -33,14 +33,14 @@ from engine.model.cuda.triton_attention import TritonAttention
 
 SIZES = (4, 16, 64, 256, 512)
 """Rows of a graph. More, of prompts, are launched kernel by kernel."""
-_BLOCKS = 1024  # of the pool at least: when it grows, graphs are captured anew
-_POOL_SHARE = 16  # of free memory the pool takes one part in so many
-_POSITIONS = 1 << 17  # that are rotated without computing more, for which graphs are captured anew
+_BLOCKS = 1024  # blocks of the pool at least: when it grows, graphs are captured anew
+_POOL_SHARE = 16  # the pool takes one part in so many of free memory
+_POSITIONS = 1 << 17  # positions that are rotated without computing more, for which graphs are captured anew
 _LISTED = 1 << 16  # blocks and ancestors that the rows of a graph may list
 
 
 def padded_size(rows: int) -> int:
-    """The rows of the graph that serves so many, or as many if none does."""
+    """Return the rows of the graph that serves so many, or as many if none does."""
     return next((size for size in SIZES if size >= rows), rows)
 
 
@@ -140,8 +140,8 @@ class CudaStack:
         return self._recorded[size](*given)[0]
 
     def _run(self, chosen: Tensor, read: Tensor, written: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-        """The head's outputs of the chosen rows: the part that a CUDA graph captures. read, written: [rows], where each
-        row finds and leaves what is kept.
+        """Return the head's outputs of the chosen rows: the part that a CUDA graph captures. read, written: [rows],
+        where each row finds and leaves what is kept.
         """
         spec, padded, features = self.spec, PaddedRows(*rows), self.pool.features
         begun = spec.enters(features.index_select(0, read), padded.tokens)
@@ -226,7 +226,7 @@ class CudaReader:
             self._recorded[size](filled, *map(longs, indexes))
 
     def _run(self, features: Tensor, written: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
-        """The part that a CUDA graph captures."""
+        """Run the part that a CUDA graph captures."""
         stack, rows = self.stack, _Places(*places)
         fused = self.fc(features)
         context = normed(fused.float(), fused, self.norm, added=False)

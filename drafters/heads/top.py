@@ -32,7 +32,9 @@ _GROUPS = 4  # groups for each score wanted
 
 
 class Top(NamedTuple):
-    """values, indices: [rows, k], best first, ties by lower index; totals: [rows], sum of exp(score - best score)."""
+    """The best scores of each row. values, indices: [rows, k], best first, ties by lower index; totals: [rows], sum of
+    exp(score - best score).
+    """
 
     values: Tensor
     indices: Tensor

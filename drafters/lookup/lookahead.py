@@ -23,7 +23,9 @@ _PROB = 0.5  # probability of a drafted n-gram's next token, for c(v) only: the 
 
 @dataclass
 class _Request:
-    """levels: the window, level by level. pool: first token -> the n-grams' other tokens, newest first."""
+    """One request's window and n-grams. levels: the window, level by level. pool: first token -> the n-grams' other
+    tokens, newest first.
+    """
 
     last: int
     levels: list[list[int]]
@@ -31,8 +33,8 @@ class _Request:
 
 
 class Lookahead(Drafter):
-    """columns, ngram, guesses: W, N and G, published as 15, 5 and 15: 121 nodes a round. With a smaller budget W and G
-    shrink alike.
+    """Lookahead decoding as published. columns, ngram, guesses: W, N and G, published as 15, 5 and 15: 121 nodes a
+    round. With a smaller budget W and G shrink alike.
     """
 
     successors = 1

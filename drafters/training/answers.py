@@ -33,7 +33,7 @@ from engine.model.loading import eos_tokens
 
 @dataclass(frozen=True)
 class Example:
-    """tokens: prompt and answer. answer: index of the answer's first token."""
+    """A text to train on. tokens: prompt and answer. answer: index of the answer's first token."""
 
     tokens: list[int]
     answer: int
@@ -41,7 +41,9 @@ class Example:
 
 @dataclass(frozen=True)
 class TrainingPrompt:
-    """tokens: ids of the text in the target's chat form. answer: the target's own, where it came with the prompt."""
+    """A prompt to train on. tokens: ids of the text in the target's chat form. answer: the target's own, where it came
+    with the prompt.
+    """
 
     text: str
     tokens: list[int]

@@ -144,7 +144,7 @@ AGENTS = {
             "llm",
             "pip install llm",
             place="extra-openai-models.yaml in the folder of: llm logs path",
-            settings='- {model_id: talon, model_name: "$model", api_base: "$url/v1"}',
+            settings='- {model_id: talon, model_name: "$model", api_base: "$url/v1", supports_tools: true}',
         ),
         Agent(
             "continue",
@@ -172,8 +172,8 @@ AGENTS = {
         Agent(
             "litellm",
             "pip install 'litellm[proxy]'",
-            environment=_OPENAI_BASE,
-            command=("litellm", "--model", "openai/$model"),
+            environment=_OPENAI_BASE | {"LITELLM_MASTER_KEY": "$key"},  # without one it does not start
+            command=("litellm", "--model", "openai/$model", "--host", "127.0.0.1"),
         ),
         Agent(
             "ai-sdk",

@@ -13,8 +13,8 @@ NO_STATES: States = np.zeros((0, 0, 0), np.uint16)
 
 
 class HiddenStates:
-    """shared: whether blocks are shared at all. _kept: hidden states of the positions from `_begin` to `_end`, of which
-    no block has been published yet.
+    """The hidden states of one request that a draft head wants. shared: whether blocks are shared at all. _kept: hidden
+    states of the positions from `_begin` to `_end`, of which no block has been published yet.
     """
 
     def __init__(self, shared: bool) -> None:

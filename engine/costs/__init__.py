@@ -1,4 +1,5 @@
-"""What prices a draft: the time of a forward, what a second is worth, and what each kind of draft has gained.
+"""The price of a draft: the time of a forward, the worth of a second, and what each kind of draft has gained.
 
-Imports `engine.core` and `engine.wire`: the verifier decides with it, and drafters count their gains in the same terms.
+The folder imports `engine.core` and `engine.wire`. The verifier decides by these prices, and drafters count their gains
+in the same terms.
 """

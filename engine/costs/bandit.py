@@ -1,12 +1,12 @@
-"""Choices by trial, for questions that nobody can answer beforehand: what a draft gains depends on the text, and
+"""Choices by trial, for questions that cannot be answered beforehand: what a draft gains depends on the text, and
 workers compete for cores and caches.
 
 `Bandit` chooses between two options: it keeps the one that yields more and retries the other at growing intervals.
 
 `ConservativeBandit` (Wu et al. 2016) uses an option only as far as it cannot lose much to doing without it. The options
 are a request's drafts, retrieval's and a draft model's. A draft is made if the tokens that it is expected to gain are
-worth more than its time. Each request counts its own rounds, and begins with what other requests have seen. Before any
-was seen, the time of a draft alone decides: a draft that costs little begins at once, one that costs much is tried only
+worth more than its time. Each request counts its own rounds, and begins with the mean of other requests. Before there
+is any, the time of a draft alone decides: a draft that costs little begins at once, one that costs much is tried only
 as often as trials lose a small share of the emitted tokens.
 """
 
@@ -15,9 +15,7 @@ from __future__ import annotations
 from engine.costs.constants import (
     ANSWER_LOSES,
     GAIN_AT_FIRST,
-    LATEST_DRAFT,
-    MEMORY_OF_ALL,
-    MEMORY_OF_REQUEST,
+    MEMORY,
     PRIOR_ROUNDS,
     TRIALS_LOSE,
 )
@@ -30,7 +28,9 @@ _KEPT = 0.95  # share of earlier measurements kept with every block
 
 
 class Bandit:
-    """second: whether the second option is in use. settled: the choice is fixed.
+    """Chooses between two options by what they yield.
+
+    second: whether the second option is in use. settled: the choice is fixed.
 
     block: consecutive rounds of one option; the first is not counted, since it still pays for the switch. first: rounds
     before anything counts. gain: the second option must take less than this share of the first's time for the same
@@ -44,7 +44,7 @@ class Bandit:
         self._brought, self._taken = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
 
     def observe(self, brought: float, taken: float) -> bool:
-        """A round yielded `brought` in `taken` time. Returns whether the choice changes."""
+        """Learn that a round yielded `brought` in `taken` time, and return whether the choice changes."""
         self._rounds += 1
         if self.settled or self._rounds <= 0:
             return False
@@ -82,37 +82,37 @@ class Experience:
 
     def __init__(self, draft_s: float = 0.0, read_s: float = 0.0):
         self.draft_s, self.read_s = draft_s, read_s
-        self.gained = FadedMean(MEMORY_OF_ALL, MEMORY_OF_ALL, PRIOR_ROUNDS * GAIN_AT_FIRST, PRIOR_ROUNDS)
+        self.gained = FadedMean(MEMORY, MEMORY, PRIOR_ROUNDS * GAIN_AT_FIRST, PRIOR_ROUNDS)
         self.spare = 0.0
 
     def observe(self, gained: float, seconds: float, reading: int = 0) -> None:
-        """A draft took `seconds`, the reading of so many positions included."""
+        """Learn that a draft took `seconds`, the reading of so many positions included."""
         self.gained.observe(gained)
         if reading:
-            self.read_s += LATEST_DRAFT * (max(0.0, seconds - self.draft_s) / reading - self.read_s)
+            self.read_s += (max(0.0, seconds - self.draft_s) / reading - self.read_s) / MEMORY
         else:
-            self.draft_s += LATEST_DRAFT * (seconds - self.draft_s)
+            self.draft_s += (seconds - self.draft_s) / MEMORY
 
 
 class ConservativeBandit:
     """Whether one request's drafts of one kind are made. All numbers are in tokens."""
 
     def __init__(self) -> None:
-        self._gained = FadedMean(MEMORY_OF_REQUEST)
+        self._gained = FadedMean(MEMORY)
         self._balance = ANSWER_LOSES  # gains less costs, in tokens of plain decoding
         self._on_trial = False
 
     def expected(self, shared: Experience) -> float:
-        """The gain of the next draft."""
+        """Return the gain of the next draft."""
         return self._gained.mean(shared.gained.mean(), PRIOR_ROUNDS)
 
     def pays(self, shared: Experience, cost: float) -> bool:
-        """Whether a draft that costs so much is made because it is expected to pay, and not on trial."""
+        """Return whether a draft that costs so much is made because it is expected to pay, and not on trial."""
         return self._balance > 0 and self.expected(shared) > cost
 
     def takes(self, shared: Experience, cost: float, emitted: int, entry: float = 0.0, rounds: float = 1.0) -> bool:
-        """Whether the next draft is made, after a round that emitted so many tokens. cost: of its time; entry: of
-        reading the text first, which pays for itself over `rounds` rounds.
+        """Return whether the next draft is made, after a round that emitted so many tokens. cost: of its time; entry:
+        of reading the text first, which pays for itself over `rounds` rounds.
         """
         expected, self._on_trial = self.expected(shared), False
         self._balance += TRIALS_LOSE * emitted
@@ -125,7 +125,7 @@ class ConservativeBandit:
         return self._on_trial
 
     def observe(self, shared: Experience, gained: float, net: float) -> None:
-        """A draft has gained so much. net: less its cost, in tokens of plain decoding."""
+        """Learn that a draft has gained so much. net: less its cost, in tokens of plain decoding."""
         self._gained.observe(gained)
         self._balance += net
         if self._on_trial:

@@ -1,4 +1,4 @@
-"""Which drafts the next round of a request gets: none, retrieval's, or a draft model's too."""
+"""Chooses which drafts the next round of a request gets: none, retrieval's, or a draft model's too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.costs.cost_model import CostModel
 
 @dataclass(frozen=True)
 class DraftKinds:
-    """What all requests have seen of each kind of drafts, None for a kind that is made whatever it costs, or not at
+    """What all requests have learned of each kind of drafts, None for a kind that is made whatever it costs, or not at
     all. waits: of rounds that waited for a draft, whatever its kind.
     """
 
@@ -21,22 +21,22 @@ class DraftKinds:
 
 
 class DraftChoice:
-    """One request's. rests: its draft model does. root_only: the next round verifies the root alone, since no draft is
-    worth its time.
+    """One request's choice. rests: its draft model does. root_only: the next round verifies the root alone, since no
+    draft is worth its time.
     """
 
     def __init__(self, prompt: int):
-        """prompt: positions of the text to begin with."""
+        """Begin a request. prompt: positions of the text to begin with."""
         self.rests = self.root_only = False
         self._retrieval, self._model, self._waits = (ConservativeBandit() for _ in range(3))
         self._unread = prompt  # positions that the model has yet to read
-        self._reading = 0  # of these, those that the latest draft has to read
+        self._reading = 0  # of these, the positions that the latest draft has to read
 
     def decide(
         self, kinds: DraftKinds, costs: CostModel, requests: int, emitted: int, left: int, waiting: int = 0
     ) -> None:
-        """After a round of `requests` requests that emitted `emitted` tokens of this one; `left` may follow. waiting:
-        how many requests the next round would wait for although drafts are made ahead.
+        """Decide after a round of `requests` requests that emitted `emitted` tokens of this one; `left` may follow.
+        waiting: how many requests the next round would wait for although drafts are made ahead.
         """
         rate = _rate(costs, requests)
         pays = kinds.model is None and kinds.retrieval is None
@@ -99,5 +99,5 @@ class DraftChoice:
 
 
 def _rate(costs: CostModel, requests: int) -> float:
-    """Tokens that a second is worth: no fewer than plain decoding's, however slow the latest rounds were."""
+    """Return the tokens that a second is worth: no fewer than plain decoding's, however slow the latest rounds were."""
     return max(costs.rate(requests), costs.plain_rate(requests))

@@ -16,7 +16,7 @@ SIZES = (1, 4, 8, 16, 32, 48, 64, 128, 256)
 """Row counts at which a forward's time is known."""
 _PASSES = 3  # start-up: passes over the sizes
 _STEEP = 3.0  # start-up stops at the first size that takes this many times as long as the fastest
-_SLOW_S = 0.02  # a forward of this time is disturbed little: it is measured twice and no further
+_SLOW_S = 0.02  # seconds: a forward that takes longer is disturbed little, so it is measured twice and no further
 _MANY = 32  # most rows of the forwards that show what a key takes
 _LONG = 1024  # past positions at which the time of a key is measured
 
@@ -37,8 +37,8 @@ class ForwardTime:
     """t(rows, keys).
 
     seconds: time of a forward by row count, without keys. read_s, seen_s: time of a key for its request, and for each
-    row that sees it. forward_sizes: a forward computes one of so many rows, the first that holds all, and more run in
-    slices of the last, so the time is a staircase.
+    row that sees it. forward_sizes: row counts are padded up to the next of these sizes, and more rows run in slices of
+    the last, so the time is a staircase.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class ForwardTime:
         longest: int = _LONG,
         forward_sizes: Sequence[int] = (1,),
     ) -> ForwardTime:
-        """forward_s: called with rows and past positions, runs such a forward and returns its time. longest: the most
-        past positions that it can run after. forward_sizes: as the class has it.
+        """Measure forwards. forward_s: called with rows and past positions, runs such a forward and returns its time.
+        longest: the most past positions that it can run after. forward_sizes: as the class has it.
         """
         seconds: dict[int, float] = {}
         for size in [size for size in sorted({*SIZES, *forward_sizes}) if size < largest] + [largest]:
@@ -73,7 +73,7 @@ class ForwardTime:
             seconds[size] = min(first_s, forward_s(size, 0))
             if seconds[size] > _STEEP * min(seconds.values()):
                 break
-        # round-robin, so that other load (the drafter is loading) does not fall on a single size
+        # The sizes take turns, so that other load (the drafter is loading) does not fall on a single size.
         quick = [size for size, taken_s in seconds.items() if taken_s < _SLOW_S]
         for _ in range(_PASSES):
             for size in quick:
@@ -84,11 +84,11 @@ class ForwardTime:
         many = max(size for size in seconds if size <= max(_MANY, few))
         return cls(seconds, *_key_seconds(forward_s, few, many, long, _PASSES if quick else 1), forward_sizes)
 
-    # Called several times a round on few numbers: plain Python, since numpy takes ten times as long.
+    # These are called several times a round on few numbers: plain Python, since numpy takes ten times as long.
 
     def seconds(self, rows: int, keys: Attended = NOTHING) -> float:
-        """t(rows, keys). Linear between two sizes, proportional beyond the largest. Larger sizes cost no less than
-        smaller ones.
+        """Return t(rows, keys). It is linear between two sizes and proportional beyond the largest. Larger sizes cost
+        no less than smaller ones.
         """
         rows = self._filled(rows)
         above, near = self._place(rows)
@@ -97,8 +97,8 @@ class ForwardTime:
         return (below_s + near * (above_s - below_s)) * max(1.0, rows / self._sizes[-1]) + keys_s
 
     def seconds_of(self, rows: NDArray[np.int64], keys_each: float) -> NDArray[np.float64]:
-        """[n] float64: `seconds` for each of many row counts, every row of which sees `keys_each` keys, less what the
-        requests' keys take once.
+        """Return [n] float64: `seconds` for each of many row counts, every row of which sees `keys_each` keys, less
+        what the requests' keys take once.
         """
         whole, rest = np.divmod(rows, self._steps[-1])
         filled = whole * self._steps[-1] + np.array(self._steps)[np.searchsorted(self._steps, rest)]
@@ -117,7 +117,7 @@ class ForwardTime:
         self._least = _rising(self._seconds)
 
     def _place(self, rows: int) -> tuple[int, float]:
-        """The index of the next larger size, or the largest, and how far `rows` is on the way to it, 0 to 1."""
+        """Return the index of the next larger size, or the largest, and how far `rows` is on the way to it, 0 to 1."""
         rows = self._filled(rows)
         above = min(bisect_left(self._sizes, rows), len(self._sizes) - 1)
         if not above or rows >= self._sizes[above]:
@@ -126,7 +126,7 @@ class ForwardTime:
         return above, (rows - below) / (self._sizes[above] - below)
 
     def _filled(self, rows: int) -> int:
-        """The rows that a forward over `rows` rows computes."""
+        """Return the rows that a forward over `rows` rows computes."""
         whole, rest = divmod(rows, self._steps[-1])
         return whole * self._steps[-1] + self._steps[bisect_left(self._steps, rest)]
 
@@ -134,18 +134,18 @@ class ForwardTime:
 def _key_seconds(
     forward_s: Callable[[int, int], float], few: int, many: int, long: int, passes: int
 ) -> tuple[float, float]:
-    """The time of a key for its request, and for each row that sees it, by forwards of `few` and of `many` rows after
-    no text and after `long` positions.
+    """Return the time of a key for its request, and for each row that sees it, by forwards of `few` and of `many` rows
+    after no text and after `long` positions.
     """
     kinds = [(rows, past) for past in (0, long) for rows in sorted({few, many})]
     taken_s = [[forward_s(*kind) for kind in kinds] for _ in range(passes)]
     least_s = dict(zip(kinds, map(min, zip(*taken_s, strict=True)), strict=True))
     few_s, many_s = (max(0.0, least_s[rows, long] - least_s[rows, 0]) for rows in (few, many))
-    # from one row count alone, every row is thought to cost as much: the cautious guess
+    # From one row count alone, every row is thought to cost as much: the cautious guess.
     seen_s = max(0.0, many_s - few_s) / (many - few) if many > few else few_s / few
     return max(0.0, few_s - few * seen_s) / long, seen_s / long
 
 
 def _rising(seconds: Sequence[float]) -> list[float]:
-    """The numbers, each lowered to the smallest that follows it, so that they never decrease."""
+    """Return the numbers, each lowered to the smallest that follows it, so that they never decrease."""
     return [*accumulate(reversed(seconds), min)][::-1]

@@ -42,7 +42,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class WantedDraft:
-    """begun: the partial tree, if drafting ahead was interrupted by this outcome."""
+    """The verifier waits for a tree, or will look for one. begun: the partial tree, if drafting ahead was interrupted
+    by this outcome.
+    """
 
     outcome: DraftKey
     begun: TokenTree | None = None
@@ -50,9 +52,11 @@ class WantedDraft:
 
 @dataclass
 class Running:
-    """under: the tree being verified, number 0 for the root alone. due_ns: when its verdict is expected, inf if
-    unknown. guesses: outcomes to draft for, None before they are ranked. ahead: the trees sent, by outcome. begun:
-    trees whose drafting was interrupted.
+    """The verifier runs a round, and trees for its outcomes may be drafted.
+
+    under: the tree being verified, number 0 for the root alone. due_ns: when its verdict is expected, inf if unknown.
+    guesses: outcomes to draft for, None before they are ranked. ahead: the trees sent, by outcome. begun: trees whose
+    drafting was interrupted.
     """
 
     under: Sent
@@ -89,8 +93,10 @@ def after_verdict(state: State, outcome: DraftKey, root_only: bool, due_ns: floa
 
 
 class DraftedRequest:
-    """round: the current one. last_token: of its text. drafts: trees sent so far. ahead: whether the verifier wants
-    trees while it runs a round. given_up: the drafter failed on it, so only roots are sent.
+    """A request that is drafted for, with its state.
+
+    round: the current one. last_token: of its text. drafts: trees sent so far. ahead: whether the verifier wants trees
+    while it runs a round. given_up: the drafter failed on it, so only roots are sent.
     """
 
     def __init__(self, round_: int, last_token: int):

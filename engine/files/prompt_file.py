@@ -14,7 +14,7 @@ from engine.files.json_lines import BadLine, json_lines
 
 
 class PromptRow(msgspec.Struct):
-    """tokens: the answer, where it is known."""
+    """A line of a prompt file. tokens: the answer, where it is known."""
 
     prompt: Annotated[str, msgspec.Meta(min_length=1)]
     tokens: list[int] | None = None

@@ -18,9 +18,11 @@ _GIVEN_UP = 5  # a request fails once this many such verifiers died in a row
 
 @dataclass
 class InflightRequest:
-    """on_progress: called with how far the prompt is, while it is read in several forwards; progress: the latest of
-    these, None once the answer has begun. verifier: the worker that has the request, "" while none has it. answer: the
-    tokens received so far. lost: consecutive verifiers that died with the request without emitting a token for it.
+    """A request that is not answered yet.
+
+    on_progress: called with how far the prompt is, while it is read in several forwards; progress: the latest of these,
+    None once the answer has begun. verifier: the worker that has the request, "" while none has it. answer: the tokens
+    received so far. lost: consecutive verifiers that died with the request without emitting a token for it.
     """
 
     number: int

@@ -42,7 +42,9 @@ _ABSENT_S = 0.5  # the loop itself paused (a frozen container), perhaps with the
 
 
 class Supervisor:
-    """ready: by role, whether a worker serves. target: the verifier's facts about it. failed: why there will be no
+    """Starts, hears and replaces the workers of one engine.
+
+    ready: by role, whether a worker serves. target: the verifier's facts about it. failed: why there will be no
     verifier any more, else None. first_verifier: a process started early, still without a spec. restore: called before
     a worker is replaced, so that it finds the model.
     """

@@ -1,4 +1,4 @@
-"""One request's keys and values: its blocks of the pool, what of them others may use, and which rows are kept."""
+"""One request's keys and values: its blocks of the pool, which of them others may use, and which rows are kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.model.kv_pool import Ending, KVPool
 from engine.model.request_state import RequestState
 from engine.model.state_pool import StatePool
 
-_ON_DISK = -1  # in place of the number of a text whose block the cache folder alone has
+_ON_DISK = -1  # stands in place of the number of a text whose block the cache folder alone has
 Moves = tuple[Int, Int]
 """Slots whose keys and values move, and the slots that they move to."""
 
@@ -58,7 +58,9 @@ class KVCache:
         commit_all([(self, path)])
 
     def keep(self, path: Sequence[int]) -> Moves | None:
-        """What `commit` does, but for the entries that are not in place yet: the moves to come, if there are any."""
+        """Commit as `commit` does, except for the entries that are not in place yet: return the moves to come, if there
+        are any.
+        """
         length, self.pending = self.length, 0
         moved, self.moved = self.moved, ()
         self.length += len(path)
@@ -72,7 +74,9 @@ class KVCache:
         return self.slots(sources), self.slots(np.arange(length + in_place, self.length, dtype=np.int32))
 
     def next_ending(self, text: Sequence[int]) -> Ending | None:
-        """What the block after the committed positions will end; None unless it begins there and `text` fills it."""
+        """Return what the block after the committed positions will end; None unless it begins there and `text` fills
+        it.
+        """
         at = len(self._texts)
         if self.length != at * BLOCK or len(text) < self.length + BLOCK:
             return None
@@ -152,7 +156,7 @@ class KVCache:
         return at, most, keys[1:]
 
     def _snapshot(self, pool: StatePool, at: int, from_disk: bool) -> int | None:
-        """The state at the end of the block of that index."""
+        """Return the state at the end of the block of that index."""
         if (slot := pool.find(self._texts[at])) is None and from_disk and self.saved is not None:
             return pool.restore(self._texts[at], self._keys[at + 1])
         return slot
@@ -195,8 +199,8 @@ class KVCache:
             self._publish_snapshots(self.state)
 
     def _publish_snapshots(self, state: RequestState) -> None:
-        """Let other requests find the snapshots that were taken since the last time. One behind a block that is not
-        finite is dropped.
+        """Let other requests find the snapshots that were taken since the last time. A snapshot after a block that is
+        not finite is dropped.
         """
         pool = state.pool
         searched = state.searched == pool.kept
@@ -237,8 +241,8 @@ class KVCache:
 
 
 def commit_all(accepted: Sequence[tuple[KVCache, Sequence[int]]]) -> None:
-    """`KVCache.commit` of caches of one pool, each with its path: all entries are moved at once, as launches on a GPU
-    take the same time whatever they move.
+    """Commit caches of one pool, each with its path: all entries are moved at once, as launches on a GPU take the same
+    time whatever they move.
     """
     if moves := [moved for cache, path in accepted if (moved := cache.keep(path)) is not None]:
         sources, places = moves[0] if len(moves) == 1 else map(np.concatenate, zip(*moves, strict=True))

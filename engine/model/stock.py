@@ -34,9 +34,8 @@ class Attends(Protocol):
     """A forward, as its attention layers see it."""
 
     def attend(self, layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query: [1, heads, rows, head_dim]; key, value: [1, kv_heads, rows, head_dim].
-
-        Returns [1, rows, heads, head_dim].
+        """Return [1, rows, heads, head_dim]. query: [1, heads, rows, head_dim]; key, value: [1, kv_heads, rows,
+        head_dim].
         """
         ...
 
@@ -124,7 +123,9 @@ def _attention_function(
     exact: Attends | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Called by `transformers`. Without `exact`, as in `generate`, keys and values are a whole text's, in order."""
+    """Attend when `transformers` calls. Without `exact`, as in `generate`, keys and values are a whole text's, in
+    order.
+    """
     if kwargs.get("position_bias") is not None or kwargs.get("indexer_mask") is not None:
         raise Unsupported("its attention adds a bias")
     rule = Rule(
@@ -141,7 +142,7 @@ def _attention_function(
 
 
 def _whole_text(rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of a text's last rows over all of it, in a pool of its own. query: [heads, rows, head_dim]."""
+    """Attend with a text's last rows to all of it, in a pool of its own. query: [heads, rows, head_dim]."""
     heads, rows, head_dim = query.shape
     kv_heads, length, _ = key.shape
     pool = KVPool(KVShape(1, kv_heads, head_dim, query.dtype, has_pairs(query.dtype)), -(-length // BLOCK))
@@ -157,7 +158,7 @@ def _whole_text(rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor
 def _window_marker(
     batch_size: int, q_length: int, kv_length: int, *args: Any, local_size: int | None = None, **kwargs: Any
 ) -> Tensor:
-    """Returned instead of a mask: the window that the model asked for, 0 for none. [1, 1, 1, 1] int64."""
+    """Return the window that the model asked for, 0 for none, in place of a mask: [1, 1, 1, 1] int64."""
     padding = kwargs.get("attention_mask")
     if padding is not None and not bool(padding.all()):
         raise Unsupported("padding")
@@ -183,7 +184,7 @@ class _NoCacheLayer(CacheLayerMixin):
     is_croppable = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """The layer holds nothing."""
+        """Do nothing: the layer holds nothing."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states

@@ -54,8 +54,8 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
 
 class RelaxedSchema(NamedTuple):
-    """schema: what a grammar follows. left_out: the paths of the first keywords that it does not follow, from the root;
-    the last says how many more there are.
+    """A schema that a grammar can follow. schema: what a grammar follows. left_out: the paths of the first keywords
+    that it does not follow, from the root; the last says how many more there are.
     """
 
     schema: dict[str, Any]
@@ -70,7 +70,7 @@ def relaxed(schema: dict[str, Any]) -> RelaxedSchema:
 
 
 class _Names(list[str]):
-    """The first paths, and how many more there are."""
+    """The first paths that were added; further ones are only counted."""
 
     more = 0
 

@@ -108,7 +108,9 @@ class Serving:
         places: Reservation,
         calling: Calling | None = None,
     ) -> Response:
-        """A stream begins once the engine has accepted the request, so that refusals get their own HTTP status."""
+        """Answer a request. A stream begins once the engine has accepted it, so that refusals get their own HTTP
+        status.
+        """
         choices = RunningChoices(self.engine, wanted, self.latencies, places)
         record = request.state.record
         record |= {"model": body.model, "stream": body.stream, "choices": len(wanted)}
@@ -155,7 +157,8 @@ class Serving:
             try:
                 yield _events(format_, format_.opening())
                 async for event in choices:
-                    if chunks := results.rendered(event, format_):  # what sends nothing must not put off a comment
+                    # an event that sends nothing must not put off a comment
+                    if chunks := results.rendered(event, format_):
                         yield _events(format_, chunks)
                 yield _events(format_, format_.ending(results.complete))
                 await results.compare()
@@ -200,7 +203,7 @@ class Results:
                 self._see(event)
 
     def rendered(self, event: Event, format_: Renderer) -> list[Chunk]:
-        """The chunks of an event."""
+        """Return the chunks of an event."""
         self._see(event)
         choice, arrival = event
         if isinstance(arrival, PromptProgress):

@@ -146,7 +146,9 @@ def _places_of_template(
 
 @dataclass(frozen=True)
 class Disguise:
-    """table: of `str.translate`, from characters to private-use ones that the text does not hold."""
+    """Replaces characters, so that what is copied can be told from what a template writes. table: of `str.translate`,
+    from characters to private-use ones that the text does not hold.
+    """
 
     table: dict[int, int]
 

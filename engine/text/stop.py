@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class StopText:
-    """matched: how many characters of the stop text's beginning the answer ends with; never all of them."""
+    """A stop text that is looked for. matched: how many characters of the stop text's beginning the answer ends with;
+    never all of them.
+    """
 
     def __init__(self, text: str):
         self.text, self.matched = text, 0

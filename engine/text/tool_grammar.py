@@ -57,7 +57,7 @@ def tool_grammar(format_: AnswerFormat, wanted: Wanted) -> str:
 
 
 class _Writer:
-    """rules: those written so far."""
+    """Writes the rules of a grammar. rules: those written so far."""
 
     def __init__(self, format_: AnswerFormat):
         self.format, self.rules = format_, [f"OTHER: {_SOME}"]

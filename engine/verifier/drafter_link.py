@@ -57,14 +57,14 @@ class DrafterLink:
         if self.drafter is not None and not self._late:
             running = (r for r in self.requests.running if r.wants_draft and r.has_answer)
             waiting = (r for r in running if not (r.reading or r.has_draft))
-            oldest = min((request.asked_ns for request in waiting), default=None)
+            oldest = min((request.waiting_since_ns for request in waiting), default=None)
             self._late = oldest is not None and time.perf_counter_ns() - oldest > self.timeout_s * 1e9
         return self.drafter is not None and not self._late
 
     # What arrives.
 
     def receive(self) -> None:
-        """Between rounds: file drafts, welcome drafters."""
+        """Process what has arrived between rounds: file drafts, welcome drafters."""
         self.poll()
         for peer, hello in self._newcomers:
             self._welcome(peer, hello)
@@ -82,7 +82,7 @@ class DrafterLink:
                 self._keep(message, arrays)
 
     def _welcome(self, peer: str, hello: Hello) -> None:
-        """A drafter joins: it learns of every request, and drafts from the text so far."""
+        """Welcome a drafter that joins: it learns of every request, and drafts from the text so far."""
         layers_exist = all(0 <= layer <= self.target.layers for layer in hello.feature_layers)
         if not (layers_exist and 0 <= hello.successors <= self.target.vocab_size):
             self.router.malformed += 1
@@ -98,7 +98,7 @@ class DrafterLink:
             self.introduce(request)
 
     def _kinds_of(self, hello: Hello) -> DraftKinds:
-        """The kinds of drafts that must pay for their cost."""
+        """Return the kinds of drafts that must pay for their cost."""
         if not self.weighed:
             return DraftKinds()
         model = Experience(hello.draft_s, hello.read_s) if self.method.has_model and hello.rests else None
@@ -106,7 +106,7 @@ class DrafterLink:
         return DraftKinds(Experience() if retrieves else None, model)
 
     def _forget_states(self, layers: Sequence[int]) -> None:
-        """The hidden states that are kept are of other layers than these, which the new drafter wants."""
+        """Forget the hidden states that are kept: they are of other layers than these, which the new drafter wants."""
         if self.target.pool is not None:
             self.target.pool.forget_states(layers)
         for request in self.requests:
@@ -165,7 +165,7 @@ class DrafterLink:
             request=request.number,
             round=request.round,
             draft=result.draft,
-            ahead=costs.ahead.second,
+            ahead=costs.drafting_ahead,
             root_only=request.root_only,
             rest=rest,
             rates=costs.rates(requests, request.root_only),
@@ -177,5 +177,5 @@ class DrafterLink:
         self._send(verdict, arrays)
 
     def finish(self, request: Request) -> None:
-        """The request is over."""
+        """End the request."""
         self._send(Finish(request=request.number))

@@ -54,7 +54,7 @@ class RoundTimer:
         forward.close()
 
     def _most_rows(self) -> int:
-        """Maximum rows of the forwards to measure."""
+        """Return the maximum rows of the forwards to measure."""
         drafted = 1 if self.config.method == "none" else self.config.drafter.budget
         room = _MEASURED_ROWS if self.target.pool is None else self.target.pool.blocks * BLOCK - BESIDE
         if len(sizes := self.target.forward_sizes) > 1:  # what a prompt's large forward takes follows from no small one
@@ -65,13 +65,13 @@ class RoundTimer:
 
     def observe_wait(self, decoding: Sequence[Request]) -> None:
         """Start of a round: learn how long it waited for its drafts, unless a prompt was read meanwhile."""
-        asked = [request for request in decoding if request.wants_draft and not (request.hit or request.root_only)]
-        since_ns = min((request.asked_ns for request in asked), default=0)
-        wait_s = (time.perf_counter_ns() - since_ns) / 1e9 if asked and since_ns >= self._ended_ns else 0.0
+        waited = [request for request in decoding if request.wants_draft and not (request.hit or request.root_only)]
+        since_ns = min((request.waiting_since_ns for request in waited), default=0)
+        wait_s = (time.perf_counter_ns() - since_ns) / 1e9 if waited and since_ns >= self._ended_ns else 0.0
         if wait_s:
             self.costs.observe_wait(wait_s)
         for request in decoding:
-            request.note_wait(wait_s / len(asked) if request in asked else 0.0)
+            request.note_wait(wait_s / len(waited) if request in waited else 0.0)
 
     def end_forward(self, started_ns: int, segments: Sequence[Segment]) -> None:
         """Wait for the end of the forward, including the simulated accelerator's time."""
@@ -86,7 +86,7 @@ class RoundTimer:
 
     def observe_draft(self, step: Step, result: StepResult, drafts: DrafterLink) -> None:
         """Let the request's choice of drafts learn what its draft has gained and taken."""
-        if drafts.drafter is None or not step.asked:
+        if drafts.drafter is None or not step.wanted:
             return
         tree, of_model = step.drafted, step.draft_us > 0
         verified = step.kept[step.kept < len(tree)]
@@ -116,7 +116,9 @@ class RoundTimer:
         segments: Sequence[Segment],
         drafts: DrafterLink,
     ) -> None:
-        """End of a round. Rounds that lost a request or read a prompt teach nothing but the forward's time."""
+        """Learn from a round at its end. Rounds that lost a request or read a prompt teach nothing but the forward's
+        time.
+        """
         now, forward_s = time.perf_counter_ns(), self.forward_ns / 1e9
         rows, past = sum(map(len, segments)), sum(segment.past for segment in segments)
         self.costs.forward.observe(rows, Attended(past, sum(len(s) * s.past for s in segments)), forward_s)
@@ -136,15 +138,15 @@ class RoundTimer:
 
     def _observe_mode(self, requests: int, tokens: int, round_s: float) -> None:
         """Let the choice of the mode learn from a round whose requests are all drafted for."""
-        ahead = self.costs.ahead.second
+        ahead = self.costs.drafting_ahead
         self.costs.observe_mode(requests, tokens, round_s)
-        if self.costs.ahead.second != ahead:
+        if self.costs.drafting_ahead != ahead:
             torch.set_num_threads(self.threads.verifier(not ahead))
 
 
 def _followed(tree: TokenTree, nodes: Array, tokens: Sequence[int]) -> tuple[int, int]:
-    """How many of the tokens after its root the tree has with these nodes, and of how many nodes these tokens tell
-    whether they are right: of all but those below the last token. nodes: the root among them.
+    """Return how many of the tokens after its root the tree has with these nodes, and of how many nodes these tokens
+    tell whether they are right: of all but those below the last token. nodes: the root among them.
     """
     among, node, matched = set(nodes.tolist()), 0, 0
     for token in tokens:

@@ -1,4 +1,4 @@
-"""Which requests take part in the next forward: no I/O, no tensors, no clock of its own.
+"""Decides which requests take part in the next forward: no I/O, no tensors, no clock of its own.
 
 All decoding requests share each forward: eight rows cost little more than one, so leaving a request out saves nothing.
 The only question is how long to wait for a missing tree. Prompts are read in chunks that join these forwards: half of
@@ -39,7 +39,7 @@ class Plan:
         return [*self.decoding, *(request for request, _ in self.reading)]
 
     def of(self, request: Request) -> Plan:
-        """The part of the plan that concerns one request."""
+        """Return the part of the plan that concerns one request."""
         return Plan([r for r in self.decoding if r is request], [part for part in self.reading if part[0] is request])
 
 
@@ -55,14 +55,15 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.needs_states = False
-        self._half_row = 1  # owed to the prompt that came first: of an odd number of rows it gets half
+        # the prompt that came first gets half of an odd number of rows, so half a row may be owed to it
+        self._half_row = 1
 
     def __iter__(self) -> Iterator[Request]:
         yield from self.running
         yield from self.waiting
 
     def find(self, number: int) -> Request | None:
-        """The request of that number."""
+        """Return the request of that number."""
         return next((request for request in self if request.number == number), None)
 
     def remove(self, request: Request) -> None:
@@ -73,7 +74,7 @@ class Scheduler:
             self.waiting.remove(request)
 
     def plan(self, now_ns: int, costs: CostModel, drafter_ready: bool) -> Plan:
-        """What to do now. drafter_ready: a drafter is present and responding."""
+        """Return what to do now. drafter_ready: a drafter is present and responding."""
         self._admit(now_ns)
         self._adopt(now_ns)
         decoding = [request for request in self.running if not request.reading]
@@ -81,9 +82,9 @@ class Scheduler:
         read = sum(request.cache.length for request in decoding)
         past = max((request.cache.length for request in self.running if request.reading), default=0)
         if missing:
-            lonely = len(decoding) == 1 and not costs.ahead.second
+            lonely = len(decoding) == 1 and not costs.drafting_ahead
             patience_s = self.draft_timeout_s if lonely else min(self.draft_timeout_s, costs.patience_s())
-            left_s = max(patience_s - (now_ns - request.asked_ns) / 1e9 for request in missing)
+            left_s = max(patience_s - (now_ns - request.waiting_since_ns) / 1e9 for request in missing)
             if left_s > 0:
                 meanwhile = costs.rows_while_waiting(patience_s - left_s, self.chunk, past)
                 if len(missing) == len(decoding) and (reading := self._chunks(meanwhile)):
@@ -94,7 +95,8 @@ class Scheduler:
         return Plan(decoding, reading) if decoding or reading else Plan(wait_s=self.draft_timeout_s)
 
     def reserve(self, plan: Plan, rows: Callable[[Request], int]) -> Plan:
-        """The plan with blocks reserved for it. If there are too few, the youngest request is preempted and waits.
+        """Return the plan with blocks reserved for it. If there are too few, the youngest request is preempted and
+        waits.
 
         rows: of a request in this forward. Raises OutOfBlocks if one request alone does not fit.
         """
@@ -152,7 +154,7 @@ class Scheduler:
                 request.adopt(self.needs_states, now_ns)
 
     def _chunks(self, rows: int) -> list[tuple[Request, int]]:
-        """Which requests read how much. A request waits if another is reading its next block in this forward."""
+        """Return which requests read how much. A request waits if another is reading its next block in this forward."""
         left = {request: request.read_to - request.cache.length for request in self.running if request.reading}
         under_way: dict[Ending, Request] = {}
         counts: dict[Request, int] = dict.fromkeys(left, 0)

@@ -23,7 +23,9 @@ _LARGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """kind: F32, F16 or BF16. start: its first byte in the file, which stays open."""
+    """A tensor of a safetensors file, which is read when it is needed. kind: F32, F16 or BF16. start: its first byte in
+    the file, which stays open.
+    """
 
     name: str
     kind: str

@@ -29,7 +29,9 @@ _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # configuration an
 
 @dataclass(frozen=True)
 class QuantisedSource:
-    """checkpoint: its directory. weights: as in the configuration, such as q8_0. state: of the checkpoint's files."""
+    """The checkpoint that a directory of the cache stands for, and how it is quantised. checkpoint: its directory.
+    weights: as in the configuration, such as q8_0. state: of the checkpoint's files.
+    """
 
     checkpoint: str
     weights: str

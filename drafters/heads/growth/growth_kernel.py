@@ -1,4 +1,6 @@
-"""One layer of trees that grow on a GPU: the nodes to draft next, by `Dynamic`'s rule, without asking the host."""
+"""Selects one layer of trees that grow on a GPU: the nodes to draft next, by `Dynamic`'s rule, without
+asking the host.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 # Triton allows only constexpr annotations on a kernel's parameters.
@@ -25,8 +27,10 @@ class Layer(NamedTuple):
 
 
 class NextLayer(NamedTuple):
-    """tokens, read: [rows] int64, the nodes' own tokens and where their parents' features are; rows that pad a forward
-    are zeros. parents: [nodes] int32, which node of its tree's layer before each one is below.
+    """The nodes of trees that are drafted next.
+
+    tokens, read: [rows] int64, the nodes' own tokens and where their parents' features are; rows that pad a forward are
+    zeros. parents: [nodes] int32, which node of its tree's layer before each one is below.
     """
 
     tokens: Tensor

@@ -29,7 +29,9 @@ _BLOCKS = 64  # most blocks per synced text
 
 @dataclass(eq=False)
 class _Block:
-    """known: the tokens after the root that it starts with. forward: holds its `rows` rows, from `row` on."""
+    """A block that was drafted. known: the tokens after the root that it starts with. forward: holds its `rows` rows,
+    from `row` on.
+    """
 
     root: int
     known: tuple[int, ...]

@@ -28,7 +28,9 @@ from engine.kernels.simd import FLOAT32, LANES, add, divide, fma, load, multiply
 
 @dataclass(frozen=True)
 class Gate:
-    """of_state: [hidden, rank], on the head's device; of_token: [vocab, rank], the bias included, on the CPU."""
+    """The gate of a link. of_state: [hidden, rank], on the head's device; of_token: [vocab, rank], the bias included,
+    on the CPU.
+    """
 
     of_state: Tensor
     of_token: Tensor
@@ -48,8 +50,8 @@ NO_LINK = Tables(0, 0, 0, 0, 0)
 
 
 class Link:
-    """first: [vocab, rank], second: [draft_vocab, rank] less its mean, both on the CPU, the rank filled up to whole
-    vectors.
+    """The tables of a link. first: [vocab, rank], second: [draft_vocab, rank] less its mean, both on the CPU, the rank
+    filled up to whole vectors.
     """
 
     def __init__(self, checkpoint: Checkpoint, vocab: int, outputs: int, hidden: int, device: torch.device):

@@ -44,7 +44,7 @@ def sum_codes(
     room: Any,
     room_stride: Any,
 ) -> Any:
-    """Products of `rows` rows, at most `most`, with two panels, in `room`: [rows, 2 * 16] float32, one row every
+    """Write products of `rows` rows, at most `most`, with two panels to `room`: [rows, 2 * 16] float32, one row every
     `room_stride` bytes.
 
     layout, most: compile-time constants, the first a layout's number. x: address of the first row, one every `stride`
@@ -63,7 +63,7 @@ def sum_codes(
 
 
 def _unpacked(builder: ir.IRBuilder, of: QuantLayout, tiles: list[ir.Value], step: ir.Value) -> Iterator[Any]:
-    """For each pair of a step, the codes of all panels."""
+    """Yield, for each pair of a step, the codes of all panels."""
     at = [builder.add(tile, builder.add(_WORD(of.codes_at), builder.mul(step, _WORD(of.code_bytes)))) for tile in tiles]
     return zip(*(word_pairs(builder, of, address) for address in at), strict=True)
 
@@ -96,7 +96,7 @@ class _Block:
                     self._add_group(starts, sums, tiles, heads, inner.index, builder.add(first, inner.index))
 
     def _head(self, tile: ir.Value) -> list[ir.Value]:
-        """A tile's scales and, if it has any, offsets, with the sign that they are added with."""
+        """Return a tile's scales and, if it has any, offsets, with the sign that they are added with."""
         builder, of = self.builder, self.of
         numbers = [exponents(builder, tile) if of.exponents else half_floats(builder, tile)]
         if of.offset is not None:
@@ -147,7 +147,7 @@ class _Block:
                 builder.store(fused(builder, offset, total, builder.load(cell)), cell)
 
     def _of_group(self, tile: ir.Value, head: list[ir.Value], inside: ir.Value) -> list[ir.Value]:
-        """The scale of a group or the scales of its halves, and then the same of its offsets."""
+        """Return the scale of a group or the scales of its halves, and then the same of its offsets."""
         builder, of = self.builder, self.of
         if of.factors is None:
             return head
@@ -171,8 +171,8 @@ class _Block:
 
 @njit
 def put_totals(size: int, x: int, rows: int, groups: int, place: int, part: int, parts: int) -> None:
-    """A part of the sums of the groups' inputs of x [rows, groups * size] bfloat16, at `place`: [rows, groups] float32.
-    size: 16 or 32, a compile-time constant.
+    """Write a part of the sums of the groups' inputs of x [rows, groups * size] bfloat16 to `place`: [rows, groups]
+    float32. size: 16 or 32, a compile-time constant.
     """
     size = literally(size)
     for i in range(rows * groups * part // parts, rows * groups * (part + 1) // parts):
@@ -181,7 +181,7 @@ def put_totals(size: int, x: int, rows: int, groups: int, place: int, part: int,
 
 @intrinsic(prefer_literal=True)
 def _group_total(context: Any, size: Any, address: Any) -> Any:
-    """The sum of the `size` bfloat16 numbers there, as float32."""
+    """Return the sum of the `size` bfloat16 numbers there, as float32."""
     count = size.literal_value // LANES
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -197,7 +197,7 @@ def _group_total(context: Any, size: Any, address: Any) -> Any:
 
 
 def _spread(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """All lanes hold the float32 at that address."""
+    """Fill all lanes with the float32 at that address."""
     number = builder.load(pointer(builder, address, FLOAT), align=4)
     first = builder.insert_element(ir.Constant(SUMS, ir.Undefined), number, _INT(0))
     return builder.shuffle_vector(first, ir.Constant(SUMS, ir.Undefined), ir.Constant(_INTS, [0] * LANES))

@@ -15,7 +15,9 @@ from engine.kernels.quant.layouts import Bytes, QuantLayout
 
 
 def dequantised(layout: QuantLayout, raw: Bytes) -> NDArray[np.uint16]:
-    """[rows, inputs] bits of bfloat16. layout: of codes whose scales are no exponents. raw: [rows, row bytes]."""
+    """Return [rows, inputs] bits of bfloat16. layout: of codes whose scales are no exponents. raw: [rows,
+    row bytes].
+    """
     size = GGML_QUANT_SIZES[GGMLQuantizationType[layout.kind]][1]
     blocks = layout.whole(np.ascontiguousarray(raw).reshape(-1, size))
     groups = layout.inputs // layout.group
@@ -34,14 +36,14 @@ def dequantised(layout: QuantLayout, raw: Bytes) -> NDArray[np.uint16]:
 
 
 def _half(blocks: Bytes, at: int) -> NDArray[np.float32]:
-    """[blocks, 1] the number at that byte of each block."""
+    """Return [blocks, 1] the number at that byte of each block."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 @versioned
 def _numbers(blocks: Any, planes: Any, values: Any, scales: Any, offsets: Any, numbers: Any) -> None:
-    """numbers = scale * value of the code + offset, each operation rounded to float32."""
+    """Compute numbers = scale * value of the code + offset, each operation rounded to float32."""
     inputs, groups = numbers.shape[1], scales.shape[1]
     group = inputs // groups
     codes, made = np.empty(inputs, np.uint8), np.empty(inputs, np.float32)

@@ -52,7 +52,7 @@ EMBED = np.dtype(
 
 @kernel(EMBED)
 def embed_kernel(address: Any) -> None:
-    """residual = scale * the tokens' rows of an embedding [vocab, hidden]."""
+    """Write residual = scale * the tokens' rows of an embedding [vocab, hidden]."""
     work = carray(address, 1)[0]
     scale = splat(work.scale)
     for row in range(thread_id(), work.rows, num_threads()):
@@ -64,7 +64,7 @@ def embed_kernel(address: Any) -> None:
 
 @cache
 def tiled_embed_kernel(layout: QuantLayout, arrangement: Arrangement) -> Kernel:
-    """The same for an embedding in tiles of that layout."""
+    """Return the kernel for an embedding in tiles of that layout."""
     return _of_pairs(layout) if arrangement is Arrangement.PAIRS or not layout.coded else _of_codes(layout, arrangement)
 
 
@@ -88,7 +88,7 @@ def _of_pairs(layout: QuantLayout) -> Kernel:
 
 
 def _of_codes(layout: QuantLayout, arrangement: Arrangement) -> Kernel:
-    """Each operation is rounded as `gguf` does it."""
+    """Return the kernel for codes. Each operation is rounded as `gguf` does it."""
     bits, steps, tile_bytes, quads = layout.bits, layout.steps, layout.tile_bytes, arrangement is Arrangement.QUADS
     values = np.arange(256) - 128 if layout.signed and quads else layout.table
     table = np.array(values, np.float32)
@@ -130,7 +130,7 @@ def _of_codes(layout: QuantLayout, arrangement: Arrangement) -> Kernel:
 
 @njit
 def _factor_at(factors: int, index: int, fours: bool, size: int) -> Any:
-    """A factor of a step. factors: their address. fours: whether they have 4 bits. size: of all, in bytes."""
+    """Read a factor of a step. factors: their address. fours: whether they have 4 bits. size: of all, in bytes."""
     if fours:
         return byte_at(factors + index % size) >> (index // size * 4) & 15
     return byte_at(factors + index)
@@ -138,7 +138,7 @@ def _factor_at(factors: int, index: int, fours: bool, size: int) -> Any:
 
 @njit
 def _code_of_quad(bits: int, words: int, quad: int, byte: int) -> Any:
-    """A code of an output's step. words: address of its first."""
+    """Return a code of an output's step. words: address of its first."""
     size, down = 4 * LANES, 8 * byte
     if bits == 8:
         return int_at(words + quad * size) >> down & 255
@@ -155,7 +155,7 @@ def _code_of_quad(bits: int, words: int, quad: int, byte: int) -> Any:
 
 @njit
 def _code_of_word(bits: int, words: int, number: int) -> Any:
-    """The same of words that hold an output's even inputs in their lower halves, and the odd ones in the upper."""
+    """Return a code of words that hold an output's even inputs in their lower halves, and the odd ones in the upper."""
     size, pair, odd = 4 * LANES, number // 2, number % 2 * 16
     together = 16 // bits
     if (bits == 3 or bits == 5) and pair == 15:
@@ -182,7 +182,7 @@ def _unpack(layout: int, panel: int, step: int, place: int) -> None:
 
 @intrinsic
 def _room(context: Any) -> Any:
-    """The address of room for a tile of bfloat16, until the caller returns."""
+    """Return the address of scratch for a tile of bfloat16, until the caller returns."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         with builder.goto_entry_block():
@@ -194,8 +194,8 @@ def _room(context: Any) -> Any:
 
 
 def read_rows(layout: QuantLayout, arrangement: Arrangement, tiles: Tensor, inputs: int, indices: Tensor) -> Tensor:
-    """[indices, inputs] bfloat16: rows of a matrix in tiles [panels, tiles, bytes]. Raises IndexError for any that is
-    not there.
+    """Return [indices, inputs] bfloat16: rows of a matrix in tiles [panels, tiles, bytes]. Raises IndexError for any
+    that does not exist.
     """
     tokens = indices.reshape(-1).to(torch.int32).contiguous()
     if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < len(tiles) * LANES):

@@ -1,5 +1,5 @@
-"""The factors of a file's blocks, by which the scales and offsets of groups are multiplied: each function reads the
-blocks of a type [blocks, bytes] as bytes [blocks, factors].
+"""Readers of the factors of a file's blocks, by which the scales and offsets of groups are multiplied: from blocks of
+a type [blocks, bytes] to bytes [blocks, factors].
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ Bytes = NDArray[np.uint8]
 
 
 def six_bits(blocks: Bytes) -> Bytes:
-    """Q4_K, Q5_K: eight factors of the scales and eight of the offsets, four of them in each word."""
+    """Read Q4_K and Q5_K: eight factors of the scales and eight of the offsets, four of them in each word."""
     scales, offsets, rest = np.ascontiguousarray(blocks[:, 4:16]).view(np.uint32).T
     low, lower, upper = np.uint32(0x3F3F3F3F), np.uint32(0x0F0F0F0F), np.uint32(0x30303030)
     four, two = np.uint32(4), np.uint32(2)
@@ -25,13 +25,13 @@ def six_bits(blocks: Bytes) -> Bytes:
 
 
 def signed(blocks: Bytes) -> Bytes:
-    """Q6_K: sixteen signed factors, to which 128 is added."""
+    """Read Q6_K: sixteen signed factors, to which 128 is added."""
     factors: Bytes = blocks[:, 192:208] ^ np.uint8(128)
     return factors
 
 
 def in_two_places(blocks: Bytes) -> Bytes:
-    """IQ4_XS: eight factors whose two upper bits are in one place and the others in another."""
+    """Read IQ4_XS: eight factors whose two upper bits are in one place and the others in another."""
     upper = np.ascontiguousarray(blocks[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16)
     lower = blocks[:, 4:8].repeat(2, axis=1) >> np.tile(np.array([0, 4], np.uint8), 4)
     factors: Bytes = (lower & np.uint8(15)) | (upper.astype(np.uint8) & np.uint8(3)) << np.uint8(4)
@@ -39,7 +39,7 @@ def in_two_places(blocks: Bytes) -> Bytes:
 
 
 def in_three_places(blocks: Bytes) -> Bytes:
-    """Q3_K: sixteen factors whose lower four bits are in eight bytes and whose upper two are in four."""
+    """Read Q3_K: sixteen factors whose lower four bits are in eight bytes and whose upper two are in four."""
     lower = blocks[:, None, 96:104] >> np.array([[0], [4]], np.uint8)
     upper = blocks[:, None, 104:108] >> np.array([[0], [2], [4], [6]], np.uint8)
     low, high = (part.reshape(len(blocks), 16) for part in (lower, upper))
@@ -48,11 +48,11 @@ def in_three_places(blocks: Bytes) -> Bytes:
 
 
 def low_and_high(blocks: Bytes) -> Bytes:
-    """Q2_K: sixteen bytes with a factor of the scale in the lower four bits and one of the offset in the upper."""
+    """Read Q2_K: sixteen bytes with a factor of the scale in the lower four bits and one of the offset in the upper."""
     return np.concatenate([blocks[:, :16] & np.uint8(15), blocks[:, :16] >> np.uint8(4)], axis=1)
 
 
 def nibbles(some: Bytes) -> Bytes:
-    """Both halves of each byte [blocks, bytes], the lower first: [blocks, 2 * bytes]."""
+    """Return both halves of each byte [blocks, bytes], the lower first: [blocks, 2 * bytes]."""
     both = some[:, :, None] >> np.array([0, 4], np.uint8) & np.uint8(15)
     return both.reshape(len(some), -1)

@@ -21,7 +21,7 @@ Words = NDArray[np.uint64]
 
 
 def _with_signs(amounts: tuple[int, ...], codes: int) -> tuple[int, ...]:
-    """The values of all codes, around the middle; of those that are not used, 0."""
+    """Return the values of all codes, with 0 for those that are not used."""
     unused = (0,) * (codes // 2 - len(amounts))
     return (*unused, *(-amount for amount in reversed(amounts)), *amounts, *unused)
 
@@ -36,7 +36,7 @@ _ONES = np.uint64(0x0101010101010101)
 
 @cache
 def _grid(kind: str, first: int, apart: int) -> NDArray[np.uint32] | Words:
-    """The entries of a type's grid, a byte for each number: the least is code `first`, the next `apart` further."""
+    """Return the entries of a type's grid, a byte for each number. The least is code `first`, the next `apart` more."""
     of = getattr(quants, kind)
     of.init_grid()
     entries = of.grid.reshape(of.grid_shape)
@@ -46,7 +46,7 @@ def _grid(kind: str, first: int, apart: int) -> NDArray[np.uint32] | Words:
 
 @cache
 def _turned(all_bits: int) -> Words:
-    """For eight sign bits, what turns over the codes of the negative numbers."""
+    """Return, for eight sign bits, what turns over the codes of the negative numbers."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     turned: Words = (bits * np.uint8(all_bits)).view(np.uint64)[:, 0]
     return turned
@@ -54,27 +54,28 @@ def _turned(all_bits: int) -> Words:
 
 @cache
 def _signs() -> Bytes:
-    """Eight sign bits by the lower seven: the number of negative ones is even."""
+    """Return eight sign bits by the lower seven: the number of negative ones is even."""
     return np.frombuffer(quants.IQ2_XXS.ksigns, np.uint8)
 
 
 def _codes(eights: Words) -> Bytes:
-    """[blocks, 32] eights of codes as [blocks, 256]."""
+    """View [blocks, 32] eights of codes as [blocks, 256]."""
     return np.ascontiguousarray(eights).view(np.uint8).reshape(len(eights), -1)
 
 
 def _part(blocks: Bytes, begin: int, end: int, kind: str) -> NDArray[np.uint32]:
-    """Bytes of all blocks as numbers of that type, each as 32 bits."""
+    """Read bytes of all blocks as numbers of that type, each as 32 bits."""
     return np.ascontiguousarray(blocks[:, begin:end]).view(kind).astype(np.uint32)
 
 
 def _fields(words: NDArray[np.uint32], shifts: tuple[int, ...], mask: int) -> NDArray[np.uint32]:
-    """[blocks, words * shifts] fields of each word."""
+    """Return the fields of each word, [blocks, words * shifts]."""
     found = words[:, :, None] >> np.array(shifts, np.uint32) & np.uint32(mask)
     return found.reshape(len(words), -1)
 
 
 def iq2_xxs_codes(blocks: Bytes) -> Bytes:
+    """Look up eights by a byte each, and their signs by seven bits."""
     words = _part(blocks, 2, 66, "<u4")
     indices = np.ascontiguousarray(words[:, ::2]).view(np.uint8)
     signs = _signs()[_fields(words[:, 1::2], (0, 7, 14, 21), 127)]
@@ -82,39 +83,47 @@ def iq2_xxs_codes(blocks: Bytes) -> Bytes:
 
 
 def iq2_xxs_factors(blocks: Bytes) -> Bytes:
+    """Read the upper four bits of every second word."""
     return _fields(_part(blocks, 2, 66, "<u4")[:, 1::2], (28,), 15).astype(np.uint8)
 
 
 def iq2_xs_codes(blocks: Bytes) -> Bytes:
+    """Look up eights by nine bits each, and their signs by seven."""
     words = _part(blocks, 2, 66, "<u2")
     return _codes(_grid("IQ2_XS", 4, 1)[words & np.uint32(511)] ^ _turned(7)[_signs()[words >> np.uint32(9)]])
 
 
 def iq2_xs_factors(blocks: Bytes) -> Bytes:
+    """Read a factor for sixteen numbers."""
     return nibbles(blocks[:, 66:74])
 
 
 def iq2_s_codes(blocks: Bytes) -> Bytes:
+    """Look up eights by ten bits each; signs have a bit each."""
     upper = _fields(_part(blocks, 66, 74, "u1"), (0, 2, 4, 6), 3)
     indices = blocks[:, 2:34] | upper << np.uint32(8)
     return _codes(_grid("IQ2_S", 4, 1)[indices] ^ _turned(7)[blocks[:, 34:66]])
 
 
 def iq2_s_factors(blocks: Bytes) -> Bytes:
+    """Read a factor for sixteen numbers."""
     return nibbles(blocks[:, 74:82])
 
 
 def iq3_xxs_codes(blocks: Bytes) -> Bytes:
+    """Look up fours by a byte each, and the signs of eight by seven bits."""
     amounts = np.ascontiguousarray(_grid("IQ3_XXS", 8, 1)[blocks[:, 2:66]]).view(np.uint64)
     signs = _signs()[_fields(_part(blocks, 66, 98, "<u4"), (0, 7, 14, 21), 127)]
     return _codes(amounts ^ _turned(15)[signs])
 
 
 def iq3_xxs_factors(blocks: Bytes) -> Bytes:
+    """Read the upper four bits of the words of signs."""
     return _fields(_part(blocks, 66, 98, "<u4"), (28,), 15).astype(np.uint8)
 
 
 def iq3_s_codes(blocks: Bytes) -> Bytes:
+    """Look up fours by nine bits each; signs have a bit each."""
     upper = _fields(_part(blocks, 66, 74, "u1"), tuple(range(8)), 1)
     indices = blocks[:, 2:66] | upper << np.uint32(8)
     amounts = np.ascontiguousarray(_grid("IQ3_S", 8, 1)[indices]).view(np.uint64)
@@ -122,10 +131,12 @@ def iq3_s_codes(blocks: Bytes) -> Bytes:
 
 
 def iq3_s_factors(blocks: Bytes) -> Bytes:
+    """Read a factor for 32 numbers."""
     return nibbles(blocks[:, 106:110])
 
 
 def iq1_s_codes(blocks: Bytes) -> Bytes:
+    """Look up eights by eleven bits each; 32 numbers are an eighth more or less."""
     words = _part(blocks, 34, 50, "<u2")
     indices = blocks[:, 2:34] | _fields(words, (0, 3, 6, 9), 7) << np.uint32(8)
     more = np.where(words >> np.uint32(15) == 0, _ONES, np.uint64(0)).repeat(4, axis=1)
@@ -133,11 +144,12 @@ def iq1_s_codes(blocks: Bytes) -> Bytes:
 
 
 def iq1_s_factors(blocks: Bytes) -> Bytes:
+    """Read three bits for 32 numbers."""
     return _fields(_part(blocks, 34, 50, "<u2"), (12,), 7).astype(np.uint8)
 
 
 def iq1_m_rest(blocks: Bytes) -> Bytes:
-    """The codes, and the scale, whose bits lie in four places."""
+    """Read the codes, and then the scale, whose bits lie in four places."""
     parts = _fields(_part(blocks, 32, 48, "u1"), (0, 4), 15)
     indices = blocks[:, :32] | (parts & np.uint32(7)) << np.uint32(8)
     more = np.where(parts >> np.uint32(3) == 0, _ONES, np.uint64(0))
@@ -148,11 +160,12 @@ def iq1_m_rest(blocks: Bytes) -> Bytes:
 
 
 def iq1_m_factors(blocks: Bytes) -> Bytes:
+    """Read three bits for sixteen numbers."""
     return _fields(_part(blocks, 48, 56, "<u2"), (0, 3, 6, 9), 7).astype(np.uint8)
 
 
 def tq1_codes(blocks: Bytes) -> Bytes:
-    """A byte is a fraction of 256, whose digits to the base of three are five numbers."""
+    """Read five numbers from each byte: the digits, to the base of three, of that fraction of 256."""
     parts = []
     for begin, end, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
         powers = np.array([3**i for i in range(count)], np.uint8)[:, None]

@@ -121,7 +121,9 @@ class QuantLayout:
     number: int = field(default=0, compare=False)
 
     def whole(self, blocks: Bytes) -> Bytes:
-        """[blocks, bytes] as planes, scales and factors are read from them: a file's blocks and what is appended."""
+        """Return a file's blocks [blocks, bytes] and what is appended to them: what planes, scales and factors are read
+        from.
+        """
         return blocks if self.appended is None else np.concatenate([blocks, self.appended(blocks)], axis=1)
 
     @property
@@ -183,7 +185,7 @@ class QuantLayout:
         return self.codes_at + self.steps * self.code_bytes if self.coded else TILE_BYTES
 
     def tiles(self, inputs: int) -> int:
-        """Of a panel."""
+        """Return the number of tiles of a panel."""
         return -(-inputs // self.inputs)
 
 
@@ -192,7 +194,7 @@ def _numbered(*layouts: QuantLayout) -> tuple[QuantLayout, ...]:
 
 
 def _looked_up(kind: str, bits: int, values: tuple[int, ...], unit: float, **other: Any) -> QuantLayout:
-    """A type whose blocks of 256 inputs hold indices of a grid."""
+    """Describe a type whose blocks of 256 inputs hold indices of a grid."""
     planes = (Plane(GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1], 8, 256),)
     return QuantLayout(kind, bits, planes, values=values, unit=unit, factor_bits=4, odd=True, **other)
 
@@ -256,13 +258,13 @@ def has_layout(kind: str) -> bool:
 
 
 def bits_in_memory(kind: str) -> float:
-    """Bits of a weight of that GGUF type in memory, scales and factors included; of a type without a layout, those of
-    bfloat16.
+    """Return the bits of a weight of that GGUF type in memory, scales and factors included. A type without a layout
+    takes those of bfloat16.
     """
     layout = _BY_KIND.get(kind, BFLOAT16_LAYOUT)
     return 8 * layout.tile_bytes / (LANES * layout.inputs)
 
 
 def layout_of(kind: str) -> QuantLayout:
-    """The layout of matrices of that GGUF type. Raises KeyError if there is none."""
+    """Return the layout of matrices of that GGUF type. Raises KeyError if there is none."""
     return _BY_KIND[kind]

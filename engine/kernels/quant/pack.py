@@ -35,7 +35,7 @@ def panels_of(matrix: StoredMatrix) -> list[Panel]:
 
 
 def packed(panels: Sequence[Panel], arrangement: Arrangement) -> Tensor:
-    """[panels, tiles, bytes] uint8. All matrices are of one layout and have the same inputs."""
+    """Return [panels, tiles, bytes] uint8. All matrices are of one layout and have the same inputs."""
     layout, inputs = panels[0].matrix.layout, panels[0].matrix.shape[1]
     shape = len(panels), layout.tiles(inputs), layout.tile_bytes
     whole = large_pages(int(np.prod(shape)) + MARGIN)
@@ -87,7 +87,7 @@ def _pack_codes(layout: QuantLayout, arrangement: Arrangement, panels: Sequence[
 
 
 def _pack_head(layout: QuantLayout, raw: Bytes, tiles: Bytes) -> None:
-    """The scales, offsets and factors of all tiles. raw: [panels, 16, tiles, block bytes]."""
+    """Write the scales, offsets and factors of all tiles. raw: [panels, 16, tiles, block bytes]."""
     panels, _, blocks, size = raw.shape
     at = 0
     for place, width in ((layout.scale, 1 if layout.exponents else 2), (layout.offset, 2)):
@@ -108,8 +108,8 @@ def _pack_head(layout: QuantLayout, raw: Bytes, tiles: Bytes) -> None:
 @njit(nogil=True, cache=True)
 @versioned
 def _place_columns(source: Any, columns: Any, width: int, at: int, tiles: Any) -> None:
-    """`width` bytes from each of these columns on, for each column those of all outputs. source: [panels, 16, tiles,
-    bytes]. at: where in a tile they go.
+    """Place `width` bytes from each of these columns on, for each column those of all outputs. source: [panels, 16,
+    tiles, bytes]. at: where in a tile they go.
     """
     for panel in range(source.shape[0]):
         for output in range(LANES):
@@ -123,7 +123,7 @@ def _place_columns(source: Any, columns: Any, width: int, at: int, tiles: Any) -
 @njit(nogil=True, cache=True)
 @versioned
 def _place_fours(source: Any, columns: Any, at: int, tiles: Any) -> None:
-    """The same for factors of 4 bits, two in a byte. columns: [steps, factors of a step]."""
+    """Place factors of 4 bits, two in a byte, from these columns on. columns: [steps, factors of a step]."""
     steps, count = columns.shape
     size = LANES * count // 2
     for panel in range(source.shape[0]):
@@ -142,7 +142,7 @@ def _place_fours(source: Any, columns: Any, at: int, tiles: Any) -> None:
 @njit(nogil=True, cache=True)
 @versioned
 def _place_pairs(raw: Any, planes: Any, bits: int, codes_at: int, tiles: Any) -> None:
-    """raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes], whose codes are zeros."""
+    """Place codes in pairs. raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes], whose codes are zeros."""
     panels, _, blocks, _ = raw.shape
     codes, step_words = np.empty((tiles.shape[2] - codes_at) * 8 // (bits * LANES), np.uint8), LANES * bits
     eights = codes.view(np.uint64)
@@ -164,7 +164,9 @@ def _place_pairs(raw: Any, planes: Any, bits: int, codes_at: int, tiles: Any) ->
 
 @njit
 def _place_lanes(bits: int, a: Any, b: Any, c: Any, d: Any, half: int, words: Any) -> None:
-    """The codes of pairs 0 to 3, 4 to 7, 8 to 11 and 12 to 15 of a lane, a byte each. words: from its first on."""
+    """Place the codes of pairs 0 to 3, 4 to 7, 8 to 11 and 12 to 15 of a lane, a byte each. words: from
+    its first on.
+    """
     if bits == 4:
         words[16 * half] = _nibbles(a) | _nibbles(b) << np.uint32(16)
         words[16 * (2 + half)] = _nibbles(c) | _nibbles(d) << np.uint32(16)
@@ -186,7 +188,7 @@ def _place_lanes(bits: int, a: Any, b: Any, c: Any, d: Any, half: int, words: An
 
 @njit
 def _joined(a: Any, b: Any, c: Any, d: Any, bits: int) -> Any:
-    """Sixteen codes one after the other."""
+    """Put sixteen codes, a byte each, together without gaps."""
     made = np.uint64(0)
     for i, word in enumerate((a, b, c, d)):
         for byte in range(4):
@@ -197,6 +199,7 @@ def _joined(a: Any, b: Any, c: Any, d: Any, bits: int) -> Any:
 
 @njit
 def _place_threes(codes: Any, half: int, words: Any) -> None:
+    """Place the codes of 3 bits of a lane's sixteen pairs."""
     words[16 * half] |= np.uint32(codes & np.uint64(0x3FFFFFFF))
     rest = np.uint32(codes >> np.uint64(30))  # pairs 10 to 15
     if half == 0:
@@ -224,7 +227,7 @@ def _place_fives(a: Any, b: Any, c: Any, d: Any, half: int, words: Any) -> None:
 
 @njit
 def _every_second(eight: Any) -> Any:
-    """The even bytes of eight, as a word."""
+    """Return the even bytes of eight, as a word."""
     x = eight & np.uint64(0x00FF00FF00FF00FF)
     x = (x | x >> np.uint64(8)) & np.uint64(0x0000FFFF0000FFFF)
     return np.uint32((x | x >> np.uint64(16)) & np.uint64(0xFFFFFFFF))
@@ -232,7 +235,7 @@ def _every_second(eight: Any) -> Any:
 
 @njit
 def _nibbles(word: Any) -> Any:
-    """The lower four bits of a word's bytes, one after the other."""
+    """Return the lower four bits of a word's bytes, one after the other."""
     x = (word | word >> np.uint32(4)) & np.uint32(0x00FF00FF)
     return (x | x >> np.uint32(8)) & np.uint32(0xFFFF)
 
@@ -240,7 +243,7 @@ def _nibbles(word: Any) -> Any:
 @njit(nogil=True, cache=True)
 @versioned
 def _place_quads(raw: Any, planes: Any, bits: int, signed: bool, codes_at: int, tiles: Any) -> None:
-    """raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes]."""
+    """Place codes in quads. raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes]."""
     panels, _, blocks, _ = raw.shape
     codes, step_words = np.empty((tiles.shape[2] - codes_at) * 8 // (bits * LANES), np.uint8), LANES * bits
     quads, signs = codes.view(np.uint32), np.uint32(0x80808080 if signed else 0)
@@ -261,7 +264,7 @@ def _place_quads(raw: Any, planes: Any, bits: int, signed: bool, codes_at: int, 
 
 @njit
 def _place_parts(bits: int, quads: Any, words: Any) -> None:
-    """The lower two or four bits of an output's codes of a step, and the planes of the others."""
+    """Place the lower two or four bits of an output's codes of a step, and the planes of the others."""
     low, one, two = np.uint32(0x0F0F0F0F), np.uint32(0x01010101), np.uint32(0x03030303)
     if bits < 4:
         for i in range(2):
@@ -293,7 +296,7 @@ def _place_parts(bits: int, quads: Any, words: Any) -> None:
 @njit(nogil=True, cache=True)
 @versioned
 def _place_words(raw: Any, planes: Any, bits: int, codes_at: int, tiles: Any) -> None:
-    """raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes]."""
+    """Place codes in words. raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes]."""
     panels, _, blocks, _ = raw.shape
     codes, step_words = np.empty((tiles.shape[2] - codes_at) * 8 // (bits * LANES), np.uint8), LANES * bits
     pairs, apart = codes.view(np.uint16), np.empty(len(codes) // 2, np.uint32)
@@ -313,8 +316,8 @@ def _place_words(raw: Any, planes: Any, bits: int, codes_at: int, tiles: Any) ->
 
 @njit
 def _place_vectors(bits: int, pairs: Any, words: Any) -> None:
-    """The codes of an output's step, in every 16th word. pairs: of even inputs in the lower half, of odd ones in the
-    upper.
+    """Place the codes of an output's step, in every 16th word. pairs: of even inputs in the lower half, of odd ones in
+    the upper.
     """
     if bits < 6:
         together = 16 // bits

@@ -57,7 +57,7 @@ class CudaForward:
 
     @classmethod
     def tried(cls, model: Any, pool: KVPool, q_per_kv: int) -> CudaForward:
-        """A forward that has run once. Raises Unsupported if it does not run at all."""
+        """Make a forward that has run once. Raises Unsupported if it does not run at all."""
         cache = KVCache(pool)
         cache.reserve(2)
         batch = Batch.of([Segment.of_text([0, 0], cache)])
@@ -140,8 +140,9 @@ class CudaForward:
         )
 
     def agreeing(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Those of the sizes, SLICE among them, whose forwards give a text the logits that one of SLICE rows does, bit
-        for bit, alone and after other rows. All of a forward depends on its rows: norms choose their kernels too.
+        """Return the forward sizes (always including SLICE) whose forwards give a text the logits that one of SLICE
+        rows does, bit for bit, alone and after other rows. All of a forward depends on its rows: norms choose their
+        kernels too.
         """
         text, before = KVCache(self.pool), KVCache(self.pool)
         vocabulary = self.model.config.get_text_config().vocab_size
@@ -162,7 +163,7 @@ class CudaForward:
         expected = logits(cuda_products.SLICE, 0)
         try:
             found = [size for size in sizes if size == cuda_products.SLICE or agrees(size)]
-        except torch.OutOfMemoryError:  # with the usual size there is enough
+        except torch.OutOfMemoryError:  # with the usual size there is enough memory
             found = [cuda_products.SLICE]
         self.sizes = usual
         text.release()
@@ -182,7 +183,7 @@ class CudaForward:
         return end, next(size for size in self.sizes if size >= end - first)
 
     def _forward(self, rows: PaddedRows, feature_layers: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """All logits, [rows, vocab], and [rows, layers, hidden] features if layers are given."""
+        """Return all logits, [rows, vocab], and [rows, layers, hidden] features if layers are given."""
         key = len(rows.tokens), feature_layers
         if key not in self.recorded:
             work, device = partial(self._run, feature_layers), self.pool.keys.device
@@ -190,7 +191,7 @@ class CudaForward:
         return self.recorded[key](*rows)
 
     def _run(self, feature_layers: tuple[int, ...], *rows: Tensor) -> tuple[Tensor, ...]:
-        """A forward over tensors on the device: the part that a CUDA graph captures."""
+        """Run a forward over tensors on the device: the part that a CUDA graph captures."""
         self._slice = PaddedRows(*rows)
         if self.lean is not None:
             return self.lean(self._slice, self.attention, feature_layers)

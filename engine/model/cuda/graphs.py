@@ -31,12 +31,12 @@ _CAPTURING = threading.Lock()  # torch captures one graph at a time in a process
 
 
 def shared_memory(device: torch.device) -> Memory | None:
-    """Memory that graphs may share."""
+    """Return memory that graphs may share."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def bucket(rows: int) -> int:
-    """The row count of the graph that serves `rows` rows: the next power of two."""
+    """Return the row count of the graph that serves `rows` rows: the next power of two."""
     return 1 << (rows - 1).bit_length()
 
 
@@ -74,12 +74,12 @@ class Recorded:
         self._work, self._device, self._memory, self._owner = work, device, memory, owner or CaptureOwner()
         self._room = room
         self._inputs: tuple[Tensor, ...] | None = None
-        self._upload: Tensor | None = None  # what the inputs that come from the host are views of
+        self._upload: Tensor | None = None  # the memory that the inputs from the host are views of
         self._outputs: tuple[Tensor, ...] = ()
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """What `work` returns; the next call overwrites it. inputs: on any device."""
+        """Return the results of `work`; the next call overwrites them. inputs: on any device."""
         if self._inputs is None:
             if self._room is not None:
                 inputs = *inputs[:-1], F.pad(inputs[-1], (0, self._room - len(inputs[-1])))
@@ -95,7 +95,7 @@ class Recorded:
         return self._outputs
 
     def _renew(self, inputs: Sequence[Tensor]) -> None:
-        """Replace the inputs that the work finds."""
+        """Copy new inputs to the memory that the captured work reads."""
         assert self._inputs is not None
         if self._upload is not None:
             packed = pack_inputs(inputs, self._device)
@@ -133,7 +133,9 @@ class RecordedRows:
         self._recorded: dict[int, Recorded] = {}
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """What `work` returns of these rows, [rows, ...]; the next call overwrites it. inputs: [rows, ...]."""
+        """Return the results of `work` for these rows, [rows, ...]; the next call overwrites them.
+        inputs: [rows, ...].
+        """
         rows = len(inputs[0])
         size = next((size for size in self._sizes if size >= rows), None)
         if self._device.type == "cpu" or size is None:
@@ -147,7 +149,9 @@ class RecordedRows:
 
 @cache
 def _aside(device: torch.device, priority: int) -> torch.cuda.Stream:
-    """The stream that captures are made on: one for each priority, which a graph's kernels keep when it is replayed."""
+    """Return the stream that captures are made on: one for each priority, which a graph's kernels keep when it is
+    replayed.
+    """
     return torch.cuda.Stream(device, priority=priority)
 
 
@@ -165,7 +169,7 @@ def _warm_up(work: Work, inputs: Sequence[Tensor], device: torch.device) -> None
 def _captured(
     work: Work, inputs: Sequence[Tensor], device: torch.device, memory: Memory | None
 ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-    """The graph of the work, and the tensors that it writes its results to."""
+    """Return the graph of the work, and the tensors that it writes its results to."""
     here, graph = torch.cuda.current_stream(device), torch.cuda.CUDAGraph()
     memory = memory or torch.cuda.graph_pool_handle()
     try:
@@ -206,7 +210,9 @@ def release_memory() -> None:
 
 
 def rounded(length: int) -> int:
-    """The buffer length for a text of at most `length` positions: few different lengths, so that buffers are reused."""
+    """Return the buffer length for a text of at most `length` positions: few different lengths, so that buffers are
+    reused.
+    """
     return -(-length // _ROUND) * _ROUND
 
 
@@ -220,7 +226,7 @@ class Spare(Generic[Buffers]):
         return len(self._waiting)
 
     def take(self, size: object) -> Buffers | None:
-        """Buffers of that size, if there are any."""
+        """Return buffers of that size, if there are any."""
         found = next((entry for entry in self._waiting if entry[0] == size), None)
         if found is None:
             return None

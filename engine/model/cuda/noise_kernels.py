@@ -32,7 +32,7 @@ _NAN, _UNSETTLED = tl.constexpr(NAN), tl.constexpr(UNSETTLED)
 
 @triton.jit
 def _noise(key, token):
-    """Standard Gumbel noise, float64. key: int64, `key_of` of a seed and a position."""
+    """Return standard Gumbel noise, float64. key: int64, `key_of` of a seed and a position."""
     x = token.to(tl.uint64) * _GOLDEN + key.to(tl.uint64, bitcast=True)
     x = (x ^ (x >> 30)) * _MIX_1
     x = (x ^ (x >> 27)) * _MIX_2
@@ -42,7 +42,7 @@ def _noise(key, token):
 
 @triton.jit
 def _reach(best):
-    """How far below the best a score plus noise may be and still win on a CPU."""
+    """Return how far below the best a score plus noise may be and still win on a CPU."""
     return _TOLERANCE + tl.abs(best) * _UNIT * 8
 
 
@@ -109,7 +109,7 @@ def score_noisily(
     vocab,
     PART: tl.constexpr,
 ):
-    """scores = (scores + noise) * gain, in rows whose gain is not 0."""
+    """Compute scores = (scores + noise) * gain, in rows whose gain is not 0."""
     row = tl.program_id(0).to(tl.int64)
     gain = tl.load(gains + row)
     if gain == 0:
@@ -175,8 +175,8 @@ def likeliest(scores: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def noisy_scores(scores: Tensor, ids: Tensor, rows: Sequence[tuple[int, int, float]]) -> Tensor:
-    """(scores + noise) * gain, written over the scores, [rows, vocab] float32. ids: [vocab], the tokens of the columns.
-    rows: each one's seed, position and gain; of gain 0 it is left as it is.
+    """Compute (scores + noise) * gain, written over the scores, [rows, vocab] float32. ids: [vocab], the tokens of the
+    columns. rows: each one's seed, position and gain; of gain 0 it is left as it is.
     """
     scores, vocab = scores.contiguous(), scores.shape[1]
     given = [noise_keys([row[:2] for row in rows]), torch.tensor([row[2] for row in rows], dtype=torch.float32)]
@@ -187,6 +187,6 @@ def noisy_scores(scores: Tensor, ids: Tensor, rows: Sequence[tuple[int, int, flo
 
 
 def noise_keys(places: Sequence[tuple[int, int]]) -> Tensor:
-    """[places] int64: the keys of (seed, position); rows of a tree share few."""
+    """Return [places] int64: the keys of (seed, position); rows of a tree share few."""
     known = {place: key_of(*place) for place in dict.fromkeys(places)}
     return torch.from_numpy(np.array([known[place] for place in places], np.uint64).view(np.int64))

@@ -49,7 +49,7 @@ class PaddedRows(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, first: int, end: int, size: int, attention: TritonAttention) -> PaddedRows:
-        """Rows `first` to `end` of the batch, padded to `size`.
+        """Return rows `first` to `end` of the batch, padded to `size`.
 
         A padding row stores the last row's key and value again, so it changes nothing, and it sees nothing.
         """
@@ -70,7 +70,7 @@ class PaddedRows(NamedTuple):
 
     @property
     def seen(self) -> DeviceRows:
-        """What attention reads of it."""
+        """The parts that attention reads."""
         return DeviceRows(*self[5:])
 
 

@@ -36,17 +36,18 @@ from engine.model.kv_pool import KVPool
 
 CHUNK = 512
 """Positions that are added up before they are joined to those before them: fixed, so that a row's sum does not depend
-on how long other texts are."""
+on how long other texts are.
+"""
 
 _LEAST = 16  # fewest rows of a product on tensor cores
 _MOST = {2: 64, 4: 32}  # rows of a program's product, by bytes of a number: a row and a query head each
 _ROWS = 16  # most rows of a group
-_TILE_BYTES = 16384  # of keys; with as much of values, twice, it fits into any current GPU's shared memory
-_SCRATCH_BYTES = 512 << 20  # of the chunks' sums; more rows than fit go one after the other
+_TILE_BYTES = 16384  # bytes of keys; with as much of values, twice, a tile fits into any current GPU's shared memory
+_SCRATCH_BYTES = 512 << 20  # bytes of the chunks' sums; more rows than fit go one after the other
 _SCRATCH_SHARE = 4  # these may take one part in so many of what keys and values take
-_PROGRAMS = 2  # for each multiprocessor
-_FEW_PROGRAMS = 3  # where there is no GPU
-# with 4 warps some shapes spill registers, in float32 by kilobytes
+_PROGRAMS = 2  # programs for each multiprocessor
+_FEW_PROGRAMS = 3  # programs where there is no GPU
+# With 4 warps some shapes spill registers, in float32 by kilobytes.
 _TEXTS = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}
 _ROWWISE = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 _INTERPRETED = bool(triton.knobs.runtime.interpret)  # the interpreter multiplies the bits of bfloat16 as integers
@@ -110,18 +111,20 @@ def _product(a, b, WIDENED: tl.constexpr):
 
 @triton.jit
 def _added(q, key, value, visible, peak, total, summed, scale, softcap, CAPPED: tl.constexpr, WIDENED: tl.constexpr):
-    """peak, total and summed (see `_attend_texts`) with a tile of keys added for the rows that it is visible to."""
+    """Return peak, total and summed (see `_attend_texts`) with a tile of keys added for the rows that it
+    is visible to.
+    """
     score = _product(q, key, WIDENED) * scale
     if CAPPED:  # cap * tanh(score / cap)
         score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * (score / softcap)) + 1.0))
-    # What a row does not see may be no number, such as a slot never written, and 0 x NaN is NaN: such values are taken
-    # as zeros. The score of a row that does see one becomes NaN in their place.
+    # A slot that a row does not see may hold NaN, such as a slot never written, and 0 x NaN is NaN: such values are
+    # taken as zeros. The score of a row that does see one becomes NaN in their place.
     wide = value.to(tl.float32)
     not_finite = wide - wide  # 0, or NaN
     value = tl.where(not_finite == 0.0, value, 0.0)
     score = tl.where(visible, score + tl.sum(not_finite, 1)[None, :], float("-inf"))
     higher = tl.maximum(peak, tl.max(score, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: weights are 0, not NaN
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # the row sees nothing yet: weights are 0, not NaN
     weight = tl.exp(score - base[:, None])
     kept = tl.exp(peak - base)
     summed = summed * kept[:, None] + _product(weight.to(value.dtype), value, WIDENED)
@@ -130,7 +133,9 @@ def _added(q, key, value, visible, peak, total, summed, scale, softcap, CAPPED: 
 
 @triton.jit
 def _span(prefix_lens, ancestor_ptr, rows, real, window, TILE: tl.constexpr):
-    """Return of each row the first position that it sees, where its own tiles begin, and how many positions it has."""
+    """Return, for each row, the first position that it sees, where its own tiles begin, and how many positions there
+    are.
+    """
     prefix = tl.load(prefix_lens + rows, mask=real, other=0)
     listing = tl.load(ancestor_ptr + rows + 1, mask=real, other=0) - tl.load(ancestor_ptr + rows, mask=real, other=0)
     seen = prefix + listing
@@ -338,7 +343,7 @@ def _attend_rows(
 class TritonAttention:
     """Attention over a pool. q_per_kv: query heads per KV head. rows: most rows of a forward.
 
-    capacity: chunks, of all rows together, that one call has room for.
+    capacity: chunks, of all rows together, that fit into one call.
     """
 
     def __init__(self, pool: KVPool, q_per_kv: int, rows: int = 1):
@@ -348,7 +353,7 @@ class TritonAttention:
         row_bytes = self._dims_filled * shape.dtype.itemsize
         self._tile = max(_LEAST, min(64, _TILE_BYTES // row_bytes))  # divides CHUNK: both are powers of two
         self._large = max(1, min(_ROWS, _MOST[shape.dtype.itemsize] // q_per_kv))
-        # for all groups: products of another size could add in another order
+        # One size for all groups: products of another size could add in another order.
         self._filled = max(_LEAST, triton.next_power_of_2(self._large * q_per_kv))
         self._few = max(_LEAST, triton.next_power_of_2(q_per_kv))  # rows of a product for one row's own tiles
         self._programs = _FEW_PROGRAMS
@@ -360,7 +365,7 @@ class TritonAttention:
         self.reserve(max(longest, min(room, rows * longest)))
 
     def reserve(self, parts: int) -> None:
-        """Make room for so many chunks; work that was captured before has to be captured anew."""
+        """Reserve scratch for so many chunks; work that was captured before has to be captured anew."""
         shape, device = self.pool.shape, self.pool.keys.device
         heads = self.q_per_kv * shape.kv_heads
         self.capacity = parts
@@ -368,13 +373,15 @@ class TritonAttention:
         self._sums = torch.empty(parts, heads, shape.dims, device=device)
 
     def chunks_of(self, prefix_lens: Int, listing: Int) -> Int:
-        """Return [rows]: the chunks in which each row sees tiles of text. listing: [rows], the number of ancestors."""
+        """Return [rows]: the chunks in which each row sees tiles of text. listing: [rows], how many ancestors each row
+        has.
+        """
         text_ends = np.where(listing > 0, prefix_lens // self._tile * self._tile, prefix_lens)
         chunks: Int = -(-text_ends // CHUNK)
         return chunks
 
     def work(self, table_of: Int, chunks: Int, size: int) -> Work:
-        """Divide the text that the rows see. chunks: see `chunks_of`. size: rows of the forward, those that pad it
+        """Return how the rows' text is divided. chunks: see `chunks_of`. size: rows of the forward, those that pad it
         included: they get nothing.
         """
         firsts = np.full(size + 1, len(table_of), np.int32)
@@ -383,7 +390,7 @@ class TritonAttention:
         return Work(firsts, _counted(np.maximum.reduceat(chunks, starts), size), _counted(chunks, size))
 
     def choose_products(self) -> bool:
-        """Multiply a row's own tiles in a product of few rows, if that gives the bits that it gives among many; returns
+        """Multiply a row's own tiles in a product of few rows, if that gives the bits that it gives among many; return
         whether it does. A row may be read as text or as a node of a tree, and has to be the same.
         """
         shape, device = self.pool.shape, self.pool.keys.device

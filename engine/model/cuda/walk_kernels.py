@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.core.batch import BLOCK
 from engine.model.kv_pool import KVPool
 
-_NODES = 128  # of a tree that are compared at once
+_NODES = 128  # nodes of a tree that are compared at once
 _PART = 2048  # numbers of a row that a program copies
 _NOBODY = -2  # a node that has no children
 

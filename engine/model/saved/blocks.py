@@ -1,8 +1,9 @@
 """Blocks of keys and values in a cache folder: which text a block ends is its key, so a prefix is found block by block.
 
-The key of a block is the SHA-256 of the key before it and of its tokens; before the first one stands what decides the
-bits (`engine.verifier.prompt_cache`) and whose text it is. The thread of the folder copies a block from the pool while
-rounds go on: a block that can be found is never written to, and whether it still can be is looked up after the copy.
+The key of a block is the SHA-256 of the key before it and of its tokens; the first one begins with everything that
+decides the bits (`engine.verifier.prompt_cache`) and whose text it is. The thread of the folder copies a block from the
+pool while rounds go on: a block that can be found is never written to, and whether it still can be is looked up after
+the copy.
 """
 
 from __future__ import annotations
@@ -20,39 +21,41 @@ from engine.core.hidden_states import States
 from engine.files.cache_folder import CacheFolder
 
 _BLOCKS, _STATES = "blocks", "states"
-_MOST_STATES = 1 << 26  # bytes of a block's hidden states
+_MOST_STATES = 1 << 26  # most bytes of a block's hidden states
 
 
 class SavedBlocks:
-    """keys, values: the pool's, [layers, blocks, ...]. identity: of everything that decides their bits."""
+    """The blocks of one pool in a cache folder. keys, values: the pool's, [layers, blocks, ...]. identity: of
+    everything that decides their bits.
+    """
 
     def __init__(self, folder: CacheFolder, identity: bytes, keys: Tensor, values: Tensor):
         self.folder, self.identity = folder, identity
         self._keys, self._values = _bytes(keys), _bytes(values)
         layers, _, part = self._keys.shape
-        self._block_room = np.empty((2, layers, part), np.uint8)  # for what is read
-        self._states_room = np.empty(_MOST_STATES, np.uint8).data  # takes memory as far as it is used
+        self._block_room = np.empty((2, layers, part), np.uint8)  # scratch for a block that is read
+        self._states_room = np.empty(_MOST_STATES, np.uint8).data  # memory becomes resident only as it fills
 
     def root(self, tenant: str) -> bytes:
-        """The key of the empty text of a tenant."""
+        """Return the key of the empty text of a tenant."""
         return hashlib.sha256(self.identity + tenant.encode("utf8", "surrogatepass")).digest()
 
     def next_key(self, key: bytes, tokens: Sequence[int]) -> bytes:
-        """The key of a text of that key and the 16 tokens after it."""
+        """Return the key of the text that a key and the 16 tokens after it make."""
         return hashlib.sha256(key + np.asarray(tokens, "<i4").tobytes()).digest()
 
     def has(self, key: bytes) -> bool:
-        """Whether there is a file of that key."""
+        """Return whether there is a file of that key."""
         return self.folder.path(_BLOCKS, key).exists()
 
     def read(self, key: bytes) -> NDArray[np.uint8] | None:
-        """A block's keys and values, valid until the next call; None if they are not there."""
+        """Return a block's keys and values, valid until the next call; None if they are not there."""
         room = self._block_room.data.cast("B")
         content = self.folder.read(_BLOCKS, key, room)
         return self._block_room if content is not None and content.nbytes == room.nbytes else None
 
     def place(self, content: NDArray[np.uint8], block: int) -> None:
-        """Copy what was read into the pool."""
+        """Copy a block that was read into the pool."""
         self._keys[:, block], self._values[:, block] = content
 
     def save(self, key: bytes, find: Callable[[], int | None]) -> None:
@@ -67,7 +70,7 @@ class SavedBlocks:
         self.folder.keep(_BLOCKS, key, content)
 
     def read_states(self, key: bytes, layers: Sequence[int]) -> States | None:
-        """A block's hidden states after these layers, None if they are not there."""
+        """Return a block's hidden states after these layers, None if they are not there."""
         content = self.folder.read(_STATES, _key_of_states(key, layers), self._states_room)
         return None if content is None else np.frombuffer(content, np.uint16).reshape(BLOCK, len(layers), -1).copy()
 
@@ -80,7 +83,7 @@ class SavedBlocks:
         self.folder.keep(_STATES, _key_of_states(key, layers), content)
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """A text of these keys was in use until now."""
+        """Note that a text of these keys was in use until now."""
         self.folder.used(_BLOCKS, keys)
 
 
@@ -89,6 +92,6 @@ def _key_of_states(key: bytes, layers: Sequence[int]) -> bytes:
 
 
 def _bytes(pool: Tensor) -> NDArray[np.uint8]:
-    """[layers, blocks, bytes of a layer's block], a view."""
+    """Return [layers, blocks, bytes of a layer's block], a view."""
     layers, blocks = pool.shape[:2]
     return np.asarray(pool.view(layers, blocks, -1).view(torch.uint8).numpy())

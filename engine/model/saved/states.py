@@ -13,23 +13,23 @@ _STATES = "snapshots"
 
 
 class SavedStates:
-    """states: the pool's, [slots, bytes]."""
+    """The snapshots of one pool of states in a cache folder. states: the pool's, [slots, bytes]."""
 
     def __init__(self, folder: CacheFolder, states: NDArray[np.uint8]):
         self._folder, self._states = folder, states
 
     def has(self, key: bytes) -> bool:
-        """Whether there is a file of that key."""
+        """Return whether there is a file of that key."""
         return self._folder.path(_STATES, key).exists()
 
     def read(self, key: bytes, slot: int) -> bool:
-        """Read a snapshot into a slot. Returns whether it was there, whole, and of this size."""
+        """Read a snapshot into a slot, and return whether it was there, whole, and of this size."""
         room = self._states[slot].data
         content = self._folder.read(_STATES, key, room)
         return content is not None and content.nbytes == room.nbytes
 
     def used(self, key: bytes) -> None:
-        """A snapshot was in use."""
+        """Note that a snapshot was in use."""
         self._folder.used(_STATES, [key])
 
     def save(self, key: bytes, find: Callable[[], int | None]) -> None:

@@ -1,4 +1,4 @@
-"""Anthropic's requests as chat requests."""
+"""Translates Anthropic's requests to chat requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SAME = ("temperature", "top_p", "top_k", "seed", "stream", "max_tokens")
 
 
 def chat_fields(body: CountRequest) -> dict[str, Any]:
-    """The fields of a chat request."""
+    """Return the fields of a chat request."""
     fields: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
     if body.client_tools:
         fields["tools"] = [_tool(tool) for tool in body.client_tools.values()]
@@ -63,7 +63,7 @@ def _messages(body: CountRequest) -> list[dict[str, Any]]:
 
 
 def _plain(message: InputMessage) -> list[dict[str, Any]]:
-    """A message as one or more of the chat's: a tool's results come before what the user says beside them."""
+    """Return a message as one or more of the chat's: a tool's results come before what the user says beside them."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     content = message.content

@@ -61,7 +61,7 @@ def add_responses(app: FastAPI, serving: Serving, stream: Responses, refusals: R
 
     @app.get("/v1/responses/{response_id}", responses=refusals)
     async def response(response_id: str, request: Request) -> JsonObject:
-        """A response that is stored."""
+        """Return a response that is stored."""
         return JsonObject(store.find(response_id, request.state.key).response)
 
     @app.delete("/v1/responses/{response_id}", responses=refusals)
@@ -72,7 +72,7 @@ def add_responses(app: FastAPI, serving: Serving, stream: Responses, refusals: R
 
 
 def _answered(blocks: Sequence[Block]) -> list[Message]:
-    """The answer as a chat message. A call that was cut off is left out, as it cannot be said again."""
+    """Return the answer as a chat message. A call that was cut off is left out, as it cannot be said again."""
     text = "".join(block.text for block in blocks if block.kind == "content")
     thought = "".join(block.text for block in blocks if block.kind == "reasoning")
     calls = [

@@ -98,7 +98,7 @@ class Calling:
         return [path for schema, value in finished for path in _differences(schema, value)]
 
     def after(self, prompt: str) -> Calling:
-        """The same, after the end of a prompt: it may begin reasoning."""
+        """Return the same, after the end of a prompt: it may begin reasoning."""
         reasoning = self.format.reasoning
         thinking = reasoning is not None and prompt.rstrip().endswith(reasoning.begin.rstrip())
         return replace(self, wanted=replace(self.wanted, thinking=thinking))
@@ -109,8 +109,8 @@ class Calling:
         return self.wanted.calls != "none" or (self.wanted.thinking and self.wanted.answer is not None)
 
     def grammar(self) -> dict[str, str]:
-        """The answer's grammar, as `SamplingParams` takes it. Takes milliseconds. Raises ApiError naming the tool whose
-        schema the library refuses.
+        """Return the answer's grammar, as `SamplingParams` takes it. Takes milliseconds. Raises ApiError naming the
+        tool whose schema the library refuses.
         """
         text = tool_grammar(self.format, self.wanted)
         try:
@@ -127,7 +127,9 @@ class Calling:
         return self.format.marks(calls=bool(self.wanted.tools))
 
     def reasoning_tokens(self, tokens: Sequence[int], thinking: bool) -> int:
-        """How many of an answer's tokens are reasoning, where its marks are tokens. thinking: it begins within it."""
+        """Return how many of an answer's tokens are reasoning, where its marks are tokens. thinking: it begins within
+        it.
+        """
         reasoning, added = self.format.reasoning, self.format.added
         if reasoning is None or not (thinking or added.get(reasoning.begin) in tokens):
             return 0
@@ -135,12 +137,12 @@ class Calling:
         return tokens.index(end) + 1 if end in tokens else len(tokens)
 
     def reader(self, thinking: bool) -> AnswerReader:
-        """For one answer. thinking: it begins within reasoning."""
+        """Return a reader for one answer. thinking: it begins within reasoning."""
         return AnswerReader(self.format, self.wanted.tools, thinking)
 
 
 def shown_to(format_: AnswerFormat, tools: Sequence[AskedTool]) -> list[dict[str, Any]]:
-    """The tools as a model's chat template takes them. Raises ApiError if it takes none."""
+    """Return the tools as a model's chat template takes them. Raises ApiError if it takes none."""
     if format_.tools is None:
         raise ApiError(
             400,

@@ -42,7 +42,9 @@ _SAME = ("general.architecture", "general.name", "split.tensors.count")  # the s
 
 
 class GgufFile:
-    """parts: at least one, in their order. metadata: scalars and strings as they are, an array as its length."""
+    """The GGUF file, or files, of one model. parts: at least one, in their order. metadata: scalars and strings as they
+    are, an array as its length.
+    """
 
     def __init__(self, parts: Sequence[GgufHeader]):
         self.parts = parts

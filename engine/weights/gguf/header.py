@@ -29,8 +29,8 @@ _LARGEST = 1 << 28  # most bytes of a header: a damaged one may claim to be as l
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """shape: in ggml's order, the fastest dimension first. offset: from the start of the data. part: which of the
-    files that the model is in, from 0.
+    """A tensor of a GGUF file, as the header describes it. shape: in ggml's order, the fastest dimension first. offset:
+    from the start of the data. part: which of the files that the model is in, from 0.
     """
 
     name: str
@@ -52,7 +52,9 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """metadata: scalars and strings as they are, an array as its length. start: the byte where the data begins."""
+    """What the header of a GGUF file says. metadata: scalars and strings as they are, an array as its length. start:
+    the byte where the data begins.
+    """
 
     path: Path
     metadata: dict[str, Any]

@@ -38,8 +38,8 @@ States = list[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class GgufSource:
-    """file: a path, or a name in the directory itself; the first of several parts. size: bytes of all parts. content:
-    the hash of all of them.
+    """The file that a directory of the cache describes. file: a path, or a name in the directory itself; the first of
+    several parts. size: bytes of all parts. content: the hash of all of them.
     """
 
     file: str

@@ -1,7 +1,7 @@
 """Answers decoded by the verifier's own decisions, round by round, in simulated time.
 
-A text says of each of its tokens who foresees it: retrieval, the draft model, or nobody. So every way of drafting emits
-the same text, and only its rounds differ, as in the engine.
+A text says for each of its tokens who foresees it: retrieval, the draft model, or nobody. So every way of drafting
+emits the same text, and only its rounds differ, as in the engine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Text:
 
 
 def text(seed: int, retrieved: float, predicted: float, tokens: int = 96, prompt: int = 60) -> Text:
-    """A text of which these shares are foreseen, each token on its own."""
+    """Return a text of which these shares are foreseen, each token on its own."""
     draw = random.Random(seed)
     return Text(
         [draw.random() < retrieved for _ in range(tokens)],
@@ -62,7 +62,7 @@ class Simulation:
         self.kinds = DraftKinds(Experience(), Experience(machine.steps * machine.step_s, machine.read_s))
 
     def seconds(self, text: Text, always: Level | None = None) -> float:
-        """The time of an answer. always: what is drafted in every round, in place of the choice."""
+        """Return the time of an answer. always: what is drafted in every round, in place of the choice."""
         machine, costs, choice = self.machine, self.costs, DraftChoice(text.prompt)
         either = [a or b for a, b in zip(text.retrieved, text.predicted, strict=True)]
         at, passed_s, emitted, unread = 0, 0.0, 1, text.prompt
@@ -103,13 +103,13 @@ class Simulation:
         return passed_s
 
     def _paying(self, foreseen: Sequence[bool], tokens: int) -> int:
-        """How many of a chain's tokens are verified, its confidence being what the text bears out."""
+        """Return how many of a chain's tokens are verified; its confidence is what the text bears out."""
         share = sum(foreseen) / len(foreseen)
         return len(self.costs.paying_nodes([np.cumprod([1.0, *[share] * tokens]).astype(np.float32)])[0]) - 1
 
 
 def _run(foreseen: Sequence[bool], start: int, most: int) -> int:
-    """How many tokens from `start` on are foreseen in a row, at most so many."""
+    """Return how many tokens from `start` on are foreseen in a row, at most so many."""
     length = 0
     while length < most and start + length < len(foreseen) and foreseen[start + length]:
         length += 1

@@ -1,7 +1,8 @@
-"""`python -m tests.engine.model.compile_kernels`: compiles the Triton kernels without a GPU, as launches would.
+"""`python -m tests.engine.model.compile_kernels` compiles the Triton kernels without a GPU, as launches would.
 
-A process of its own: where Triton interprets, it cannot compile. A JSON line for each kernel: name (of the shape),
-dtype, capability, spills (bytes), registers (of a thread), threads and shared (bytes) of a program.
+It is a process of its own, because Triton cannot compile where it interprets. It prints a JSON line for each kernel:
+name (of the shape), dtype, capability, spills (bytes), registers (of a thread), threads and shared (bytes) of a
+program.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Shape(NamedTuple):
     rule: Rule = PLAIN
 
 
-SHAPES = [  # head sizes from end to end; of each size the most rows of a product, and each kind of rule once
+SHAPES = [  # Head sizes from end to end; of each size the most rows of a product, and each kind of rule once.
     Shape("llama 8b", 8, 4, 128, BF16),
     Shape("smollm2", 3, 3, 64, BF16),
     Shape("gemma2", 4, 2, 256, BF16, CAPPED),
@@ -70,7 +71,7 @@ class NoGpu(CudaDriver):
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # a cache of compiled kernels for each
+        return self.capability  # each capability has a cache of compiled kernels
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -100,7 +101,7 @@ class Compiled:
 
 
 def launch(shape: Shape) -> None:
-    """What a layer launches."""
+    """Launch what a layer launches."""
     pool = KVPool(KVShape(1, shape.kv_heads, shape.head_dim, shape.dtype), 2)
     rows = DeviceRows(*(torch.zeros(16, dtype=torch.int32) for _ in DeviceRows._fields))
     query = torch.zeros(64, shape.kv_heads * shape.groups, shape.head_dim, dtype=shape.dtype)
@@ -110,7 +111,7 @@ def launch(shape: Shape) -> None:
 
 
 def launch_lean(shape: Shape, pool: KVPool) -> None:
-    """What lean layers launch beside attention."""
+    """Launch what lean layers launch beside attention."""
     places: Any = SimpleNamespace(
         **{name: torch.zeros(2, dtype=torch.int64) for name in ("positions", "sources", "blocks", "lanes")}
     )
@@ -127,7 +128,7 @@ def launch_lean(shape: Shape, pool: KVPool) -> None:
 
 
 def launch_draws(shape: Shape, pool: KVPool) -> None:
-    """What is launched behind a forward."""
+    """Launch what follows a forward."""
     numbers, keys = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     noise_kernels.draw_tokens(torch.zeros(2, 5000, dtype=shape.dtype), numbers, keys, torch.zeros(2), numbers)
     paths, lengths = walk_kernels.walk_trees(numbers, numbers, numbers, numbers, 9)

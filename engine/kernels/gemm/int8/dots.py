@@ -54,7 +54,7 @@ class InstructionSet(IntEnum):
 
 @cache
 def instruction_sets() -> tuple[InstructionSet, ...]:
-    """Those that this processor has, the fastest first."""
+    """Return the instruction sets that this processor has, the fastest first."""
     there, found = features(), []
     if {"+avx512f", "+avx512bw", "+avx512vnni"} <= there:
         found.append(InstructionSet.AVX512_VNNI)
@@ -70,12 +70,12 @@ def words(lanes: int) -> ir.VectorType:
 
 
 def same(kind: ir.VectorType, value: float) -> ir.Constant:
-    """A vector of that value."""
+    """Return a vector of that value."""
     return ir.Constant(kind, [value] * kind.count)
 
 
 def spread_word(builder: ir.IRBuilder, address: ir.Value, element: ir.Type, lanes: int) -> ir.Value:
-    """All lanes hold the number at that address."""
+    """Fill all lanes with the number at that address."""
     kind = ir.VectorType(element, lanes)
     scalar = builder.load(pointer(builder, address, element), align=4)
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, _INT(0))
@@ -85,7 +85,7 @@ def spread_word(builder: ir.IRBuilder, address: ir.Value, element: ir.Type, lane
 def looked_up(
     builder: ir.IRBuilder, instructions: InstructionSet, values: Sequence[int], codes: Sequence[ir.Value]
 ) -> list[ir.Value]:
-    """The values of codes of up to 4 bits, as codes of 8 bits: see `dot`."""
+    """Look up the values of codes of up to 4 bits, as codes of 8 bits: see `dot`."""
     bias = 0 if instructions is InstructionSet.AVX2 else 128
     name = "llvm.x86.avx512.pshuf.b.512" if instructions.lanes == 16 else "llvm.x86.avx2.pshuf.b"
     bytes_ = ir.VectorType(_BYTE, 4 * instructions.lanes)
@@ -104,7 +104,8 @@ def dot(
     at: int,
     start: ir.Value,
 ) -> ir.Value:
-    """start + the sums of products of codes with the inputs from byte `at` of x on, four for each vector of codes.
+    """Return start + the sums of products of codes with the inputs from byte `at` of x on, four for each vector of
+    codes.
 
     bits: of a code; those of 8 bits count from 128 for VNNI, and AVX2 takes them signed and needs no start.
     """
@@ -121,7 +122,7 @@ def _fours(
     at: int,
     start: ir.Value,
 ) -> ir.Value:
-    """In assembly: LLVM would broadcast more inputs at a time than registers can hold."""
+    """Emit the sums in assembly: LLVM would broadcast more inputs at a time than registers can hold."""
     kind, count = start.type, len(codes)
     if instructions is InstructionSet.AVX512_VNNI:  # operands: the sums, the codes, the row's address
         lines = [f"vpdpbusd {at + 4 * i}(${count + 1}){{1to16}}, ${i + 1}, $0" for i in range(count)]
