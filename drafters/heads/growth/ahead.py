@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from drafters.heads.growth.growth_kernel import Layer, select
+from drafters.heads.growth.growth_kernel import GrownLayer, select
 from drafters.heads.growth.policies import Candidates, Dynamic
 from drafters.heads.growth.ranking import Ranking
 from drafters.heads.growth.trie import Trie
@@ -23,7 +23,7 @@ from engine.core.batch import Rows
 from engine.device import downloaded, uploaded
 
 
-class Step(Protocol):
+class HeadStep(Protocol):
     """A head's forward over rows whose places are known. size: its rows, with those that pad it. tables: the requests'
     block tables; places: [rows] int64, where in the pool the rows' features are; both on the host.
     """
@@ -40,10 +40,10 @@ class Step(Protocol):
         """
 
 
-class Steps(Protocol):
+class HeadSteps(Protocol):
     """The layers of a head on a GPU."""
 
-    def step(self, parts: Sequence[Rows]) -> Step:
+    def step(self, parts: Sequence[Rows]) -> HeadStep:
         """Prepare a forward over these rows; there is room for them from now on."""
 
 
@@ -58,7 +58,7 @@ class _Drafted(NamedTuple):
     prob: Tensor
 
 
-def draft_ahead(stack: Steps, tries: Sequence[Trie], roots: Sequence[Tensor], policy: Dynamic) -> None:
+def draft_ahead(stack: HeadSteps, tries: Sequence[Trie], roots: Sequence[Tensor], policy: Dynamic) -> None:
     """Draft all layers below node 0 of each trie, of which nothing has been drafted. roots: the logits after it."""
     layers = _layers(stack, tries, torch.cat([*roots]), policy.depth, policy.top_k)
     parts = iter(downloaded([part for layer in layers for part in layer]))
@@ -67,7 +67,7 @@ def draft_ahead(stack: Steps, tries: Sequence[Trie], roots: Sequence[Tensor], po
         _enter(trie, tree, len(tries), read)
 
 
-def _layers(stack: Steps, tries: Sequence[Trie], logits: Tensor, depth: int, width: int) -> list[_Drafted]:
+def _layers(stack: HeadSteps, tries: Sequence[Trie], logits: Tensor, depth: int, width: int) -> list[_Drafted]:
     """Launch all layers and read nothing."""
     sessions: list[Any] = [trie.session for trie in tries]
     firsts = [session.slots + len(session.positions) - 1 for session in sessions]
@@ -82,14 +82,14 @@ def _layers(stack: Steps, tries: Sequence[Trie], logits: Tensor, depth: int, wid
     given = [steps[0].tables, slots, roots, *(step.places for step in steps)]
     tables, slots, *places = uploaded(given, logits.device)
     ones = torch.ones(len(tries), dtype=torch.float64, device=logits.device)
-    above = Layer(ones, places[0], slots.new_zeros(len(tries), depth))
+    above = GrownLayer(ones, places[0], slots.new_zeros(len(tries), depth))
     nothing = slots.new_empty(0)
     found = [_Drafted(nothing, nothing.long(), *_best(tries, logits, 0))]
     for layer, step in enumerate(steps):
         chosen = select(found[-1].following, found[-1].prob, above, slots[layer], layer, width, step.size)
         listed = torch.cat([tables, chosen.ancestors[:, : layer + 1].flatten()])
         logits = step.run(chosen.tokens, chosen.read, listed)
-        above = Layer(chosen.confidence, places[layer + 1], chosen.ancestors)
+        above = GrownLayer(chosen.confidence, places[layer + 1], chosen.ancestors)
         tokens = chosen.tokens[: len(chosen.parents)]
         found.append(_Drafted(chosen.parents, tokens, *_best(tries, logits, layer + 1)))
     return found
