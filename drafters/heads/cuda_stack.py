@@ -116,7 +116,7 @@ class CudaStack:
         return step.launch(step.rows, longs(read), picked)
 
     def step(self, parts: Sequence[Rows]) -> Step:
-        """Prepare a forward over these rows, for which there are slots from now on."""
+        """Prepare a forward over these rows; there is room for them from now on."""
         for part in parts:
             part.cache.reserve(part.first + len(part))
         batch = Batch(parts)

@@ -25,20 +25,19 @@ from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict, Wanted
 from engine.core.outcomes import Following
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.costs.constants import NEXT_TO_NOTHING
+from engine.costs.constants import LONG_READING, NEXT_TO_NOTHING
 
-_LONG = 64  # positions of the text that take the head longer to read than a step
 _NUDGE = 1.05  # factor by which one measurement moves the time of a draft step
 
 
 class KnownDraft(NamedTuple):
-    """What was drafted for an outcome. retrieved: retrieval's tree. asked: whether the head drafted too; misses: next
-    tokens that retrieval was then expected to miss.
+    """What was drafted for an outcome. retrieved: retrieval's tree. head_drafted: whether the head drafted too;
+    expected_misses: next tokens that retrieval was then expected to miss.
     """
 
     retrieved: TokenTree
-    asked: bool = False
-    misses: float = 0.0
+    head_drafted: bool = False
+    expected_misses: float = 0.0
 
 
 class Unlearned(NamedTuple):
@@ -69,7 +68,7 @@ class HybridDrafter(Drafter):
         self._token_s, self._row_tokens = 0.01, 0.0  # what a token and a row are worth, by the verifier's cost model
         self._known: dict[int, dict[tuple[int, ...], KnownDraft]] = {}  # per request, by continuation
         self._unlearned: list[Unlearned] = []
-        self._unread: list[tuple[int, Verdict]] = []  # by the head
+        self._pending_verdicts: list[tuple[int, Verdict]] = []  # by the head
 
     @classmethod
     def of_parts(cls, parts: Sequence[Drafter], config: Config) -> HybridDrafter:
@@ -105,18 +104,20 @@ class HybridDrafter(Drafter):
 
         trees = retrieved
         if drafting:
-            reads = sum(self.head.count_unread(request) for request in {wanted[row][0] for row in drafting}) > _LONG
+            unread = sum(self.head.count_unread(request) for request in {wanted[row][0] for row in drafting})
             started, steps = time.perf_counter(), self.head.steps
             grown = self.head.propose_many(
                 [wanted[row] for row in drafting], between_steps and so_far, [advice[row] for row in drafting]
             )
-            if (taken := self.head.steps - steps) and not reads:
+            if (taken := self.head.steps - steps) and unread <= LONG_READING:
                 self._time_steps((time.perf_counter() - started) / taken)
             trees = self._merged(
                 retrieved, {row: tree for row, tree in zip(drafting, grown, strict=True) if len(tree) > 1}
             )
         for row, (request, continuation) in enumerate(wanted):
-            self._known[request][tuple(continuation)] = KnownDraft(retrieved[row], row in drafting, advice[row].misses)
+            self._known[request][tuple(continuation)] = KnownDraft(
+                retrieved[row], row in drafting, advice[row].expected_misses
+            )
         return trees
 
     def _advice(self, wanted: Sequence[Wanted], trees: Sequence[TokenTree]) -> list[RetrievalAdvice]:
@@ -161,8 +162,8 @@ class HybridDrafter(Drafter):
         ]
 
     def _has_read(self, request: int) -> bool:
-        """Return whether the head can say what may follow the text, without reading much of it first."""
-        return request not in self._resting and (not self.memories or self.head.count_unread(request) <= _LONG)
+        """Whether the head can say what may follow the text, without reading much of it first."""
+        return request not in self._resting and (not self.memories or self.head.count_unread(request) <= LONG_READING)
 
     def observe(self, request: int, verdict: Verdict) -> None:
         self.settle()
@@ -170,16 +171,16 @@ class HybridDrafter(Drafter):
         if request not in self._resting:  # retrieval's own calibration covers what it drafts alone
             now = known[()] if () in known else KnownDraft(self._retrieve(request, ()))
             self._unlearned.append(Unlearned(now.retrieved, self.head.seen(request, tokens[:-1]), tokens))
-            if now.asked and len(verdict.tree) > 1:  # the verifier may have taken the root alone
-                brought = int(np.count_nonzero(verdict.tree.source[verdict.path] & self.head.source))
-                self._rescues.observe(request, brought, now.misses)
-                self._gains.observe(expected_of(now.retrieved), brought)
+            if now.head_drafted and len(verdict.tree) > 1:  # the root alone may have been verified instead
+                gained = int(np.count_nonzero(verdict.tree.source[verdict.path] & self.head.source))
+                self._rescues.observe(request, gained, now.expected_misses)
+                self._gains.observe(expected_of(now.retrieved), gained)
         self._known[request] = {(): known[ahead]} if (ahead := tuple(tokens)) in known else {}
         self._token_s, self._row_tokens = verdict.token_s, verdict.row_tokens or 0.0
         (self._resting.add if verdict.rest else self._resting.discard)(request)
         for memory in self.memories:
             memory.observe(request, verdict)
-        self._unread.append((request, verdict))
+        self._pending_verdicts.append((request, verdict))
 
     def settle(self) -> None:
         self._catch_up()
@@ -188,12 +189,12 @@ class HybridDrafter(Drafter):
         self._unlearned.clear()
 
     def _catch_up(self) -> None:
-        """Pass the head the verdicts that it does not know yet: a tree drafted without it need not wait for this."""
-        while self._unread:
-            self.head.observe(*self._unread.pop(0))
+        """Pass the head the verdicts it has not seen: a tree drafted without it need not wait for this."""
+        while self._pending_verdicts:
+            self.head.observe(*self._pending_verdicts.pop(0))
 
     def finish(self, request: int) -> None:
-        self._unread = [(of, verdict) for of, verdict in self._unread if of != request]
+        self._pending_verdicts = [(of, verdict) for of, verdict in self._pending_verdicts if of != request]
         self._resting.discard(request)
         self._known.pop(request, None)
         self._rescues.finish(request)

@@ -6,8 +6,7 @@ from bisect import bisect_right
 
 from engine.costs.constants import (
     HEAD_GAIN_AT_FIRST,
-    MEMORY_OF_REQUEST,
-    MEMORY_OF_RESCUES,
+    MEMORY,
     NEXT_TO_NOTHING,
     PRIOR_ROUNDS,
     RESCUES_AT_FIRST,
@@ -23,11 +22,11 @@ class Rescues:
     """
 
     def __init__(self) -> None:
-        self._all = FadedMean(MEMORY_OF_RESCUES)
+        self._all = FadedMean(MEMORY)
         self._requests: dict[int, FadedMean] = {}
 
     def start(self, request: int) -> None:
-        self._requests[request] = FadedMean(MEMORY_OF_REQUEST)
+        self._requests[request] = FadedMean(MEMORY)
 
     def finish(self, request: int) -> None:
         self._requests.pop(request, None)
@@ -48,7 +47,7 @@ class Gains:
     """
 
     def __init__(self) -> None:
-        self._means = [FadedMean(MEMORY_OF_RESCUES) for _ in range(len(_EDGES) + 1)]
+        self._means = [FadedMean(MEMORY) for _ in range(len(_EDGES) + 1)]
 
     def expected(self, retrieved: float) -> float:
         """Return the gain where retrieval is expected to have so many tokens accepted."""

@@ -1,4 +1,4 @@
-"""The methods a configuration can name. To add a drafter, write its file and a last line here: its place is its bit."""
+"""The methods a configuration can name. To add a drafter, write its file and a line here, with a bit that is free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class Method:
     """drafter: "module:class", a `Head` or a drafter with a `from_config`; None for plain decoding. has_model: it runs
     a torch model. merges: it drafts with what `drafters.parts` names, one method that has a model and some that have
     none. probes: it learns from nodes that it does not expect to be accepted, so they must not be cut. remembers: it
-    drafts from what earlier requests of the same owner were answered.
+    drafts from what earlier requests of the same owner were answered. bit: its place among the bits of
+    `TokenTree.source`, 0 to 31, by which messages name it; drafters that are not in the table share the last one.
     """
 
     drafter: str | None
@@ -22,23 +23,24 @@ class Method:
     merges: bool = False
     probes: bool = False
     remembers: bool = False
+    bit: int = 31
 
 
 METHODS = {
-    "none": Method(None),
-    "pld": Method("drafters.lookup.prompt_lookup:PromptLookup"),
-    "suffix": Method("drafters.lookup.suffix:SuffixDrafter", remembers=True),
-    "lookahead": Method("drafters.lookup.lookahead:Lookahead", probes=True),
-    "recycling": Method("drafters.lookup.recycling:TokenRecycling", remembers=True),
-    "datastore": Method("drafters.lookup.datastore:DatastoreDrafter"),
-    "sps": Method("drafters.small_model:SmallModel", has_model=True),
-    "eagle": Method("drafters.heads.eagle:EagleHead", has_model=True),
-    "eagle3": Method("drafters.heads.eagle3:Eagle3Head", has_model=True),
-    "medusa": Method("drafters.heads.medusa:MedusaHead", has_model=True),
-    "hydra": Method("drafters.heads.hydra:HydraHead", has_model=True),
-    "block": Method("drafters.heads.one_pass.block:BlockHead", has_model=True),
-    "hybrid": Method("drafters.hybrid.hybrid:HybridDrafter", has_model=True, merges=True),
-    "mtp": Method("drafters.heads.mtp.head:MtpHead", has_model=True),
+    "none": Method(None, bit=0),
+    "pld": Method("drafters.lookup.prompt_lookup:PromptLookup", bit=1),
+    "suffix": Method("drafters.lookup.suffix:SuffixDrafter", remembers=True, bit=2),
+    "lookahead": Method("drafters.lookup.lookahead:Lookahead", probes=True, bit=3),
+    "recycling": Method("drafters.lookup.recycling:TokenRecycling", remembers=True, bit=4),
+    "datastore": Method("drafters.lookup.datastore:DatastoreDrafter", bit=5),
+    "sps": Method("drafters.small_model:SmallModel", has_model=True, bit=6),
+    "eagle": Method("drafters.heads.eagle:EagleHead", has_model=True, bit=7),
+    "eagle3": Method("drafters.heads.eagle3:Eagle3Head", has_model=True, bit=8),
+    "medusa": Method("drafters.heads.medusa:MedusaHead", has_model=True, bit=9),
+    "hydra": Method("drafters.heads.hydra:HydraHead", has_model=True, bit=10),
+    "block": Method("drafters.heads.one_pass.block:BlockHead", has_model=True, bit=11),
+    "hybrid": Method("drafters.hybrid.hybrid:HybridDrafter", has_model=True, merges=True, bit=12),
+    "mtp": Method("drafters.heads.mtp.head:MtpHead", has_model=True, bit=13),
 }
 
 
@@ -52,7 +54,7 @@ def find(method: str, key: str = "method") -> Method:
 
 def source_of(method: str) -> int:
     """Return the bit that marks the nodes which the method proposes."""
-    return 1 << list(METHODS).index(method)
+    return 1 << METHODS[method].bit
 
 
 MODELS = sum(source_of(name) for name, method in METHODS.items() if method.has_model)

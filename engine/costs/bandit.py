@@ -15,9 +15,7 @@ from __future__ import annotations
 from engine.costs.constants import (
     ANSWER_LOSES,
     GAIN_AT_FIRST,
-    LATEST_DRAFT,
-    MEMORY_OF_ALL,
-    MEMORY_OF_REQUEST,
+    MEMORY,
     PRIOR_ROUNDS,
     TRIALS_LOSE,
 )
@@ -84,23 +82,23 @@ class Experience:
 
     def __init__(self, draft_s: float = 0.0, read_s: float = 0.0):
         self.draft_s, self.read_s = draft_s, read_s
-        self.gained = FadedMean(MEMORY_OF_ALL, MEMORY_OF_ALL, PRIOR_ROUNDS * GAIN_AT_FIRST, PRIOR_ROUNDS)
+        self.gained = FadedMean(MEMORY, MEMORY, PRIOR_ROUNDS * GAIN_AT_FIRST, PRIOR_ROUNDS)
         self.spare = 0.0
 
     def observe(self, gained: float, seconds: float, reading: int = 0) -> None:
         """Learn that a draft took `seconds`, the reading of so many positions included."""
         self.gained.observe(gained)
         if reading:
-            self.read_s += LATEST_DRAFT * (max(0.0, seconds - self.draft_s) / reading - self.read_s)
+            self.read_s += (max(0.0, seconds - self.draft_s) / reading - self.read_s) / MEMORY
         else:
-            self.draft_s += LATEST_DRAFT * (seconds - self.draft_s)
+            self.draft_s += (seconds - self.draft_s) / MEMORY
 
 
 class ConservativeBandit:
     """Whether one request's drafts of one kind are made. All numbers are in tokens."""
 
     def __init__(self) -> None:
-        self._gained = FadedMean(MEMORY_OF_REQUEST)
+        self._gained = FadedMean(MEMORY)
         self._balance = ANSWER_LOSES  # gains less costs, in tokens of plain decoding
         self._on_trial = False
 

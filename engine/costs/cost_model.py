@@ -29,19 +29,24 @@ _PAUSE = 2.0  # a round with a prompt chunk may take this many times as long as 
 class CostModel:
     """The rates that follow from the time of forwards and of rounds.
 
-    forward: t(rows, keys). tokens: that a round emits for a request; wait_s: how long it waits for its drafts. ahead:
-    choice between drafting while rounds run, which takes cores from them, and drafting in turns.
+    forward: t(rows, keys). tokens: that a round emits for a request; wait_s: how long it waits for its drafts.
+    mode: drafting while rounds run, which takes cores from them (async), in turns (sequential), or by trial (auto).
     """
 
     def __init__(self, forward: ForwardTime, mode: str = "sequential"):
         self.forward = forward
         self._at_start = copy(forward)  # a fixed baseline for comparisons
-        self.ahead = Bandit(16, 24, CLEARLY_BETTER, second=mode == "async", settled=mode != "auto")
+        self._mode = Bandit(16, 24, CLEARLY_BETTER, second=mode == "async", settled=mode != "auto")
         self.tokens = 1.0
         self._rows = 1.0  # per request and round
         self._past = 0.0  # positions before a request's rows
         self._around_s = 0.0  # time of a round outside the forward
         self.wait_s = 0.0
+
+    @property
+    def drafting_ahead(self) -> bool:
+        """Whether drafts are made while rounds run, and not in turns."""
+        return self._mode.second
 
     def observe_round(self, requests: int, rows: int, tokens: int, around_s: float, past: int = 0) -> None:
         """Learn that a round verified the trees of `requests` requests, `rows` nodes in total, and emitted `tokens`
@@ -88,7 +93,7 @@ class CostModel:
 
     # Trees.
 
-    def nodes_worth(self, expected_tokens: NDArray[np.float32], requests: int, keys_each: float = 0.0) -> int:
+    def count_paying(self, expected_tokens: NDArray[np.float32], requests: int, keys_each: float = 0.0) -> int:
         """Return how many of the nodes to verify. expected_tokens: [nodes], in descending order; the first `requests`
         are the trees' roots, which are always verified. keys_each: average number of keys that a row sees.
         """
@@ -106,7 +111,7 @@ class CostModel:
         node = np.concatenate([np.arange(len(tree)) for tree in expected_tokens])
         all_expected = np.concatenate([*expected_tokens])
         order = np.argsort(np.where(node == 0, -np.inf, -all_expected), kind="stable")
-        best = order[: self.nodes_worth(all_expected[order], len(expected_tokens), keys_each)]
+        best = order[: self.count_paying(all_expected[order], len(expected_tokens), keys_each)]
         return [np.sort(node[best[owner[best] == tree]]) for tree in range(len(expected_tokens))]
 
     # Drafts.
@@ -124,8 +129,8 @@ class CostModel:
 
         Times are relative to plain decoding's, so that rounds of different sizes can be compared.
         """
-        if self.ahead.second or self._around_s > AROUND_FORWARD * round_s:
-            self.ahead.observe(tokens / requests, round_s / self._at_start.seconds(requests))
+        if self.drafting_ahead or self._around_s > AROUND_FORWARD * round_s:
+            self._mode.observe(tokens / requests, round_s / self._at_start.seconds(requests))
 
     # Prompts.
 

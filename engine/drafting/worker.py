@@ -156,13 +156,13 @@ class DrafterWorker:
         request.conclude(message.draft, path, tokens, message.root_only, started + round(message.rates.round_s * 1e9))
         waited_for = isinstance(request.state, WantedDraft)
         if not request.given_up:
-            worth = message.rates.token_s, message.rates.row_tokens
+            prices = message.rates.token_s, message.rates.row_tokens
             if missed:
-                self.drafter.observe(message.request, Verdict(root, [0], missed, None, None, True, *worth))
+                self.drafter.observe(message.request, Verdict(root, [0], missed, None, None, True, *prices))
             features = arrays[5] if arrays[5].size else None
             successors = arrays[2] if len(arrays[2]) == len(tree) else None
             self.drafter.observe(
-                message.request, Verdict(tree, path, tokens, features, successors, message.rest, *worth)
+                message.request, Verdict(tree, path, tokens, features, successors, message.rest, *prices)
             )
             if not waited_for:
                 self.drafter.settle()

@@ -229,7 +229,7 @@ class KVCache:
             self.state.release()
         self.table, self._texts = np.zeros(0, np.int32), []
         self.length = self.pending = 0
-        self.spoiled = False
+        self.spoiled, self.moved = False, ()
         if self.saved is not None:
             self.saved.used(self._keys[1:])
             del self._keys[1:]

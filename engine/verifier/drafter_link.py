@@ -57,7 +57,7 @@ class DrafterLink:
         if self.drafter is not None and not self._late:
             running = (r for r in self.requests.running if r.wants_draft and r.has_answer)
             waiting = (r for r in running if not (r.reading or r.has_draft))
-            oldest = min((request.asked_ns for request in waiting), default=None)
+            oldest = min((request.waiting_since_ns for request in waiting), default=None)
             self._late = oldest is not None and time.perf_counter_ns() - oldest > self.timeout_s * 1e9
         return self.drafter is not None and not self._late
 
@@ -165,7 +165,7 @@ class DrafterLink:
             request=request.number,
             round=request.round,
             draft=result.draft,
-            ahead=costs.ahead.second,
+            ahead=costs.drafting_ahead,
             root_only=request.root_only,
             rest=rest,
             rates=costs.rates(requests, request.root_only),

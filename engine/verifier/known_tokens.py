@@ -54,7 +54,7 @@ class RowsOnHost:
     @cached_property
     def _best(self) -> list[int] | None:
         trees = sum(one.first < self._rows for one in self._trees)
-        if self._logits.device.type != "cpu" or self._rows > _SMALL * trees:
+        if self._logits.device.type == "cpu" and self._rows > _SMALL * trees:
             return None
         return argmax(self._logits[: self._rows])
 
@@ -95,7 +95,7 @@ def output_of(
     rows: int = 0,
     successors: int = 0,
 ) -> Output:
-    """Return what a forward gave. The arguments are those of `engine.model.cuda.receipt.Receipt`."""
+    """Take what a forward gave. The arguments are those of `engine.model.cuda.receipt.Receipt`."""
     if logits.device.type != "cpu":
         try:
             from engine.model.cuda.receipt import Receipt

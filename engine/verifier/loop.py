@@ -125,7 +125,7 @@ class Verifier:
         except Exception as error:  # exhausted memory, say
             return self._blame(plan, error)
         self.timer.end_forward(started_ns, [*trees, *chunks])
-        if self.timer.costs.ahead.second:
+        if self.timer.costs.drafting_ahead:
             self.drafter.poll()  # drafts that arrived meanwhile
         results = self._draw_and_tell_drafter(plan, steps, draws)
         self.timer.observe_round(results, steps, [*trees, *chunks], self.drafter)
@@ -185,7 +185,7 @@ class Verifier:
         request, costs = result.request, self.timer.costs
         if not request.wants_draft or request.sampler.finish_reason is not None:
             return
-        waiting = max(1, missing) if costs.ahead.second and not request.hit else 0
+        waiting = max(1, missing) if costs.drafting_ahead and not request.hit else 0
         request.choice.decide(self.drafter.kinds, costs, requests, len(result.tokens), request.left, waiting)
         request.choose_root_only(request.choice.root_only and self.drafter.present)
         if not (request.root_only and request.choice.rests and not self.method.merges):

@@ -65,7 +65,7 @@ class Request:
         self.outcome: Outcome = (1, 0, 0, self.text[-1]) if answer else (0, 0, 0, 0)
         self.drafts: dict[Outcome, tuple[Draft, list[Array]]] = {}
         self.forget_states()
-        self.since_ns = self.asked_ns = time.perf_counter_ns()
+        self.since_ns = self.waiting_since_ns = time.perf_counter_ns()
         self.rows_kept: Sequence[int] = ()
         self.hit = False  # when the last verdict was sent, the tree for it was already here
         self.root_only = False  # the next round verifies the root alone
@@ -84,10 +84,8 @@ class Request:
         return self.outcome in self.drafts
 
     def join_drafter(self) -> None:
-        """Forget what a drafter knew: a new one knows nothing of the drafts of the one before it, and drafts from the
-        text so far.
-        """
-        self.drafts, self.root_only, self.asked_ns = {}, False, time.perf_counter_ns()
+        """A new drafter knows nothing of the drafts of the one before it, and drafts from the text so far."""
+        self.drafts, self.root_only, self.waiting_since_ns = {}, False, time.perf_counter_ns()
         self.choice = DraftChoice(len(self.text))
         self.outcome = (self.next_round, 0, 0, self.text[-1])
 
@@ -138,7 +136,7 @@ class Request:
         self.prompt_logprobs += logprobs
         if states is not None:
             self.features.add(chunk.past, states, unsent=self.wants_draft and not self.has_answer)
-        self.asked_ns = time.perf_counter_ns()
+        self.waiting_since_ns = time.perf_counter_ns()
         return chunk.past + len(chunk) == self.read_to
 
     def begin_answer(self, token: int) -> None:
@@ -155,7 +153,7 @@ class Request:
     def end_round(self, now_ns: int) -> None:
         """End the round, whose tokens were sent. Drafts for outcomes that did not come true are dropped."""
         self.drafts = {self.outcome: self.drafts[self.outcome]} if self.hit else {}
-        self.since_ns = self.asked_ns = now_ns
+        self.since_ns = self.waiting_since_ns = now_ns
 
     def share_blocks(self) -> None:
         """Let other requests find the full blocks of what was committed."""
@@ -221,7 +219,7 @@ class Request:
             self.features.adopt(states)
         self.cached += self.cache.length - known
         if not self.reading:
-            self.asked_ns = now_ns
+            self.waiting_since_ns = now_ns
 
     def chunk(self, count: int) -> Segment:
         """Return the next `count` tokens to read; after the last one of a prompt, logits are wanted to draw from."""

@@ -64,14 +64,14 @@ class RoundTimer:
     # In every round.
 
     def observe_wait(self, decoding: Sequence[Request]) -> None:
-        """Learn at the start of a round how long it waited for its drafts, unless a prompt was read meanwhile."""
-        asked = [request for request in decoding if request.wants_draft and not (request.hit or request.root_only)]
-        since_ns = min((request.asked_ns for request in asked), default=0)
-        wait_s = (time.perf_counter_ns() - since_ns) / 1e9 if asked and since_ns >= self._ended_ns else 0.0
+        """Start of a round: learn how long it waited for its drafts, unless a prompt was read meanwhile."""
+        waited = [request for request in decoding if request.wants_draft and not (request.hit or request.root_only)]
+        since_ns = min((request.waiting_since_ns for request in waited), default=0)
+        wait_s = (time.perf_counter_ns() - since_ns) / 1e9 if waited and since_ns >= self._ended_ns else 0.0
         if wait_s:
             self.costs.observe_wait(wait_s)
         for request in decoding:
-            request.note_wait(wait_s / len(asked) if request in asked else 0.0)
+            request.note_wait(wait_s / len(waited) if request in waited else 0.0)
 
     def end_forward(self, started_ns: int, segments: Sequence[Segment]) -> None:
         """Wait for the end of the forward, including the simulated accelerator's time."""
@@ -86,7 +86,7 @@ class RoundTimer:
 
     def observe_draft(self, step: Step, result: StepResult, drafts: DrafterLink) -> None:
         """Let the request's choice of drafts learn what its draft has gained and taken."""
-        if drafts.drafter is None or not step.asked:
+        if drafts.drafter is None or not step.wanted:
             return
         tree, of_model = step.drafted, step.draft_us > 0
         verified = step.kept[step.kept < len(tree)]
@@ -138,9 +138,9 @@ class RoundTimer:
 
     def _observe_mode(self, requests: int, tokens: int, round_s: float) -> None:
         """Let the choice of the mode learn from a round whose requests are all drafted for."""
-        ahead = self.costs.ahead.second
+        ahead = self.costs.drafting_ahead
         self.costs.observe_mode(requests, tokens, round_s)
-        if self.costs.ahead.second != ahead:
+        if self.costs.drafting_ahead != ahead:
             torch.set_num_threads(self.threads.verifier(not ahead))
 
 

@@ -82,9 +82,9 @@ class Scheduler:
         read = sum(request.cache.length for request in decoding)
         past = max((request.cache.length for request in self.running if request.reading), default=0)
         if missing:
-            lonely = len(decoding) == 1 and not costs.ahead.second
+            lonely = len(decoding) == 1 and not costs.drafting_ahead
             patience_s = self.draft_timeout_s if lonely else min(self.draft_timeout_s, costs.patience_s())
-            left_s = max(patience_s - (now_ns - request.asked_ns) / 1e9 for request in missing)
+            left_s = max(patience_s - (now_ns - request.waiting_since_ns) / 1e9 for request in missing)
             if left_s > 0:
                 meanwhile = costs.rows_while_waiting(patience_s - left_s, self.chunk, past)
                 if len(missing) == len(decoding) and (reading := self._chunks(meanwhile)):

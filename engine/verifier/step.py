@@ -33,14 +33,14 @@ from engine.wire.messages import Array, TokenLogprob
 class Step:
     """The tree of one request in a round.
 
-    drafted: the tree as a drafter sent it, or the root alone. asked: whether a drafter was asked for it. uncut: the
+    drafted: the tree as a drafter sent it, or the root alone. wanted: whether a drafter was to send one. uncut: the
     tree with `forced_tokens`, those that the grammar implies. kept: the nodes of it that are verified. draft: the
     number of the drafter's tree, 0 for the root alone; draft_us: what its model took.
     """
 
     request: Request
     drafted: TokenTree
-    asked: bool
+    wanted: bool
     forced_tokens: list[int]
     uncut: TokenTree
     kept: Array
@@ -52,8 +52,8 @@ class Step:
         """Add what the request's grammar implies, and remove what the grammar or the request rules out."""
         forced_tokens = request.forced_tokens(drafted)
         tree = drafted.grafted(forced_tokens, GRAFT_PROB)
-        asked = request.wants_draft and not request.root_only
-        return cls(request, drafted, asked, forced_tokens, tree, request.admitted(tree), draft, draft_us)
+        wanted = request.wants_draft and not request.root_only
+        return cls(request, drafted, wanted, forced_tokens, tree, request.admitted(tree), draft, draft_us)
 
     @cached_property
     def tree(self) -> TokenTree:

@@ -44,7 +44,7 @@ class Steps(Protocol):
     """The layers of a head on a GPU."""
 
     def step(self, parts: Sequence[Rows]) -> Step:
-        """Prepare a forward over these rows, for which there are slots from now on."""
+        """Prepare a forward over these rows; there is room for them from now on."""
 
 
 class _Drafted(NamedTuple):
@@ -108,7 +108,7 @@ def _rows(session: Any, first: int, layer: int, width: int) -> Rows:
 
 
 def _best(tries: Sequence[Trie], logits: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """Return what may follow a layer's nodes, the same number of each trie, and with which probability."""
+    """Rank what may follow a layer's nodes, the same number of each trie. Returns tokens and their probabilities."""
     parts = logits.split(len(logits) // len(tries))
     asked = [
         (trie.ranking, part, [trie.session.synced + 1 + layer] * len(part))

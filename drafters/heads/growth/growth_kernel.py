@@ -86,7 +86,7 @@ def _select(
 
 
 def select(tokens: Tensor, prob: Tensor, above: Layer, slots: Tensor, layer: int, width: int, rows: int) -> NextLayer:
-    """Return the layer of that number, `width` nodes of each tree. tokens, prob: [nodes of the layer before, columns].
+    """Select the layer of that number, `width` nodes of each tree. tokens, prob: [nodes of the layer before, columns].
     slots: [trees] int32, of each tree's first new node. rows: of the forward that drafts them.
     """
     trees, device = len(slots), tokens.device

@@ -213,7 +213,7 @@ def _entered(best: list[float], children: list[Child]) -> list[Child]:
     return children
 
 
-class Talon(Policy):
+class TalonPaperPolicy(Policy):
     """TALON (arXiv 2601.07353) to the letter, equations 2-5 and algorithm 2.
 
     The pool of a layer is every child of every node of the layer before. The first `ungated` layers keep its best

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drafters.heads.growth.policies import STATIC_TREES, Adaptive, Dynamic, Policy, Static, Talon
+from drafters.heads.growth.policies import STATIC_TREES, Adaptive, Dynamic, Policy, Static, TalonPaperPolicy
 from engine.config import DrafterConfig
 from engine.core.errors import ConfigError
 
@@ -28,7 +28,7 @@ def _named(options: DrafterConfig, published: Policy, name: str) -> Policy:
     if name == "dynamic":
         return Dynamic(growth.depth, growth.top_k, options.budget)
     if name == "talon":
-        return Talon(options.budget, growth.top_k, growth.mu, growth.ungated)
+        return TalonPaperPolicy(options.budget, growth.top_k, growth.mu, growth.ungated)
     if name == "adaptive":
         return Adaptive(options.budget, growth.top_k, growth.mu, growth.gate)
     return published

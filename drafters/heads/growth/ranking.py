@@ -74,7 +74,7 @@ class ErrorScale:
                     self._learn(surprise)
 
     def _surprises(self) -> list[Sent]:
-        """Return how far the tokens drawn lay below what was expected, see `_learn`."""
+        """Send how far the tokens drawn lay below what was expected; see `_learn`."""
         if not (drawn := self._unread):
             return []
         self._unread = []

@@ -136,8 +136,23 @@ def product_kernel(address: Any) -> None:
 def own_panels(work: Any, part: Any) -> Any:
     """Return where this thread's panels of a part begin and end. A gate panel and its up panel are never separated."""
     together = 2 if work.gated != 0 else 1
-    units, thread, threads = part.panels // together, thread_id(), num_threads()
-    return units * thread // threads * together, units * (thread + 1) // threads * together
+    begin, end = share_of(part.panels // together, part.first // together, thread_id(), num_threads())
+    return begin * together, end * together
+
+
+@njit
+def share_of(units: int, before: int, thread: int, threads: int) -> tuple[int, int]:
+    """Where a thread's share of a part's units begins and ends. before: the units of the parts before it. Where these
+    left some threads one unit less than others, the next units that are over go to them: of all parts together, no
+    thread has more than one unit more than another.
+    """
+    least, over = units // threads, units % threads
+    first = before % threads  # of the threads that have one more; they go on from thread 0 after the last
+
+    def more(below: int) -> int:
+        return min(max(below - first, 0), over) + min(below, max(first + over - threads, 0))
+
+    return thread * least + more(thread), (thread + 1) * least + more(thread + 1)
 
 
 @njit

@@ -12,9 +12,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.amx import LINE_BYTES, TILE_BYTES, TILE_ROWS, call, fetch_line, pointer
-from engine.kernels.quant.layouts import LAYOUTS, STEP
-from engine.kernels.quant.unpack import place_of, unpack_step
+from engine.kernels.amx import LINE_BYTES, TILE_BYTES, TILE_ROWS, call, fetch_line, fetch_panel_line, pointer
+from engine.kernels.quant.layouts import LAYOUTS, STEP, QuantLayout
+from engine.kernels.quant.unpack import TileHead, open_tile, place_of, unpack_pairs
 from engine.kernels.simd import LANES
 
 PANELS = 2  # multiplied at once
@@ -69,6 +69,7 @@ def sum_tiles(
         x, last, stride, weights, steps, room = args[3:]
         panel_bytes = builder.mul(builder.udiv(steps, _WORD(of.steps)), _WORD(of.tile_bytes))
         starts = [builder.add(weights, builder.mul(panel_bytes, _WORD(panel))) for panel in range(width)]
+        next_panels = builder.mul(panel_bytes, _WORD(width))
 
         def tiles_of(step: ir.Value) -> list[ir.Value]:
             """Return where the bfloat16 tiles of a step's panels are, or will be unpacked."""
@@ -78,11 +79,24 @@ def sum_tiles(
                 return [builder.add(buffer, _WORD(panel * TILE_BYTES)) for panel in range(width)]
             return [place_of(builder, of, start, step)[0] for start in starts]
 
-        def prepare(step: ir.Value) -> None:
+        def prepare(step: ir.Value, tiles: list[ir.Value], inside: ir.Value, heads: list[TileHead | None]) -> None:
             """Unpack a step's codes, and prefetch those of a later step; after the last step, the next panels'."""
             fetch_later(builder, of.tile_bytes, of.steps, step, steps, weights, width)
-            for start, place in zip(starts, tiles_of(step), strict=True):
-                unpack_step(builder, of, start, step, place)
+            for tile, head, place in zip(tiles, heads, tiles_of(step), strict=True):
+                fetch_panel(builder, of, builder.add(tile, next_panels), inside)
+                unpack_pairs(builder, of, tile, inside, head, place)
+
+        def unpack_and_multiply() -> None:
+            """Unpack all steps, and multiply each while the next one is unpacked. A tile is opened once."""
+            with cgutils.for_range(builder, builder.udiv(steps, _WORD(of.steps))) as loop:
+                begin = builder.mul(loop.index, _WORD(of.tile_bytes))
+                tiles = [builder.add(start, begin) for start in starts]
+                heads = [open_tile(builder, of, tile) for tile in tiles]
+                with cgutils.for_range(builder, _WORD(of.steps)) as inner:
+                    step = builder.add(builder.mul(loop.index, _WORD(of.steps)), inner.index)
+                    prepare(step, tiles, inner.index, heads)
+                    with builder.if_then(builder.icmp_signed(">", step, _WORD(0))):
+                        multiply_step(builder.sub(step, _WORD(1)))
 
         def multiply_step(step: ir.Value) -> None:
             for panel, at in enumerate(tiles_of(step)):
@@ -99,11 +113,10 @@ def sum_tiles(
             call(builder, "llvm.x86.tilezero", number)
         end = builder.sub(steps, _WORD(1))
         if of.coded:
-            prepare(_WORD(0))
-        with cgutils.for_range(builder, end) as loop:
-            if of.coded:
-                prepare(builder.add(loop.index, _WORD(1)))
-            multiply_step(loop.index)
+            unpack_and_multiply()
+        else:
+            with cgutils.for_range(builder, end) as loop:
+                multiply_step(loop.index)
         multiply_step(end)
         for tile in range(count):
             for panel in range(width):
@@ -293,7 +306,7 @@ def fetch_later(
 
     tile_size, tile_steps: bytes and steps of a tile.
     """
-    share = -(-tile_size // tile_steps // LINE_BYTES) * LINE_BYTES
+    share = step_lines(tile_size, tile_steps)
     panel = builder.mul(builder.udiv(steps, _WORD(tile_steps)), _WORD(tile_size))
     tile = builder.mul(builder.udiv(step, _WORD(tile_steps)), _WORD(tile_size))
     later = builder.add(tile, _WORD(max(1, _AHEAD // tile_steps) * tile_size))
@@ -304,3 +317,16 @@ def fetch_later(
         at = builder.add(weights, builder.add(first, builder.mul(panel, _WORD(i))))
         for line in range(0, share, LINE_BYTES):
             fetch_line(builder, builder.add(at, _WORD(line)))
+
+
+def fetch_panel(builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value, step: ir.Value) -> None:
+    """Prefetch a step's share of a tile of a panel that is multiplied next."""
+    share = step_lines(layout.tile_bytes, layout.steps)
+    at = builder.add(tile, builder.mul(step, _WORD(share)))
+    for line in range(0, share, LINE_BYTES):
+        fetch_panel_line(builder, builder.add(at, _WORD(line)))
+
+
+def step_lines(tile_size: int, tile_steps: int) -> int:
+    """A step's share of a tile's bytes, in whole lines."""
+    return -(-tile_size // tile_steps // LINE_BYTES) * LINE_BYTES

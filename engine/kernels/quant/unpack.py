@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.amx import TILE_BYTES, fetch_line, pointer
+from engine.kernels.amx import TILE_BYTES, fetch_line, opaque, pointer
 from engine.kernels.quant.layouts import LAYOUTS, STEP, QuantLayout
 from engine.kernels.simd import LANES, features, fused, integers
 
@@ -76,7 +76,7 @@ def unpack_steps(context: Any, layout: Any, weights: Any, count: Any, place: Any
                 for line in range(0, share, _LINE):
                     fetch_line(builder, builder.add(ahead, _WORD(line)))
                 at = builder.add(goal, builder.mul(loop.index, _WORD(TILE_BYTES)))
-                _store_pairs(builder, pair_vectors(builder, of, tile, loop.index, head), at)
+                unpack_pairs(builder, of, tile, loop.index, head, at)
         return context.get_dummy_value()
 
     return types.void(layout, *[types.int64] * 4), generate
@@ -97,12 +97,19 @@ def unpack_at(context: Any, layout: Any, weights: Any, step: Any, place: Any) ->
 def unpack_step(builder: ir.IRBuilder, layout: QuantLayout, weights: ir.Value, step: ir.Value, place: ir.Value) -> None:
     """Unpack a step of the panel at `weights` as bfloat16 to `place`."""
     tile, inside = place_of(builder, layout, weights, step)
-    _store_pairs(builder, pair_vectors(builder, layout, tile, inside, open_tile(builder, layout, tile)), place)
+    unpack_pairs(builder, layout, tile, inside, open_tile(builder, layout, tile), place)
 
 
-def _store_pairs(builder: ir.IRBuilder, pairs: Iterator[ir.Value], place: ir.Value) -> None:
-    """Store the pairs of a step to `place`, one after the other."""
-    for pair, numbers in enumerate(pairs):
+def unpack_pairs(
+    builder: ir.IRBuilder,
+    layout: QuantLayout,
+    tile: ir.Value,
+    step: ir.Value,
+    head: TileHead | None,
+    place: ir.Value,
+) -> None:
+    """Unpack a step of a tile that was opened as bfloat16 to `place`, one pair after the other."""
+    for pair, numbers in enumerate(pair_vectors(builder, layout, tile, step, head)):
         builder.store(numbers, pointer(builder, builder.add(place, _WORD(_LINE * pair)), _PAIR), align=4)
 
 
@@ -169,19 +176,17 @@ def _of_step(
     """Return a step's scales, of the whole or of both halves, and its offsets."""
     if head.unscaled is None:
         return [head.scales], None if head.offsets is None else [head.offsets]
-    size, factors = LANES * layout.step_factors, factor_bytes(builder, layout, tile, step)
-    kind = factors.type
-    completed = ir.Constant(kind, [_EXPONENT[1] >> 24, *[0] * (size - 1)])
+    factors = factor_bytes(builder, layout, tile, step)
+    mask, exponent = integers(0xFF << 8), integers(_EXPONENT[1])
 
     def of(which: int, numbers: Halves, undone: Halves) -> Halves:
         found = []
         for half in range(2):
-            order = []
-            for lane in range(LANES):
-                order += [size + 1, which * LANES + 8 * half + lane // 2, size + 1, size]
+            order = [which * LANES + 8 * half + byte // 8 for byte in range(4 * LANES)]
             shape = ir.Constant(ir.VectorType(_INT, 4 * LANES), order)
-            factor = builder.bitcast(builder.shuffle_vector(factors, completed, shape), _FLOATS)
-            found.append(fused(builder, factor, numbers[half], undone[half]))
+            four_times = builder.bitcast(builder.shuffle_vector(factors, factors, shape), _INTS)
+            factor = builder.or_(builder.and_(opaque(builder, four_times), mask), exponent)
+            found.append(fused(builder, builder.bitcast(factor, _FLOATS), numbers[half], undone[half]))
         return found[0], found[1]
 
     scales, offsets = [of(half, head.scales, head.unscaled) for half in range(layout.halves)], None

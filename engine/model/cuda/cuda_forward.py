@@ -172,7 +172,7 @@ class CudaForward:
 
     def _slice_of(self, batch: Batch, first: int) -> tuple[int, int]:
         """Return where the next forward over the batch's rows from `first` on ends, and how many rows it has: as many
-        as the largest size holds, and attention has scratch for.
+        as the largest size holds, and attention has room for.
         """
         end = min(first + self.sizes[-1], len(batch))
         begins = batch.ancestor_ptr[first : end + 1]

@@ -160,7 +160,7 @@ class Receipt:
         return found
 
     def _read(self) -> list[int]:
-        """Read the tokens of all nodes."""
+        """Return the tokens of all nodes, once they have arrived."""
         if self._tokens is None:
             self.take(self._sent.read()[0][: 4 * self._begins[-1]].view(torch.int32).tolist())
         assert self._tokens is not None

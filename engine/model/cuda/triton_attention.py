@@ -294,7 +294,7 @@ def _attend_rows(
     summed = tl.zeros([FILLED, DIMS_FILLED], tl.float32)
     for chunk in range(start // CHUNK, (seen + CHUNK - 1) // CHUNK):
         low = chunk * CHUNK
-        known = real & (low < split)
+        known = real & (tl.maximum(low, start) < split)
         place = (part + chunk) * (KV_HEADS * Q_PER_KV) + heads
         here = tl.load(peaks + place, mask=known, other=float("-inf"))
         more = tl.load(totals + place, mask=known, other=0.0)

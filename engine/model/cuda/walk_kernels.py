@@ -116,8 +116,8 @@ def gather(
 
 
 def walk_trees(tokens: Tensor, drafted: Tensor, parents: Tensor, begins: Tensor, reach: int) -> tuple[Tensor, Tensor]:
-    """Return the accepted paths of all trees, [trees, reach] int32, and their lengths. reach: of the longest path that
-    may be.
+    """Walk down all trees. Returns the accepted paths, [trees, reach] int32, and their lengths. reach: of the longest
+    that may be.
     """
     trees = len(begins) - 1
     paths = torch.empty(trees, reach, dtype=torch.int32, device=tokens.device)

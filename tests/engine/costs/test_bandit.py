@@ -74,7 +74,7 @@ def test_a_mode_that_is_named_stays(mode: str, ahead: bool) -> None:
     for at in range(400):
         model.observe_round(1, 1, 1, 0.02)
         model.observe_mode(1, 1, 0.03 if at % 2 else 9.0)
-    assert model.ahead.second == ahead
+    assert model.drafting_ahead == ahead
 
 
 def automatic(in_turns_s: float, ahead_s: float, around_s: float = 0.02, requests: int = 1) -> CostModel:
@@ -82,19 +82,19 @@ def automatic(in_turns_s: float, ahead_s: float, around_s: float = 0.02, request
     model = CostModel(ForwardTime({1: 0.010, 8: 0.020}), mode="auto")
     for _ in range(24 + 16 * TRIALS + 8):
         model.observe_round(requests, requests, requests, around_s)
-        model.observe_mode(requests, 4 * requests, ahead_s if model.ahead.second else in_turns_s)
+        model.observe_mode(requests, 4 * requests, ahead_s if model.drafting_ahead else in_turns_s)
     return model
 
 
 @pytest.mark.parametrize("requests", [1, 8])
 def test_auto_stays_with_the_faster_mode(requests: int) -> None:
-    assert automatic(0.03, 0.02, requests=requests).ahead.second
-    assert not automatic(0.02, 0.03, requests=requests).ahead.second
-    assert not automatic(0.0200, 0.0199, requests=requests).ahead.second, "only for a clear gain"
+    assert automatic(0.03, 0.02, requests=requests).drafting_ahead
+    assert not automatic(0.02, 0.03, requests=requests).drafting_ahead
+    assert not automatic(0.0200, 0.0199, requests=requests).drafting_ahead, "only for a clear gain"
 
 
 def test_where_little_of_a_round_is_outside_of_the_forward_ahead_is_not_tried() -> None:
-    assert not automatic(0.02, 0.001, around_s=0.003).ahead.second
+    assert not automatic(0.02, 0.001, around_s=0.003).drafting_ahead
 
 
 def test_what_the_drafter_is_told() -> None:

@@ -36,41 +36,41 @@ def at_rate(seconds: dict[int, float], tokens: int, around_s: float, requests: i
 
 
 def test_a_sure_chain_is_verified_whole() -> None:
-    assert costs(STEEP).nodes_worth(chain(*[0.99] * 15), 1) == 16
+    assert costs(STEEP).count_paying(chain(*[0.99] * 15), 1) == 16
 
 
 def test_of_a_hopeless_tree_only_the_root_is_verified() -> None:
-    assert costs(STEEP).nodes_worth(chain(0.01, 0.01), 1) == 1
+    assert costs(STEEP).count_paying(chain(0.01, 0.01), 1) == 1
 
 
 def test_where_nodes_cost_nothing_all_are_verified() -> None:
-    assert costs(FLAT).nodes_worth(chain(0.5, *[0.9] * 20), 1) == 22
+    assert costs(FLAT).count_paying(chain(0.5, *[0.9] * 20), 1) == 22
 
 
 def test_an_engine_with_more_tokens_a_second_verifies_less() -> None:
     """What a node costs is the text that could be written in its time."""
     slow, fast = at_rate(STEEP, 1, 0.1), at_rate(STEEP, 4, 0.0)
     worth = chain(*[0.8] * 12)
-    assert slow.nodes_worth(worth, 1) > fast.nodes_worth(worth, 1)
+    assert slow.count_paying(worth, 1) > fast.count_paying(worth, 1)
 
 
 def test_all_roots_are_verified_whatever_they_cost() -> None:
     worth = np.asarray([1.0] * 16 + [0.001] * 30, np.float32)
-    assert costs(STEEP).nodes_worth(worth, 16) == 16
+    assert costs(STEEP).count_paying(worth, 16) == 16
 
 
 def test_trees_shrink_as_requests_become_many() -> None:
     """A node that fills up a cheap forward costs little, one that makes a full forward larger costs a whole step."""
     tree = chain(*[0.7] * 7)
-    alone = costs(STEEP).nodes_worth(tree, 1)
+    alone = costs(STEEP).count_paying(tree, 1)
     together = np.sort(np.tile(tree, 16))[::-1]
-    assert alone > costs(STEEP).nodes_worth(together, 16) / 16
+    assert alone > costs(STEEP).count_paying(together, 16) / 16
 
 
 @given(st.lists(st.floats(0.001, 1), max_size=60), st.integers(1, 8))
 def test_no_more_nodes_are_verified_than_there_are(probs: list[float], requests: int) -> None:
     worth = np.asarray([1.0] * requests + sorted(probs, reverse=True), np.float32)
-    assert requests <= costs(STEEP).nodes_worth(worth, requests) <= len(worth)
+    assert requests <= costs(STEEP).count_paying(worth, requests) <= len(worth)
 
 
 @given(st.floats(0.0, 0.1), st.integers(1, 8), st.integers(1, 16))
@@ -157,9 +157,9 @@ def test_the_rate_counts_the_rows_that_rounds_had() -> None:
 def test_behind_a_long_text_fewer_nodes_pay() -> None:
     model = costs(FLAT, seen_s=1e-4)
     worth = chain(*[0.9] * 20)
-    assert model.nodes_worth(worth, 1) == 21
-    assert model.nodes_worth(worth, 1, keys_each=1000) == 1
-    assert costs(FLAT, seen_s=1.0).nodes_worth(worth, 1) == 21, "no text, no keys"
+    assert model.count_paying(worth, 1) == 21
+    assert model.count_paying(worth, 1, keys_each=1000) == 1
+    assert costs(FLAT, seen_s=1.0).count_paying(worth, 1) == 21, "no text, no keys"
 
 
 def test_a_prompts_chunk_fills_up_what_twice_the_time_allows() -> None:
@@ -236,14 +236,14 @@ def test_until_a_round_was_seen_it_takes_its_forward_and_brings_a_token() -> Non
 
 @pytest.mark.parametrize(("mode", "ahead"), [("sequential", False), ("async", True), ("auto", False)])
 def test_drafts_are_made_ahead_where_the_mode_says_so(mode: str, ahead: bool) -> None:
-    assert costs(STEEP, mode=mode).ahead.second == ahead
+    assert costs(STEEP, mode=mode).drafting_ahead == ahead
 
 
 def test_in_turns_unless_told_otherwise() -> None:
     model = costs(STEEP)
     for _ in range(200):
         model.observe_mode(1, 1, 0.5)
-    assert not model.ahead.second
+    assert not model.drafting_ahead
 
 
 def test_drafting_ahead_is_not_tried_where_little_is_to_be_gained() -> None:
@@ -251,7 +251,7 @@ def test_drafting_ahead_is_not_tried_where_little_is_to_be_gained() -> None:
     for _ in range(200):
         model.observe_round(1, 1, 1, 0.001)
         model.observe_mode(1, 1, 0.0101)
-    assert not model.ahead.second
+    assert not model.drafting_ahead
 
 
 def test_a_chunk_at_the_beginning_of_a_prompt_looks_at_nothing_before_it() -> None:
@@ -289,7 +289,7 @@ STAIRCASE = {1: 0.010, 16: 0.0101, 64: 0.010, 128: 0.020, 256: 0.040}
 def test_of_rows_that_run_in_slices_as_many_are_verified_as_fill_one() -> None:
     """A row after the 64th costs a whole slice, one before it nothing."""
     worth = np.array([1.0] * 4 + [0.05] * 96, np.float32)
-    assert costs(STAIRCASE, forward_sizes=(64,)).nodes_worth(worth, 4) == 64
+    assert costs(STAIRCASE, forward_sizes=(64,)).count_paying(worth, 4) == 64
 
 
 SIZES = (16, 64, 256)
@@ -297,8 +297,8 @@ SIZES = (16, 64, 256)
 
 def test_of_rows_that_are_padded_as_many_are_verified_as_fill_the_least_forward_worth_it() -> None:
     model = costs({16: 0.01, 64: 0.02, 256: 0.08}, forward_sizes=SIZES)
-    assert model.nodes_worth(np.array([1.0] * 4 + [0.01] * 200, np.float32), 4) == 16
-    assert model.nodes_worth(np.array([1.0] * 4 + [0.1] * 200, np.float32), 4) == 64
+    assert model.count_paying(np.array([1.0] * 4 + [0.01] * 200, np.float32), 4) == 16
+    assert model.count_paying(np.array([1.0] * 4 + [0.1] * 200, np.float32), 4) == 64
 
 
 def test_a_prompt_takes_as_long_as_the_forwards_that_read_it() -> None:

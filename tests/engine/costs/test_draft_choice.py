@@ -127,10 +127,10 @@ def test_a_request_begins_with_what_others_have_seen() -> None:
 
 def test_times_are_learned_a_draft_s_and_a_position_s_apart() -> None:
     shared = Experience(draft_s=0.05, read_s=0.001)
-    for _ in range(200):
+    for _ in range(500):
         shared.observe(1.0, 0.08)
     assert shared.draft_s == pytest.approx(0.08, rel=1e-3) and shared.read_s == 0.001
-    for _ in range(200):
+    for _ in range(500):
         shared.observe(1.0, 0.08 + 100 * 0.002, reading=100)
     assert shared.draft_s == pytest.approx(0.08, rel=1e-3) and shared.read_s == pytest.approx(0.002, rel=1e-3)
 

@@ -23,6 +23,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 
+from drafters.heads.growth import growth_kernel
+from drafters.heads.growth.growth_kernel import Layer
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
@@ -121,6 +123,7 @@ def launch_lean(shape: Shape, pool: KVPool) -> None:
     layer_kernels.gated(x)
     noise_kernels.noisy_scores(torch.zeros(2, 5000), torch.zeros(5000, dtype=torch.int64), [(1, 2, 0.5)] * 2)
     launch_draws(shape, pool)
+    launch_growth()
 
 
 def launch_draws(shape: Shape, pool: KVPool) -> None:
@@ -133,11 +136,18 @@ def launch_draws(shape: Shape, pool: KVPool) -> None:
     walk_kernels.gather_path_rows(states, numbers, paths, lengths, numbers, sent)
 
 
+def launch_growth() -> None:
+    """What is launched between the layers of trees that grow on the device."""
+    above = Layer(torch.ones(20, dtype=torch.float64), torch.zeros(20, dtype=torch.int64), torch.zeros(20, 7).int())
+    tokens, prob, slots = torch.zeros(20, 10, dtype=torch.int64), torch.zeros(20, 10), torch.zeros(2, dtype=torch.int32)
+    growth_kernel.select(tokens, prob, above, slots, 2, 10, 64)
+
+
 def main() -> None:
     places = [(triton_attention, name) for name in ("_attend_texts", "_attend_rows")]
     places += [(layer_kernels, name) for name in ("enter", "norm", "gate")]
     places += [(noise_kernels, name) for name in ("draw_parts", "join_parts", "score_noisily")]
-    places += [(walk_kernels, name) for name in ("walk", "move", "gather")]
+    places += [(walk_kernels, name) for name in ("walk", "move", "gather")] + [(growth_kernel, "_select")]
     kernels = [Compiled(getattr(*place)) for place in places]
     for (module, name), kernel in zip(places, kernels, strict=True):
         setattr(module, name, kernel)

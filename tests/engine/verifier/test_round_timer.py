@@ -45,7 +45,7 @@ def meter() -> RoundTimer:
 
 
 def end_round(
-    meter: RoundTimer, rows: int, tokens: int, asked: bool = True, chunk: int = 0, lost: bool = False
+    meter: RoundTimer, rows: int, tokens: int, wanted: bool = True, chunk: int = 0, lost: bool = False
 ) -> None:
     """A round of one request ends: rows of its tree, of another's prompt, and the tokens that it emitted."""
     one, reader = One(), One()
@@ -56,7 +56,7 @@ def end_round(
         concluded.append(SimpleNamespace(request=reader, tokens=[0]))
     drafts: Any = SimpleNamespace(drafter=b"there")
     meter.forward_ns = int(1e9 * meter.costs.forward.seconds(sum(map(len, segments))))
-    rounds: list[Any] = [SimpleNamespace(request=one, asked=asked)]
+    rounds: list[Any] = [SimpleNamespace(request=one, wanted=wanted)]
     meter.observe_round(concluded, rounds, segments, drafts)
 
 
@@ -100,7 +100,7 @@ def drafted(
     choice = SimpleNamespace(observe=lambda kinds, costs, requests, **told: vars(seen).update(told))
     request = SimpleNamespace(choice=choice, waited_s=0.002)
     step: Any = SimpleNamespace(
-        request=request, asked=True, drafted=tree, draft_us=100 * of_model, kept=np.array(verified)
+        request=request, wanted=True, drafted=tree, draft_us=100 * of_model, kept=np.array(verified)
     )
     sources = [int(tree.source[node]) if node < len(tree) else GRAMMAR for node in path[1:]]
     result: Any = SimpleNamespace(sources=[*sources, 0], tokens=tokens)

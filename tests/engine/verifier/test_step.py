@@ -72,13 +72,13 @@ def test_an_error_of_the_device_is_no_requests_own(conclude: Any, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("drafted", "alone", "asked"), [(True, False, True), (True, True, False), (False, False, False)]
+    ("drafted", "alone", "wanted"), [(True, False, True), (True, True, False), (False, False, False)]
 )
 def test_a_round_remembers_whether_a_drafter_was_asked_even_when_the_next_one_is_decided(
-    drafted: bool, alone: bool, asked: bool
+    drafted: bool, alone: bool, wanted: bool
 ) -> None:
     request: Any = SimpleNamespace(wants_draft=drafted, root_only=alone, forced_tokens=lambda tree: [])
     request.admitted = lambda tree: np.arange(len(tree))
     step = Step.of(request, TokenTree.root_only(7))
     request.root_only = not alone
-    assert step.asked == asked
+    assert step.wanted == wanted

@@ -15,10 +15,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.amx import LINE_BYTES, fetch_line, pointer
+from engine.kernels.amx import LINE_BYTES, fetch_line, fetch_panel_line, opaque, pointer
 from engine.kernels.gemm.int8.dots import InstructionSet, dot, looked_up, same, spread_word, words
 from engine.kernels.gemm.int8.layout import OFFSET_AT, ROW_GROUP_BYTES, SCALE_AT, SUMS_AT, VECTORS
-from engine.kernels.gemm.matmul_sums import row_counts
+from engine.kernels.gemm.matmul_sums import PANELS, row_counts
 from engine.kernels.quant.layouts import LAYOUTS, QuantLayout
 from engine.kernels.quant.layouts import STEP as BLOCK_INPUTS
 from engine.kernels.quant.unpack import factor_bytes
@@ -76,6 +76,7 @@ class _Block:
         sums = [cgutils.alloca_once(builder, self.floats) for _ in range(self.count)]
         for cell in sums:
             builder.store(same(self.floats, 0.0), cell)
+        apart = builder.mul(blocks, _WORD(PANELS * of.tile_bytes))
         with cgutils.for_range(builder, blocks) as loop:
             tile = self._after(tiles, loop.index, of.tile_bytes)
             groups = self._after(x, loop.index, of.steps * self.count * ROW_GROUP_BYTES)
@@ -85,23 +86,32 @@ class _Block:
             if of.factors is not None and self.offsets:
                 numbers[-1] = builder.fneg(numbers[-1])
             if of.steps == 1:
-                self._add_group(sums, tile, _WORD(0), groups, numbers)
+                self._add_group(sums, tile, _WORD(0), groups, numbers, apart)
             else:
                 with cgutils.for_range(builder, _WORD(of.steps)) as inner:
                     here = self._after(groups, inner.index, self.count * ROW_GROUP_BYTES)
-                    self._add_group(sums, tile, inner.index, here, numbers)
+                    self._add_group(sums, tile, inner.index, here, numbers, apart)
         for row, cell in enumerate(sums):
             place = builder.add(self._after(room, _WORD(row), room_stride), _WORD(4 * self.part * self.used.lanes))
             builder.store(builder.load(cell), pointer(builder, place, self.floats), align=4)
 
     def _add_group(
-        self, sums: list[ir.Value], tile: ir.Value, group: ir.Value, x: ir.Value, numbers: list[ir.Value]
+        self,
+        sums: list[ir.Value],
+        tile: ir.Value,
+        group: ir.Value,
+        x: ir.Value,
+        numbers: list[ir.Value],
+        apart: ir.Value,
     ) -> None:
-        """Add a group's products. numbers: the tile's scales and offsets."""
+        """Add a group's products. numbers: the tile's scales and offsets. apart: how far the next panels but one are."""
         builder, of = self.builder, self.of
-        codes_at = self._after(builder.add(tile, _WORD(of.codes_at)), group, of.code_bytes)
+        codes_at = opaque(builder, self._after(builder.add(tile, _WORD(of.codes_at)), group, of.code_bytes))
+        share = opaque(builder, self._after(tile, group, of.tile_bytes // of.steps))
+        later = opaque(builder, builder.add(share, apart))
         for line in range(0, of.tile_bytes // of.steps if self.ahead else 0, LINE_BYTES):
-            fetch_line(builder, builder.add(codes_at, _WORD(self.ahead + line)))
+            fetch_line(builder, builder.add(share, _WORD(self.ahead + line)))
+            fetch_panel_line(builder, builder.add(later, _WORD(line)))
         if of.factors is not None:
             stored = factor_bytes(builder, of, tile, group)
             factors = [self._factor(stored, i * LANES) for i in range(of.step_factors)]
@@ -109,6 +119,7 @@ class _Block:
         codes = self._codes(codes_at)
         if self.values is not None:
             codes = looked_up(builder, self.used, self.values, codes)
+        x = opaque(builder, x)
         for row, cell in enumerate(sums):
             total = builder.load(cell)
             for pair in self._products(codes, numbers, x, row * ROW_GROUP_BYTES):

@@ -74,6 +74,8 @@ class Texts:
         moved.keys, moved.values = pool.keys.to(DEVICE), pool.values.to(DEVICE)
         attention = TritonAttention(moved, GROUPS, len(batch))
         vars(attention).update(self.changes)
+        for scratch in (attention._peaks, attention._totals, attention._sums):
+            scratch.fill_(torch.nan)
         rows = PaddedRows.of(batch, 0, len(batch), len(batch) + self.padding, attention)
         padded = torch.cat([query, query[-1:].expand(self.padding, -1, -1)])
         found = attention(DeviceRows(*(part.to(DEVICE) for part in rows.seen)), 0, rule, padded.to(DEVICE)).cpu()
@@ -160,6 +162,16 @@ def test_chunks_that_only_longer_texts_need_change_nothing(monkeypatch: pytest.M
     short, long = texts.read(text(20, 8)), texts.read(text(200, 9), TokenTree.root_only(1))
     assert torch.equal(texts.attend([short], Rule(0.2)), texts.attend([short, long], Rule(0.2))[:9])
     assert texts.attend([long, short], Rule(0.2, window=5)).isfinite().all()
+
+
+@pytest.mark.parametrize("window", [3, 9, 20])
+def test_rows_whose_window_begins_among_their_ancestors_read_no_text(window: int) -> None:
+    texts, prompt = Texts(32, torch.float32), text(64, 3)
+    tree = TokenTree.from_lists([*range(17)], [-1, 0, 0, *range(2, 16)], [1.0] * 17)
+    found = texts.attend([texts.read(prompt, tree)], Rule(0.2, window=window))
+    for node in (0, 2, 9, 16):
+        expected = texts.expected([*prompt, *tree.path_tokens(node)], Rule(0.2, window=window))
+        torch.testing.assert_close(found[node].double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("large", "programs"), [(1, 3), (4, 3), (16, 1), (16, 100)])
