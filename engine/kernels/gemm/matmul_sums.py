@@ -234,8 +234,8 @@ def sum_vectors(
 
 
 def row_counts(builder: ir.IRBuilder, rows: ir.Value, most: int, least: int = 1) -> Iterator[int]:
-    """Yield each of `least` to `most`: the code emitted for it runs if that is the number of rows, one of these. With code
-    of their own, two rows take two thirds of the time of four.
+    """Yield each of `least` to `most`: the code emitted for it runs if that is the number of rows, one of these. With
+    code of their own, two rows take two thirds of the time of four.
     """
     end = builder.append_basic_block("summed")
     blocks = [builder.append_basic_block(f"rows.{count}") for count in range(least, most + 1)]
