@@ -29,7 +29,7 @@ def downloaded(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(part for _, part in sorted(zip(order, parts, strict=True), key=itemgetter(0)))
 
 
-class Sent:
+class Download:
     """Results on their way to the host, once what was launched is done. Nobody waits until they are read."""
 
     def __init__(self, results: Sequence[Tensor]):

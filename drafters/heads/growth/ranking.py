@@ -26,7 +26,7 @@ from torch import Tensor
 from drafters.heads.growth.policies import Candidates
 from drafters.heads.top import top
 from engine.core.params import SamplingParams
-from engine.device import Sent, downloaded, uploaded
+from engine.device import Download, downloaded, uploaded
 from engine.sampling.noise import gumbel_nearby
 from engine.sampling.sampler import truncate
 
@@ -55,7 +55,7 @@ class ErrorScale:
     def __init__(self, value: float = 1.0):
         self.value = value
         self._unread: list[Drawn] = []
-        self._sent: list[Sent] = []  # of the draws before these
+        self._sent: list[Download] = []  # of the draws before these
 
     def learn(self, one: Drawn) -> None:
         """Learn from a draw; on a GPU only when it is told to `settle`."""
@@ -73,7 +73,7 @@ class ErrorScale:
                 if math.isfinite(surprise):  # otherwise the head does not know the token, or truncation ruled it out
                     self._learn(surprise)
 
-    def _surprises(self) -> list[Sent]:
+    def _surprises(self) -> list[Download]:
         """Send how far the tokens drawn lay below what was expected; see `_learn`."""
         if not (drawn := self._unread):
             return []
@@ -83,7 +83,7 @@ class ErrorScale:
         expected = (scores.softmax(-1) * scores.clamp(min=-1e9)).sum(-1)
         (tokens,) = uploaded([torch.tensor([[one.token] for one in drawn])], device)
         found = scores.float().masked_fill(ids != tokens, -torch.inf).amax(-1)  # the score of the drawn token
-        return [Sent([expected - found])]
+        return [Download([expected - found])]
 
     def _learn(self, surprise: float) -> None:
         """Learn from one draw. surprise: how far the drawn token's s * T lay below its expectation, in units of b."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.core.batch import Int
 from engine.core.hidden_states import States
-from engine.device import Sent, uploaded
+from engine.device import Download, uploaded
 from engine.model.cuda.noise_kernels import draw_tokens, noise_keys
 from engine.model.cuda.walk_kernels import gather_path_rows, move_paths, walk_trees
 from engine.model.drawn_tree import DrawnTree
@@ -56,7 +56,7 @@ class Receipt:
         self._fetched: dict[int, States] = {}  # of longer paths than are sent
         self._successors = successors
         nothing = logits.new_empty(0)
-        self._sent = Sent([
+        self._sent = Download([
             self._launch(logits.contiguous(), pool) if self._trees else nothing,
             nothing if states is None else states[rows:].to(torch.bfloat16),
             logits[:rows].topk(successors).indices.int() if successors else nothing,

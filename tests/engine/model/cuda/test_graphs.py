@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine import device as device_module
-from engine.device import Sent, _parts, _split_up, downloaded, own_stream, pack_inputs, uploaded, wait
+from engine.device import Download, _parts, _split_up, downloaded, own_stream, pack_inputs, uploaded, wait
 from engine.model.cuda import graphs
 from engine.model.cuda.graphs import CaptureOwner, Recorded, RecordedRows, bucket
 
@@ -351,7 +351,7 @@ def test_results_are_waited_for_when_they_are_read_and_once(monkeypatch: pytest.
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(device_module, "_on_its_way", lambda result: torch.arange(2))
-    sent = Sent([Away()])  # type: ignore[list-item]
+    sent = Download([Away()])  # type: ignore[list-item]
     assert told == ["recorded"] and not sent.arrived
     for _ in range(2):
         assert [part.tolist() for part in sent.read()] == [[0, 1]]

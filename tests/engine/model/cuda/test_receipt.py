@@ -77,7 +77,7 @@ def test_paths_and_tokens_are_those_of_verify_node_by_node() -> None:
 def test_nothing_is_read_before_it_is_asked_for_and_all_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sent, read = [0], [0]
 
-    class Noted(device.Sent):
+    class Noted(device.Download):
         def __init__(self, results: Any):
             sent[0] += 1
             super().__init__(results)
@@ -86,7 +86,7 @@ def test_nothing_is_read_before_it_is_asked_for_and_all_is_sent_at_once(monkeypa
             read[0] += 1
             return super().read()
 
-    monkeypatch.setattr(receipt, "Sent", Noted)
+    monkeypatch.setattr(receipt, "Download", Noted)
     trees = [tree_of(1), tree_of(2)]
     found = receipt_of(trees, [sampler_of(GREEDY), sampler_of(SAMPLED)], logits_of(FIRST + 24), torch.randn(29, 1, 2))
     assert (sent, read) == ([1], [0])
