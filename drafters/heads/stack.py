@@ -78,7 +78,7 @@ class ProgramLayer(Protocol):
 
 @dataclass(frozen=True)
 class StackLayer:
-    """input_norm: None where the first product multiplies the residual itself."""
+    """A layer of a stack. input_norm: None where the first product multiplies the residual itself."""
 
     qkv: Linear
     decoder: DecoderLayer

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """pool: where the keys and values of all requests are; None for the forward with masks, whose caches hold them."""
+    """Runs forwards over the requests of a target. pool: where the keys and values of all requests are; None for the
+    forward with masks, whose caches hold them.
+    """
 
     def __init__(self, forward: Forward | MaskedForward, pool: KVPool | None, vocab_size: int, dtype: torch.dtype):
         self.forward, self.pool, self.vocab_size, self.dtype = forward, pool, vocab_size, dtype
@@ -118,8 +120,8 @@ class Runner:
 
 
 class Chosen(NamedTuple):
-    """inexact: why a token's bits depend on other rows, "" if they do not. unlike: why a CPU does not run the lean
-    decoder, "" if it does.
+    """The runner that a trial has chosen. inexact: why a token's bits depend on other rows, "" if they do
+    not. unlike: why a CPU does not run the lean decoder, "" if it does.
     """
 
     runner: Runner
