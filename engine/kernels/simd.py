@@ -167,6 +167,16 @@ def maximum(context: Any, a: Any, b: Any) -> Any:
     return vector(vector, vector), generate
 
 
+@intrinsic(prefer_literal=True)
+def minimum(context: Any, a: Any, b: Any) -> Any:
+    """The smaller of each lane; a where they cannot be compared."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", *args), args[1], args[0])
+
+    return vector(vector, vector), generate
+
+
 def _across(builder: ir.IRBuilder, x: ir.Value, join: Any) -> ir.Value:
     """All lanes reduced, by halves: lane i with lane i + 8, then with i + 4, ..."""
     step = LANES // 2
