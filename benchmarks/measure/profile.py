@@ -47,8 +47,8 @@ class ForwardTimes(msgspec.Struct):
 
 
 class Profile(msgspec.Struct):
-    """weights_mb: the matrices that a forward reads, as stored in memory. behind: tokens of text before the rows.
-    kv_mb: what keys and values of 1,000 tokens take, 0 if these are not pooled.
+    """The measurements of a target's forwards. weights_mb: the matrices that a forward reads, as stored in memory.
+    behind: tokens of text before the rows. kv_mb: what keys and values of 1,000 tokens take, 0 if these are not pooled.
     """
 
     model: str
@@ -96,7 +96,7 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
                 progress.advance(task)
     target.release(cache)
     integers = limits.int8_multiply_adds_per_s or None
-    block_bytes = 0 if target.pool is None else target.pool.shape.block_bytes
+    block_bytes = 0 if target.pool is None else target.pool.block_bytes
     held = block_bytes * -(-behind // BLOCK)
     return Profile(
         target.name,

@@ -27,7 +27,9 @@ _GRAMMAR_S = 0.005  # between checks whether a grammar has been read
 
 
 class FrontEndLink:
-    """budget: maximum nodes of a tree, for which a request reserves room."""
+    """The verifier's end of its link to the front end. budget: maximum nodes of a tree, for which a request reserves
+    room.
+    """
 
     def __init__(self, dealer: Dealer, target: Target, config: Config):
         self.dealer, self.target, self.budget = dealer, target, config.drafter.budget
@@ -124,8 +126,8 @@ class FrontEndLink:
             defaults=defaults,
             eos_tokens=tuple(sorted(target.eos_tokens)),
             weight_bytes=target.weight_bytes,
-            kv_bytes=0 if pool is None else pool.blocks * pool.shape.block_bytes,
-            state_bytes=0 if states is None else states.slots * states.shape.slot_bytes,
+            kv_bytes=0 if pool is None else pool.blocks * pool.block_bytes,
+            state_bytes=0 if states is None else states.bytes,
             snapshot_bytes=0 if states is None else states.shape.slot_bytes,
             activations=target.activations,
             kv_type=target.kv_type,

@@ -23,14 +23,16 @@ from engine.kernels.quant.quantise import quantised
 from engine.kernels.quant.stored import StoredMatrix, row_bytes
 from engine.weights.checkpoint import CheckpointTensor, read_checkpoint
 from engine.weights.quantised import QuantisedSource, quantised_source_of
-from engine.weights.stored_weights import Place, StoredWeights, Unreadable, is_vector, named
+from engine.weights.stored_weights import Place, StoredWeights, Unreadable, held, is_vector, named, stored_buffers
 
 _AT_ONCE = 1 << 18  # numbers that a thread quantises at a time
 
 
 @dataclass(frozen=True)
 class QuantisedCheckpoint:
-    """folder: of the checkpoint. kind: the GGUF type that its matrices get, such as Q8_0."""
+    """A checkpoint whose matrices are quantised when they are read. folder: of the checkpoint. kind: the GGUF type that
+    its matrices get, such as Q8_0.
+    """
 
     folder: Path
     kind: str
@@ -70,7 +72,9 @@ class QuantisedCheckpoint:
 
 
 class QuantisedWeights(StoredWeights):
-    """places, vectors: of `matched`, or what an earlier start has kept of them."""
+    """The parameters of a quantised checkpoint. places, vectors: of `matched`, or what an earlier start has kept of
+    them.
+    """
 
     def __init__(self, checkpoint: QuantisedCheckpoint, places: Mapping[str, Place], vectors: Mapping[str, Tensor]):
         super().__init__(checkpoint.size, checkpoint.kind.lower(), places, vectors)
@@ -79,7 +83,7 @@ class QuantisedWeights(StoredWeights):
     def rows(self, tensor: str) -> StoredMatrix:
         return self.checkpoint.matrix(self.checkpoint.tensors[tensor])
 
-    def experts(self, name: str) -> list[list[StoredMatrix]]:
+    def experts(self, name: str, parts: int = 0) -> list[list[StoredMatrix]]:
         raise Unreadable("experts are read from GGUF files alone")
 
     def values(self, name: str) -> Tensor:
@@ -95,14 +99,15 @@ def matched(checkpoint: QuantisedCheckpoint, model: Any) -> tuple[dict[str, Plac
     """
     places: dict[str, Place] = {}
     vectors: dict[str, Tensor] = {}
-    for first, same in named(model).items():
+    for first, same in (named(model) | stored_buffers(model)).items():
         name = next((name for name in same if name in checkpoint.tensors), None)
         if name is None:
             raise Unreadable(f"{first} is not stored under its name")
         tensor = checkpoint.tensors[name]
-        if tensor.shape != tuple(model.get_parameter(first).shape):
+        parameter = held(model, first)
+        if tensor.shape != tuple(parameter.shape):
             raise Unreadable(f"{name} is stored in another shape")
-        if is_vector(model.get_parameter(first)):
+        if is_vector(parameter):
             vectors |= dict.fromkeys(same, _numbers(tensor))
         else:
             places |= dict.fromkeys(same, Place((name,), tuple(tensor.shape)))
