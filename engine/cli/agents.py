@@ -114,6 +114,8 @@ AGENTS = {
                 "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "$context",
                 "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "$answer",
                 "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+                "CLAUDE_STREAM_IDLE_TIMEOUT_MS": "3600000",  # else it leaves a prompt that takes five minutes
+                "API_TIMEOUT_MS": "3600000",
             },
             command=("claude",),
             own_tokens=18_800,
