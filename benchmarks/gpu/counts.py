@@ -38,7 +38,7 @@ _ROUNDS = 3  # rounds, of which the last is counted: the graphs of the others ar
 _KERNELS = {
     layer_kernels: ("norm", "enter", "gate"),
     triton_attention: ("_attend_texts", "_attend_rows"),
-    noise_kernels: ("draw_parts", "join_parts", "score_noisily"),
+    noise_kernels: ("draw_parts", "join_parts", "score_noisily", "rank"),
     walk_kernels: ("walk", "move", "gather"),
     growth_kernel: ("_select",),
 }

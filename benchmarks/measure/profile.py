@@ -47,8 +47,8 @@ class ForwardTimes(msgspec.Struct):
 
 
 class Profile(msgspec.Struct):
-    """weights_mb: the matrices that a forward reads, as stored in memory. behind: tokens of text before the rows.
-    kv_mb: what keys and values of 1,000 tokens take, 0 if these are not pooled.
+    """The measurements of a target's forwards. weights_mb: the matrices that a forward reads, as stored in memory.
+    behind: tokens of text before the rows. kv_mb: what keys and values of 1,000 tokens take, 0 if these are not pooled.
     """
 
     model: str

@@ -38,7 +38,7 @@ ADD_TOKENS = np.dtype([(name, "i8") for name in ("table", "tokens", "out", "rows
 
 @kernel(ADD_TOKENS)
 def add_tokens_kernel(address: Any) -> None:
-    """out [rows, columns] += table[tokens]. tokens: [rows] int32."""
+    """Compute out [rows, columns] += table[tokens]. tokens: [rows] int32."""
     work = carray(address, 1)[0]
     for row in range(thread_id(), work.rows, num_threads()):
         source = work.table + int_at(work.tokens + 4 * row) * work.columns * work.width
@@ -78,7 +78,7 @@ class ProgramLayer(Protocol):
 
 @dataclass(frozen=True)
 class StackLayer:
-    """input_norm: None where the first product multiplies the residual itself."""
+    """A layer of a stack. input_norm: None where the first product multiplies the residual itself."""
 
     qkv: Linear
     decoder: DecoderLayer
@@ -94,7 +94,7 @@ class StackLayer:
         return self.decoder.heads, self.decoder.kv_heads, self.decoder.head_dim
 
     def rotation(self, positions: int) -> Tensor:
-        """[positions, rotated] float32: cosines, then sines."""
+        """Return [positions, rotated] float32: cosines, then sines."""
         return self.decoder.rotary.halves(positions)
 
     @property
@@ -117,7 +117,7 @@ class StackLayer:
 
 
 def norm_of(norm: RMSNorm | Norm | None) -> Norm | None:
-    """A head's norm, as a program takes it."""
+    """Return a head's norm, as a program takes it."""
     return norm if not isinstance(norm, RMSNorm) else Norm(norm.weight.float().contiguous(), float(norm.eps))
 
 
@@ -125,7 +125,7 @@ class PooledCache(KVCache):
     """One request's keys and values in the pool of a stack."""
 
     def places(self, first: int, count: int) -> Int:
-        """[count]: places in the pool of the slots from `first` on."""
+        """Return [count]: places in the pool of the slots from `first` on."""
         self.reserve(first + count)
         return self.slots(np.arange(first, first + count, dtype=np.int32))
 
@@ -164,7 +164,7 @@ class GrowingPool(KVPool):
 
 
 def fits(decoder: DecoderLayer) -> bool:
-    """Whether a CPU can run such layers as a stack."""
+    """Return whether a CPU can run such layers as a stack."""
     sizes = (decoder.out.outputs, decoder.gate_up.outputs, decoder.head_dim * (decoder.heads + 2 * decoder.kv_heads))
     return all(size % LANES == 0 for size in sizes)
 
@@ -198,7 +198,7 @@ class StackSpec:
         return self.own_layers[0].decoder
 
     def kv_shape(self, pairs: bool = False) -> KVShape:
-        """Of the pool that holds what its layers read. pairs: see `KVShape`."""
+        """Return the shape of the pool that holds what its layers read. pairs: see `KVShape`."""
         _, kv_heads, head_dim = self.layers[0].heads
         return KVShape(len(self.layers), kv_heads, head_dim, self.dtype, pairs)
 
@@ -221,8 +221,8 @@ class Stack:
             self.cos_sin = self.first.rotation(2 * positions)
 
     def run(self, above: Sequence[int], parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
-        """The head's outputs for the chosen rows (None: all), [chosen, outputs]. above: [rows], the slots of the pool
-        that hold what each row enters with.
+        """Return the head's outputs for the chosen rows (None: all), [chosen, outputs]. above: [rows], the slots of the
+        pool that hold what each row enters with.
         """
         for part in parts:
             part.cache.reserve(part.first + len(part))
@@ -251,7 +251,7 @@ class Stack:
         return out
 
     def _program_for(self, capacity: int) -> LayerProgram:
-        """The program for up to `capacity` rows of all blocks that the pool has now."""
+        """Return the program for up to `capacity` rows of all blocks that the pool has now."""
         spec, self._blocks = self.spec, self.pool.blocks
         heads, kv_heads, head_dim = self.first.heads
         self._attention = Attention(self.pool, heads // kv_heads)

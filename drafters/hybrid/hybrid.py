@@ -49,8 +49,8 @@ class Unlearned(NamedTuple):
 
 
 class HybridDrafter(Drafter):
-    """head: drafts with a model. memories: the retrieval drafters whose trees are merged in. budget: maximum nodes of a
-    tree.
+    """Merges a draft model and retrieval in one tree. head: drafts with a model. memories: the retrieval drafters whose
+    trees are merged in. budget: maximum nodes of a tree.
     """
 
     calibrated = rests = True

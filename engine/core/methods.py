@@ -11,8 +11,10 @@ from engine.core.spelling import did_you_mean
 
 @dataclass(frozen=True)
 class Method:
-    """drafter: "module:class", a `Head` or a drafter with a `from_config`; None for plain decoding. has_model: it runs
-    a torch model. merges: it drafts with what `drafters.parts` names, one method that has a model and some that have
+    """A way to draft that a configuration can name.
+
+    drafter: "module:class", a `Head` or a drafter with a `from_config`; None for plain decoding. has_model: it runs a
+    torch model. merges: it drafts with what `drafters.parts` names, one method that has a model and some that have
     none. probes: it learns from nodes that it does not expect to be accepted, so they must not be cut. remembers: it
     drafts from what earlier requests of the same owner were answered. bit: its place among the bits of
     `TokenTree.source`, 0 to 31, by which messages name it; drafters that are not in the table share the last one.

@@ -38,7 +38,9 @@ class Overtaken(Exception):
 
 
 class DrafterWorker:
-    """control: the line to the front end; verdicts: the line to the verifier."""
+    """Drafts for the requests of one verifier. control: the line to the front end; verdicts: the line to
+    the verifier.
+    """
 
     def __init__(self, drafter: Drafter, control: Dealer, verdicts: Dealer | LoopDealer, traced: bool = False):
         self.drafter, self.control, self.verdicts = drafter, control, verdicts

@@ -28,8 +28,8 @@ _FIRST_LEVEL, _SECOND_LEVEL = 3, 2
 
 
 def tile_sizes(sizes: Sequence[tuple[int | None, int]]) -> NDArray[np.uint8]:
-    """[17, 64]: for each row count, from 0 on, the configuration for `configure_tiles`. sizes: for tiles 0, 1, ..., the
-    rows (None: the row count) and the bytes of a row.
+    """Return [17, 64]: for each row count, from 0 on, the configuration for `configure_tiles`. sizes: for tiles 0, 1,
+    ..., the rows (None: the row count) and the bytes of a row.
     """
     table = np.zeros((TILE_ROWS + 1, 64), np.uint8)
     table[:, 0] = 1
@@ -46,7 +46,7 @@ def call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> None:
 
 
 def pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type = _BYTE) -> ir.Value:
-    """A pointer to that address."""
+    """Return a pointer to that address."""
     return builder.inttoptr(address, kind.as_pointer())
 
 
@@ -90,7 +90,7 @@ def _prefetch(builder: ir.IRBuilder, address: ir.Value, locality: int) -> None:
 
 @intrinsic(prefer_literal=True)
 def fetch(context: Any, address: Any) -> Any:
-    """`fetch_line` for kernels."""
+    """Call `fetch_line` from a kernel."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         fetch_line(builder, args[0])
@@ -133,7 +133,7 @@ def tile_zero(context: Any, tile: Any) -> Any:
 
 
 def _moving(name: str, tile: Any) -> Any:
-    """What the intrinsics below return: the named instruction, which moves rows between a tile and memory."""
+    """Return what the intrinsics below emit: the named instruction, which moves rows between a tile and memory."""
     number = _BYTE(tile.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -157,7 +157,7 @@ def tile_store(context: Any, tile: Any, address: Any, stride: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def tile_dot(context: Any, sums: Any, rows: Any, pairs: Any) -> Any:
-    """sums += rows @ pairs. rows: [m, k] bfloat16; pairs: [k / 2, n, 2] bfloat16; sums: [m, n] float32."""
+    """Compute sums += rows @ pairs. rows: [m, k] bfloat16; pairs: [k / 2, n, 2] bfloat16; sums: [m, n] float32."""
     numbers = [_BYTE(tile.literal_value) for tile in (sums, rows, pairs)]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

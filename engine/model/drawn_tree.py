@@ -14,8 +14,8 @@ from engine.sampling.sampler import Sampler
 
 @dataclass(frozen=True)
 class DrawnTree:
-    """first: the tree's first row of the logits, and of the hidden states. cache: where its rows' keys and values are;
-    None if they are to stay where they are.
+    """A tree whose tokens are drawn on the device. first: the tree's first row of the logits, and of the hidden states.
+    cache: where its rows' keys and values are; None if they are to stay where they are.
     """
 
     tree: TokenTree

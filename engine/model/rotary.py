@@ -45,8 +45,8 @@ class Frequencies(msgspec.Struct, frozen=True):
 
 
 def frequencies_of(rotary: Any) -> dict[str, Frequencies] | None:
-    """Those of a stock rotary module, by the kinds of layers that it tells apart, "" if it tells none apart. None if
-    its cosines and sines are not those of `RotaryTables`, to the bit.
+    """Return the frequencies of a stock rotary module, keyed by layer type; "" if there is only one. None if its
+    cosines and sines are not those of `RotaryTables`, to the bit.
     """
     kinds: list[str] = [*rotary.rope_type] if isinstance(getattr(rotary, "rope_type", None), dict) else [""]
     found = {}
@@ -82,7 +82,7 @@ class RotaryTables:
 
 
 def _table(kind: Frequencies, first: int, end: int) -> Tensor:
-    """[positions, width] float32, of whole chunks."""
+    """Return [positions, width] float32, of whole chunks."""
     of_position, chunks = torch.tensor(kind.of_position, dtype=torch.float32), []
     for start in range(first, end, _CHUNK):
         angles = torch.arange(start, start + _CHUNK).float()[:, None] * of_position
@@ -111,12 +111,12 @@ def _repeats(cosines: Tensor) -> bool:
 
 
 def rounded_up(positions: int) -> int:
-    """The size of a table that holds `positions` positions."""
+    """Return the size of a table that holds `positions` positions."""
     return -(-positions // _CHUNK) * _CHUNK
 
 
 def _moves(kind: str) -> bool:
-    """Whether `transformers` updates the frequencies of this kind in its forward (`dynamic_rope_update`)."""
+    """Return whether `transformers` updates the frequencies of this kind in its forward (`dynamic_rope_update`)."""
     return kind == "longrope" or "dynamic" in kind
 
 

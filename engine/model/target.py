@@ -65,7 +65,7 @@ class Target(Runner):
     def of_model(
         cls, model: Any, name: str, kv_memory: int | None = None, kv_type: KVType = "auto", draft: bool = False
     ) -> Target:
-        """The target of a stock model in memory. kv_memory, kv_type, draft: see `load`."""
+        """Return the target of a stock model in memory. kv_memory, kv_type, draft: see `load`."""
         from engine.model.trial.forward_choice import ForwardChoice
 
         facts = _facts_of(model, name)
@@ -102,8 +102,8 @@ class Target(Runner):
 
     @classmethod
     def of_config(cls, config: Config) -> Target:
-        """The target that a configuration names. Raises ConfigError if it cannot have those weights or activations, or
-        keys and values of that type.
+        """Return the target that a configuration names. Raises ConfigError if it cannot have those weights or
+        activations, or keys and values of that type.
         """
         memory, kv_type = config.verifier.kv_memory, config.verifier.kv_type
         target = cls.load(config.model, config.dtype, config.device, memory, config.activations, kv_type)
@@ -135,7 +135,7 @@ class Target(Runner):
         activations: ActivationsOption,
         kv_type: KVType,
     ) -> Target | None:
-        """The target of a directory whose weights lie in blocks or are quantised, with nothing in memory but the
+        """Return the target of a directory whose weights lie in blocks or are quantised, with nothing in memory but the
         decoder's own layout; None if the stock forward has to be loaded for it.
         """
         if device.type != "cpu" or (stored := open_stored(Path(path))) is None:
@@ -178,7 +178,7 @@ class Target(Runner):
         activations: Activations,
         kv_type: KVType,
     ) -> Target:
-        """The target that an earlier start has tried, without transformers."""
+        """Return the target that an earlier start has tried, without transformers."""
         weights = reopened(stored, proved.places, proved.vectors)
         structure, device = proved.structure, torch.device("cpu")
         room, states = kv_room(kv_memory, device, weights.size), state_shape(structure, torch.bfloat16)
@@ -203,7 +203,7 @@ class Target(Runner):
 
     @torch.inference_mode()
     def capture(self, feature_layers: Sequence[int]) -> None:
-        """Before requests come: capture the CUDA graphs that most of them need, where there are such."""
+        """Capture, before requests come, the CUDA graphs that most of them need, where there are such."""
         if isinstance(self.forward, Captures):
             self.forward.capture(feature_layers, self.context)
 

@@ -27,8 +27,10 @@ FROM_DRAFTER = (Hello, Draft)
 
 
 class DrafterLink:
-    """router: drafters connect to it; the one that sent the latest Hello drafts. kinds: what its drafts have gained.
-    A drafter that owes a draft for longer than the configuration's draft_timeout_s is late, until its next message.
+    """The verifier's end of its link to drafters.
+
+    router: drafters connect to it; the one that sent the latest Hello drafts. kinds: what its drafts have gained. A
+    drafter that owes a draft for longer than the configuration's draft_timeout_s is late, until its next message.
 
     The router bounds what a drafter leaves unread. A drafter to which no more can be sent is dropped, as if it were
     gone; once it reads again it is asked to rejoin, as after a restart.

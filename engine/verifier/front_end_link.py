@@ -27,7 +27,9 @@ _GRAMMAR_S = 0.005  # between checks whether a grammar has been read
 
 
 class FrontEndLink:
-    """budget: maximum nodes of a tree, for which a request reserves room."""
+    """The verifier's end of its link to the front end. budget: maximum nodes of a tree, for which a request reserves
+    room.
+    """
 
     def __init__(self, dealer: Dealer, target: Target, config: Config):
         self.dealer, self.target, self.budget = dealer, target, config.drafter.budget

@@ -41,8 +41,8 @@ def prompt_cache(config: Config, target: Target) -> Iterator[None]:
 
 
 def _identity(model: str, target: Target) -> bytes:
-    """The SHA-256 of all that decides the bits of keys and values: the model's files, its type, our kernels and what
-    compiles them, the processor, and, for what is not in this list, the bits of a text that is read for it.
+    """Return the SHA-256 of all that decides the bits of keys and values: the model's files, its type, our kernels and
+    what compiles them, the processor, and, for what is not in this list, the bits of a text that is read for it.
     """
     assert target.pool is not None
     facts = (
@@ -56,7 +56,7 @@ def _identity(model: str, target: Target) -> bytes:
 
 
 def _probe(target: Target) -> bytes:
-    """A hash of the logits, keys, values and state of a fixed text."""
+    """Return a hash of the logits, keys, values and state of a fixed text."""
     assert target.pool is not None
     length = min(_PROBE_BLOCKS * BLOCK, target.context)
     cache = target.new_cache(length)

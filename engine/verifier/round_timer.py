@@ -28,7 +28,9 @@ _MEASURED_ROWS = 256  # maximum rows of the forwards measured at start-up
 
 
 class RoundTimer:
-    """busy_ns: time of all forwards so far. forward_ns: of the latest."""
+    """Measures forwards and rounds for the cost model. busy_ns: time of all forwards so far. forward_ns:
+    of the latest.
+    """
 
     def __init__(self, config: Config, target: Target, threads: Threads, trace: Trace):
         self.config, self.target, self.threads, self.trace = config, target, threads, trace

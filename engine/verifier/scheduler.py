@@ -21,7 +21,8 @@ from engine.verifier.request import Request
 
 @dataclass(frozen=True)
 class Plan:
-    """decoding: requests whose trees are verified; reading: requests and how many of their tokens are read.
+    """What the next forward does. decoding: requests whose trees are verified; reading: requests and how many of their
+    tokens are read.
 
     wait_s: if there is nothing to do, how long only a message can change that.
     """
@@ -44,7 +45,9 @@ class Plan:
 
 
 class Scheduler:
-    """waiting: requests not admitted yet; running: the others, the oldest first.
+    """Holds the requests, and plans forwards.
+
+    waiting: requests not admitted yet; running: the others, the oldest first.
 
     most: maximum requests that run at once; chunk: maximum prompt tokens read in one forward. needs_states: whether
     requests that are drafted for need the hidden states of blocks that they share.

@@ -30,7 +30,9 @@ _AT_ONCE = 1 << 18  # numbers that a thread quantises at a time
 
 @dataclass(frozen=True)
 class QuantisedCheckpoint:
-    """folder: of the checkpoint. kind: the GGUF type that its matrices get, such as Q8_0."""
+    """A checkpoint whose matrices are quantised when they are read. folder: of the checkpoint. kind: the GGUF type that
+    its matrices get, such as Q8_0.
+    """
 
     folder: Path
     kind: str
@@ -70,7 +72,9 @@ class QuantisedCheckpoint:
 
 
 class QuantisedWeights(StoredWeights):
-    """places, vectors: of `matched`, or what an earlier start has kept of them."""
+    """The parameters of a quantised checkpoint. places, vectors: of `matched`, or what an earlier start has kept of
+    them.
+    """
 
     def __init__(self, checkpoint: QuantisedCheckpoint, places: Mapping[str, Place], vectors: Mapping[str, Tensor]):
         super().__init__(checkpoint.size, checkpoint.kind.lower(), places, vectors)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from drafters.heads.growth.growth_kernel import TreeLayer, select
+from drafters.heads.growth.growth_kernel import GrownLayer, select
 from drafters.heads.growth.policies import Candidates, Dynamic
 from drafters.heads.growth.ranking import Ranking
 from drafters.heads.growth.trie import Trie
@@ -40,7 +40,7 @@ class HeadStep(Protocol):
         """
 
 
-class Steps(Protocol):
+class HeadSteps(Protocol):
     """The layers of a head on a GPU."""
 
     def step(self, parts: Sequence[Rows]) -> HeadStep:
@@ -58,7 +58,7 @@ class _Drafted(NamedTuple):
     prob: Tensor
 
 
-def draft_ahead(stack: Steps, tries: Sequence[Trie], roots: Sequence[Tensor], policy: Dynamic) -> None:
+def draft_ahead(stack: HeadSteps, tries: Sequence[Trie], roots: Sequence[Tensor], policy: Dynamic) -> None:
     """Draft all layers below node 0 of each trie, of which nothing has been drafted. roots: the logits after it."""
     layers = _layers(stack, tries, torch.cat([*roots]), policy.depth, policy.top_k)
     parts = iter(downloaded([part for layer in layers for part in layer]))
@@ -67,7 +67,7 @@ def draft_ahead(stack: Steps, tries: Sequence[Trie], roots: Sequence[Tensor], po
         _enter(trie, tree, len(tries), read)
 
 
-def _layers(stack: Steps, tries: Sequence[Trie], logits: Tensor, depth: int, width: int) -> list[_Drafted]:
+def _layers(stack: HeadSteps, tries: Sequence[Trie], logits: Tensor, depth: int, width: int) -> list[_Drafted]:
     """Launch all layers and read nothing."""
     sessions: list[Any] = [trie.session for trie in tries]
     firsts = [session.slots + len(session.positions) - 1 for session in sessions]
@@ -82,14 +82,14 @@ def _layers(stack: Steps, tries: Sequence[Trie], logits: Tensor, depth: int, wid
     given = [steps[0].tables, slots, roots, *(step.places for step in steps)]
     tables, slots, *places = uploaded(given, logits.device)
     ones = torch.ones(len(tries), dtype=torch.float64, device=logits.device)
-    above = TreeLayer(ones, places[0], slots.new_zeros(len(tries), depth))
+    above = GrownLayer(ones, places[0], slots.new_zeros(len(tries), depth))
     nothing = slots.new_empty(0)
     found = [_Drafted(nothing, nothing.long(), *_best(tries, logits, 0))]
     for layer, step in enumerate(steps):
         chosen = select(found[-1].following, found[-1].prob, above, slots[layer], layer, width, step.size)
         listed = torch.cat([tables, chosen.ancestors[:, : layer + 1].flatten()])
         logits = step.run(chosen.tokens, chosen.read, listed)
-        above = TreeLayer(chosen.confidence, places[layer + 1], chosen.ancestors)
+        above = GrownLayer(chosen.confidence, places[layer + 1], chosen.ancestors)
         tokens = chosen.tokens[: len(chosen.parents)]
         found.append(_Drafted(chosen.parents, tokens, *_best(tries, logits, layer + 1)))
     return found
@@ -109,6 +109,9 @@ def _rows(session: Any, first: int, layer: int, width: int) -> Rows:
 
 def _best(tries: Sequence[Trie], logits: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     """Rank what may follow a layer's nodes, the same number of each trie. Returns tokens and their probabilities."""
+    rankings = [trie.ranking for trie in tries]
+    if all(ranking.sampling.greedy for ranking in rankings):  # by the logits themselves
+        return Ranking.best_of_all([(max(rankings, key=lambda ranking: ranking.top_k), logits, [])])
     parts = logits.split(len(logits) // len(tries))
     asked = [
         (trie.ranking, part, [trie.session.synced + 1 + layer] * len(part))

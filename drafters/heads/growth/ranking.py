@@ -17,7 +17,8 @@ Both are raw scores: `drafters.calibration` maps them to observed acceptance.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -33,15 +34,15 @@ from engine.sampling.sampler import truncate
 _KEPT_POSITIONS = 64
 
 
-def _noise_kernel(device: torch.device) -> Callable[..., Tensor] | None:
-    """Return `engine.model.cuda.noise_kernels.noisy_scores`, None where it cannot run."""
+def _kernels(device: torch.device) -> ModuleType | None:
+    """Return `engine.model.cuda.noise_kernels`, None where they cannot run."""
     if device.type == "cpu":
         return None
     try:
-        from engine.model.cuda.noise_kernels import noisy_scores
-    except ImportError:  # Triton is missing
+        from engine.model.cuda import noise_kernels
+    except ImportError:  # no Triton
         return None
-    return noisy_scores
+    return noise_kernels
 
 
 class ErrorScale:
@@ -148,9 +149,14 @@ class Ranking:
         """Return the likeliest tokens after all rows and their probabilities, [rows, most candidates], where the logits
         are.
         """
-        best = top(Ranking.scores_of(asked), max(ranking.top_k for ranking, _, _ in asked))
+        scores, ids = Ranking.scores_of(asked), asked[0][0].target_ids
+        count = max(ranking.top_k for ranking, _, _ in asked)
+        if (kernels := _kernels(scores.device)) is not None:
+            found: tuple[Tensor, Tensor] = kernels.likeliest(scores, ids, count)
+            return found
+        best = top(scores, count)
         prob = ((best.values - best.values[:, :1]).exp_() / best.totals[:, None]).clamp_(max=1.0)
-        return asked[0][0].target_ids[best.indices], prob
+        return ids[best.indices], prob
 
     @staticmethod
     def scores_of(asked: Sequence[tuple[Ranking, Tensor, list[int]]]) -> Tensor:
@@ -158,8 +164,9 @@ class Ranking:
         adds the noise.
         """
         noisy = [ranking.shared_noise and not ranking.sampling.greedy for ranking, _, _ in asked]
-        if (add_noise := _noise_kernel(asked[0][1].device) if any(noisy) else None) is None:
-            return torch.cat([ranking.scores(logits, positions) for ranking, logits, positions in asked])
+        if (kernels := _kernels(asked[0][1].device) if any(noisy) else None) is None:
+            scored = [ranking.scores(logits, positions) for ranking, logits, positions in asked]
+            return scored[0] if len(scored) == 1 else torch.cat(scored)
         rows = [
             (ranking.sampling.seed, position, ranking.sampling.temperature / ranking.error.value if noise else 0.0)
             for noise, (ranking, _, positions) in zip(noisy, asked, strict=True)
@@ -171,7 +178,8 @@ class Ranking:
             by = [[1.0 if r.sampling.greedy else r.sampling.temperature] for r, _, at in asked for _ in at]
             logits = torch.cat([logits for _, logits, _ in asked])
             scores = logits.float() / uploaded([torch.tensor(by)], logits.device)[0]
-        return add_noise(scores, asked[0][0].target_ids, rows)
+        noisy_scores: Tensor = kernels.noisy_scores(scores, asked[0][0].target_ids, rows)
+        return noisy_scores
 
     @property
     def learns(self) -> bool:

@@ -47,7 +47,7 @@ class ContextReader:
         self.stack.pool.features[kept] = program.buffers["x"][:rows].float()
 
     def _new_program(self) -> LayerProgram:
-        """The program for all blocks that the pool has now."""
+        """Return the program for all blocks that the pool has now."""
         self._blocks, keys_alone = self.stack.pool.blocks, Attention(self.stack.pool, 0)
         program = LayerProgram([keys_alone], _MOST, self.stack.hidden, self.stack.dtype, len(self.layers))
         program.buffer("features", self.fc.inputs)

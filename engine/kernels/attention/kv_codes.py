@@ -43,25 +43,25 @@ _BIAS = np.int32(-0x7F7F7F80)  # 128 in each byte
 
 @njit
 def head_bytes(dims: int) -> Any:
-    """Of one head's keys in a block, and of its values."""
+    """Return the bytes of one head's keys in a block, and of its values."""
     return dims // GROUP * _TILE_BYTES
 
 
 @njit
 def value_codes_at(block: int, dims: int, lane: int, group: int) -> Any:
-    """The address of a group of a value's codes, within one head's values of a block."""
+    """Return the address of a group of a value's codes, within one head's values of a block."""
     return block + lane * dims + group * GROUP
 
 
 @njit
 def value_scales_at(block: int, dims: int, group: int) -> Any:
-    """The address of a group's scales, [16] float16, within one head's values of a block."""
+    """Return the address of a group's scales, [16] float16, within one head's values of a block."""
     return block + LANES * dims + group * LANES * 2
 
 
 @njit
 def _key_at(block: int, lane: int, group: int, word: int) -> Any:
-    """The address of four of a key's codes, within one head's keys of a block."""
+    """Return the address of four of a key's codes, within one head's keys of a block."""
     return block + group * _TILE_BYTES + _CODES_AT + (word * LANES + lane) * _WORD
 
 
@@ -72,7 +72,7 @@ def _key_scale_at(block: int, lane: int, group: int) -> Any:
 
 @kernel(ENTER)
 def enter_codes_kernel(address: Any) -> None:
-    """`engine.kernels.fused.enter_kernel` for keys and values in codes."""
+    """Enter keys and values in codes, as `engine.kernels.fused.enter_kernel` does for numbers."""
     work = carray(address, 1)[0]
     size, heads = work.head_dim * work.width, work.q_per_kv * work.kv_heads
     units, room = work.kv_heads * work.rows, work.scratch + thread_id() * work.dims * 4
@@ -113,7 +113,7 @@ def _put_key(work: Any, key: int, block: int, lane: int) -> None:
 
 @njit
 def _put_value(work: Any, value: int, block: int, lane: int) -> None:
-    """The same for its value."""
+    """Put a value in its place, as `_put_key` does for its key."""
     _round(work, value)
     for group in range(work.dims // GROUP):
         of = value + 4 * GROUP * group
@@ -125,7 +125,7 @@ def _put_value(work: Any, value: int, block: int, lane: int) -> None:
 
 @kernel(MOVE)
 def move_codes_kernel(address: Any) -> None:
-    """`engine.kernels.fused.move_kernel` for keys and values in codes."""
+    """Move keys and values in codes, as `engine.kernels.fused.move_kernel` does for numbers."""
     work = carray(address, 1)[0]
     size = head_bytes(work.dims)
     for layer in range(thread_id(), work.layers, num_threads()):

@@ -134,7 +134,7 @@ def product_kernel(address: Any) -> None:
 
 @njit
 def own_panels(work: Any, part: Any) -> Any:
-    """Where this thread's panels of a part begin and end. A gate panel and its up panel are never separated."""
+    """Return where this thread's panels of a part begin and end. A gate panel and its up panel are never separated."""
     together = 2 if work.gated != 0 else 1
     begin, end = share_of(part.panels // together, part.first // together, thread_id(), num_threads())
     return begin * together, end * together
@@ -197,7 +197,7 @@ def _tile_sums(
     panel_bytes: int,
     room: int,
 ) -> None:
-    """Products of up to four tiles of rows with one or two panels. layout: its number, a constant."""
+    """Compute products of up to four tiles of rows with one or two panels. layout: its number, a constant."""
     layout = literally(layout)
     if tiles == 1 and width == 2:
         sum_tiles(1, 2, layout, x, last, stride, weights, steps, room)
@@ -217,7 +217,7 @@ def _tile_sums(
 
 
 def amx_kernel(layout: QuantLayout) -> PartKernel:
-    """The AMX kernel for matrices of that layout. A tile has min(rows, 16) rows, and the last may repeat rows of
+    """Return the AMX kernel for matrices of that layout. A tile has min(rows, 16) rows, and the last may repeat rows of
     others. Codes of up to four tiles of rows are unpacked during the product.
     """
     number = layout.number
@@ -322,7 +322,7 @@ def _add_block(
 
 @njit
 def panels_kept(tiles: int) -> int:
-    """How many panels' sums with so many tiles of rows are kept between blocks of inputs: an even number."""
+    """Return how many panels' sums with so many tiles of rows are kept between blocks of inputs: an even number."""
     return max(PANELS, min(KEPT_PANELS, KEPT_BYTES // (tiles * TILE_BYTES) // PANELS * PANELS))
 
 
@@ -336,18 +336,18 @@ def block_bytes(rows: int) -> int:
 
 @cache
 def number_sums() -> Any:
-    """The compiled function `multiply`."""
+    """Return the compiled function `multiply`."""
 
     def multiply(rows: int, x: int, stride: int, weights: int, panel_bytes: int, steps: int, room: int) -> None:
-        """Products of up to AT_ONCE rows with two panels of bfloat16."""
+        """Compute products of up to AT_ONCE rows with two panels of bfloat16."""
         sum_vectors(1, AT_ONCE, 2, rows, x, stride, weights, panel_bytes, steps, room, ROW_BYTES)
 
     return cfunc(types.void(*[types.int64] * 7), cache=True)(versioned(multiply))
 
 
 def vector_kernel(layout: QuantLayout) -> PartKernel:
-    """The vector kernel for matrices of that layout. The last of an odd number of panels is multiplied twice, so that
-    there is code for two alone.
+    """Return the vector kernel for matrices of that layout. The last of an odd number of panels is multiplied twice, so
+    that there is code for two alone.
     """
     return _codes_kernel(layout) if layout.coded else _numbers_kernel(layout)
 
@@ -421,13 +421,17 @@ def call_sums(
 
 @njit
 def rows_at_once(left: int) -> int:
-    """How many of the rows that are left to multiply next. The last group has at least `_FEW`: fewer take as long."""
+    """Return how many of the rows that are left to multiply next. The last group has at least `_FEW`: fewer take as
+    long.
+    """
     return left if left <= AT_ONCE else min(AT_ONCE, left - _FEW)
 
 
 @njit
 def code_rows_at_once(left: int) -> int:
-    """The same for rows of a product with codes. The last group is not small, since codes are looked up for each."""
+    """Return the same for rows of a product with codes. The last group is not small, since codes are looked up for
+    each.
+    """
     return left if left <= CODE_ROWS else min(CODE_ROWS, left - CODE_ROWS // 4)
 
 

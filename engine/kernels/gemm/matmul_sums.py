@@ -28,8 +28,8 @@ SUMS, _PAIRS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_INT, LANES)
 
 @intrinsic(prefer_literal=True)
 def new_room(context: Any) -> Any:
-    """The address of room for the sums of four tiles of rows with two panels, then for two tiles of each panel. It is
-    valid until the caller returns.
+    """Return the address of scratch for the sums of four tiles of rows with two panels, then for two tiles of each
+    panel. It is valid until the caller returns.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -54,7 +54,7 @@ def sum_tiles(
     steps: Any,
     room: Any,
 ) -> Any:
-    """Products of `tiles` tiles of rows with `panels` panels, at most four pairs, in `room`: [tiles * 16, 2 * 16]
+    """Write products of `tiles` tiles of rows with `panels` panels, at most four pairs, to `room`: [tiles * 16, 2 * 16]
     float32.
 
     tiles, panels, layout: compile-time constants, the last a layout's number. x: address of the first row, one every
@@ -72,7 +72,7 @@ def sum_tiles(
         next_panels = builder.mul(panel_bytes, _WORD(width))
 
         def tiles_of(step: ir.Value) -> list[ir.Value]:
-            """Where the bfloat16 tiles of a step's panels are, or will be unpacked."""
+            """Return where the bfloat16 tiles of a step's panels are, or will be unpacked."""
             if of.coded:
                 parity = builder.mul(builder.and_(step, _WORD(1)), _WORD(PANELS * TILE_BYTES))
                 buffer = builder.add(builder.add(room, _WORD(BUFFER)), parity)
@@ -200,8 +200,8 @@ def sum_vectors(
     room: Any,
     room_stride: Any,
 ) -> Any:
-    """Products of `rows` rows, `least` to `most`, with `panels` panels, in `room`: [rows, panels * 16] float32, one row
-    every `room_stride` bytes.
+    """Write products of `rows` rows, `least` to `most`, with `panels` panels, to `room`: [rows, panels * 16] float32,
+    one row every `room_stride` bytes.
 
     least, most, panels: compile-time constants. x: address of the first row, one every `stride` bytes. weights: address
     of the first panel, of bfloat16; the next is `panel_bytes` further.
@@ -234,7 +234,7 @@ def sum_vectors(
 
 
 def row_counts(builder: ir.IRBuilder, rows: ir.Value, most: int, least: int = 1) -> Iterator[int]:
-    """`least` to `most`: the code emitted for each runs if that is the number of rows, which must be one of these. With
+    """Yield each of `least` to `most`: the code emitted for it runs if that is the number of rows, one of these. With
     code of their own, two rows take two thirds of the time of four.
     """
     end = builder.append_basic_block("summed")
@@ -278,9 +278,9 @@ def row_starts(builder: ir.IRBuilder, count: int, first: ir.Value, stride: ir.Va
 
 
 def dot(builder: ir.IRBuilder, sums: Sequence[ir.Value], matrix: Sequence[ir.Value], row: ir.Value, pair: int) -> Any:
-    """sums + the products of both inputs of a row's pair, for each panel. row: where its inputs begin.
+    """Return sums + the products of both inputs of a row's pair, for each panel. row: where its inputs begin.
 
-    In assembly, because LLVM broadcasts the pair with the floating-point instruction (`vbroadcastss`), which makes a
+    It is assembly, because LLVM broadcasts the pair with the floating-point instruction (`vbroadcastss`), which makes a
     product of eight rows take a quarter longer (Zen 4), and broadcasts more pairs at a time than registers can hold.
     """
     panels = len(sums)  # operands: new sums, the pair, then the matrix, the row's address, and the sums as they were

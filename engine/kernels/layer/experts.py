@@ -112,7 +112,7 @@ def route_kernel(address: Any) -> None:
 
 @njit
 def _score(work: Any, logits: int, expert: int) -> Any:
-    """What the experts are chosen by."""
+    """Return what the experts are chosen by."""
     x = number_at(logits + expert * work.width, work.width)
     if work.sigmoid != 0:
         x = _sigmoid(x)
@@ -121,7 +121,7 @@ def _score(work: Any, logits: int, expert: int) -> Any:
 
 @njit
 def _share(work: Any, logits: int, expert: int, top: Any) -> Any:
-    """What an expert counts, before shares are normalised. top: the largest logit, where there is a softmax."""
+    """Return what an expert counts, before shares are normalised. top: the largest logit, where there is a softmax."""
     x = number_at(logits + expert * work.width, work.width)
     return _sigmoid(x) if work.sigmoid != 0 else largest(exp(splat(x - top)))
 
@@ -179,8 +179,8 @@ def gather_kernel(address: Any) -> None:
 
 @kernel(EXPERTS)
 def experts_kernel(address: Any) -> None:
-    """One product of each expert that has rows. The threads share each. What they have in common, of rows in another
-    form, is there once: no thread begins the next expert while another needs this one's.
+    """Compute one product of each expert that has rows. The threads share each. What they have in common, of rows in
+    another form, is there once: no thread begins the next expert while another needs this one's.
     """
     work = carray(address, 1)[0]
     for expert in range(work.experts):
@@ -192,7 +192,7 @@ def experts_kernel(address: Any) -> None:
 
 @kernel(EXPERTS)
 def combine_kernel(address: Any) -> None:
-    """out = the sum of a row's results, each times its share, the best expert first and the shared one last."""
+    """Compute out = the sum of a row's results, each times its share, the best expert first and the shared one last."""
     work = carray(address, 1)[0]
     for row in range(thread_id(), work.rows, num_threads()):
         gate = np.float32(1)

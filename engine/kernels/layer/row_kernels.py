@@ -42,7 +42,7 @@ ROW_NORM = record_of(
 
 @kernel(ROW_NORM)
 def row_norm_kernel(address: Any) -> None:
-    """x = x / sqrt(mean(x^2) + epsilon) * weight."""
+    """Compute x = x / sqrt(mean(x^2) + epsilon) * weight."""
     work = carray(address, 1)[0]
     for row in range(thread_id(), work.rows, num_threads()):
         x = work.x + row * work.stride
@@ -64,7 +64,7 @@ ROW_GATE = record_of(
 
 @kernel(ROW_GATE)
 def row_gate_kernel(address: Any) -> None:
-    """x = x * sigmoid(gate)."""
+    """Compute x = x * sigmoid(gate)."""
     work = carray(address, 1)[0]
     one = splat(np.float32(1))
     for row in range(thread_id(), work.rows, num_threads()):
@@ -121,7 +121,7 @@ CAP = record_of(
 
 @kernel(CAP)
 def cap_kernel(address: Any) -> None:
-    """x = cap * tanh(scale * x / cap), or scale * x."""
+    """Compute x = cap * tanh(scale * x / cap), or scale * x."""
     work = carray(address, 1)[0]
     count = work.rows * work.columns
     vectors = count // LANES

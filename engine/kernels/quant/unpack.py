@@ -45,7 +45,7 @@ class TileHead(NamedTuple):
 
 @intrinsic(prefer_literal=True)
 def tile_offset(context: Any, layout: Any, step: Any) -> Any:
-    """How far after its panel's begin the tile lies whose first step is `step`. layout: the layout's number, a
+    """Return how far after its panel's begin the tile lies whose first step is `step`. layout: the layout's number, a
     constant.
     """
     of = LAYOUTS[layout.literal_value]
@@ -116,7 +116,7 @@ def unpack_pairs(
 def place_of(
     builder: ir.IRBuilder, layout: QuantLayout, weights: ir.Value, step: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """The address of a step's tile, and the step within it."""
+    """Return the address of a step's tile, and the step within it."""
     if layout.steps == 1:
         return builder.add(weights, builder.mul(step, _WORD(layout.tile_bytes))), _WORD(0)
     tile = builder.udiv(step, _WORD(layout.steps))
@@ -125,7 +125,7 @@ def place_of(
 
 
 def open_tile(builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value) -> TileHead | None:
-    """What the steps of the tile at that address share; None for numbers."""
+    """Return what the steps of the tile at that address share; None for numbers."""
     if not layout.coded:
         return None
     scales = exponents(builder, tile) if layout.exponents else half_floats(builder, tile)
@@ -146,7 +146,7 @@ def open_tile(builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value) -> Til
 def pair_vectors(
     builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value, step: ir.Value, head: TileHead | None
 ) -> Iterator[ir.Value]:
-    """The 16 pairs of inputs of a tile's step, each as 16 pairs of bfloat16."""
+    """Yield the 16 pairs of inputs of a tile's step, each as 16 pairs of bfloat16."""
     if head is None:
         for pair in range(_PAIRS):
             yield builder.load(pointer(builder, builder.add(tile, _WORD(_LINE * pair)), _PAIR), align=4)
@@ -173,7 +173,7 @@ def pair_vectors(
 def _of_step(
     builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value, step: ir.Value, head: TileHead
 ) -> tuple[list[Halves], list[Halves] | None]:
-    """A step's scales, of the whole or of both halves, and its offsets."""
+    """Return a step's scales, of the whole or of both halves, and its offsets."""
     if head.unscaled is None:
         return [head.scales], None if head.offsets is None else [head.offsets]
     factors = factor_bytes(builder, layout, tile, step)
@@ -230,7 +230,7 @@ class _Codes:
         self._loaded: dict[tuple[int, int], ir.Value] = {}
 
     def number(self, half: int, pair: int) -> ir.Value:
-        """A pair's codes of one half of the outputs, as float32."""
+        """Return a pair's codes of one half of the outputs, as float32."""
         builder, bits = self._builder, self._layout.bits
         code = self._code(half, pair)
         if self._looked_up:
@@ -287,7 +287,7 @@ class _Codes:
         return self._builder.lshr(words, integers(by)) if by > 0 else self._builder.shl(words, integers(-by))
 
     def _together(self, key: int, pieces: Sequence[tuple[int, int, int]]) -> ir.Value:
-        """The codes that are in pieces: words, how far they are shifted down, and the bits of each byte."""
+        """Join the codes that are in pieces: words, how far they are shifted down, and the bits of each byte."""
         if key not in self._put_together:
             builder, made = self._builder, None
             for word, down, mask in pieces:
@@ -309,7 +309,7 @@ class _Codes:
         return self._together(group, pieces[group])
 
     def _value(self, codes: ir.Value) -> ir.Value:
-        """What the lower bits of each lane stand for, looked up."""
+        """Return what the lower bits of each lane stand for, looked up."""
         table = self._layout.table * max(1, LANES >> self._layout.bits)  # higher bits do not matter
         if "+avx512f" not in features():
             return self._calculated(codes)
@@ -379,7 +379,7 @@ def _doubled(builder: ir.IRBuilder, numbers: ir.Value) -> Halves:
 
 
 def rounded(builder: ir.IRBuilder, lower: ir.Value, upper: ir.Value) -> ir.Value:
-    """Two vectors as 32 bfloat16 numbers, in words of two."""
+    """Return two vectors as 32 bfloat16 numbers, in words of two."""
     if "+avx512bf16" in features():
         kind = ir.FunctionType(_PAIR, [_FLOATS] * 2)
         return builder.asm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [lower, upper], side_effect=False)

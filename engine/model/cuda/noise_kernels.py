@@ -121,6 +121,34 @@ def score_noisily(
     tl.store(place, (tl.load(place, mask=there, other=0.0) + noise) * gain, mask=there)
 
 
+@triton.jit(do_not_specialize=["columns"])
+def rank(
+    scores,  # [rows, columns]
+    values,  # [rows, COUNT] the best of each row, largest first
+    indices,  # [rows, COUNT] int64, their columns
+    ids,  # [columns] int64
+    tokens,  # out: [rows, COUNT] int64, the ids of these columns
+    prob,  # out: [rows, COUNT] float32, their softmax
+    columns,
+    COUNT: tl.constexpr,
+    COUNT_FILLED: tl.constexpr,
+    PART: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    best = tl.load(values + row * COUNT).to(tl.float32)
+    total = tl.zeros([PART], tl.float32)
+    for at in range(0, columns, PART):
+        column = at + tl.arange(0, PART)
+        score = tl.load(scores + row * columns + column, mask=column < columns, other=float("-inf"))
+        total += tl.exp(score.to(tl.float32) - best)
+    number = tl.arange(0, COUNT_FILLED)
+    there = number < COUNT
+    place = row * COUNT + number
+    chance = tl.exp(tl.load(values + place, mask=there, other=0.0).to(tl.float32) - best) / tl.sum(total, 0)
+    tl.store(prob + place, tl.where(chance > 1.0, 1.0, chance), mask=there)
+    tl.store(tokens + place, tl.load(ids + tl.load(indices + place, mask=there, other=0)), mask=there)
+
+
 def draw_tokens(logits: Tensor, rows: Tensor, keys: Tensor, temperatures: Tensor, tokens: Tensor) -> None:
     """Draw a token from softmax(logits / temperature) for each of some rows, as `gumbel_argmax` does; where temperature
     is 0, take the argmax. tokens: [draws] int32, written. logits: [rows, vocab]; the others: see `draw_parts`.
@@ -133,6 +161,17 @@ def draw_tokens(logits: Tensor, rows: Tensor, keys: Tensor, temperatures: Tensor
     )
     filled = triton.next_power_of_2(parts)
     join_parts[(draws,)](found, temperatures, tokens, draws, PARTS=parts, PARTS_FILLED=filled, num_warps=1)
+
+
+def likeliest(scores: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the ids of the best columns of each row of scores, [rows, count], and their softmax. ids: [columns]."""
+    best = scores.topk(count)
+    tokens, prob = torch.empty_like(best.indices), torch.empty(best.values.shape, device=scores.device)
+    rank[(len(scores),)](
+        scores.contiguous(), best.values, best.indices, ids, tokens, prob, scores.shape[1], COUNT=count,
+        COUNT_FILLED=triton.next_power_of_2(count), PART=_PART, **_LAUNCH,
+    )  # fmt: skip
+    return tokens, prob
 
 
 def noisy_scores(scores: Tensor, ids: Tensor, rows: Sequence[tuple[int, int, float]]) -> Tensor:

@@ -406,9 +406,7 @@ class TritonAttention:
         return self._few < self._filled
 
     def _row(self, seen: int, text: int) -> DeviceRows:
-        """Return a row that sees the pool's first `seen` slots: the first `text` of them as text, the others as
-        ancestors.
-        """
+        """Return a row that sees `seen` slots of the pool: the first `text` of them as text, the rest as ancestors."""
         blocks, listing = self.pool.blocks, np.array([seen - text], np.int32)
         work = self.work(np.zeros(1, np.int32), self.chunks_of(np.array([text], np.int32), listing), 1)
         arrays = [text], [blocks, blocks + seen - text], [0], *work, [*range(blocks), *range(text, seen)]

@@ -52,7 +52,7 @@ _MLP = {"gate_up_proj", "act_fn", "activation_fn"}
 
 
 def describe(model: Any, stored: StoredWeights | None = None) -> DecoderStructure:
-    """The structure of a stock model, in memory or on the meta device. stored: the weights of the latter. Raises
+    """Return the structure of a stock model, in memory or on the meta device. stored: the weights of the latter. Raises
     OtherStructure, or AttributeError where a part is missing.
     """
     (base, prefix), config = text_part(model), model.config.get_text_config()
@@ -102,7 +102,7 @@ def describe(model: Any, stored: StoredWeights | None = None) -> DecoderStructur
 
 
 def _named(module: Any, names: tuple[str, ...]) -> str:
-    """The first of these names that a part of the module has; the first of all if none has one."""
+    """Return the first of these names that a part of the module has; the first of all if none has one."""
     return next((name for name in names if hasattr(module, name)), names[0])
 
 

@@ -39,8 +39,10 @@ class ClientNames:
 
 @dataclass(frozen=True)
 class Calling:
-    """format: of the model. shown: tools as its chat template takes them. wanted: what the answer may be. schemas: of
-    the tools that may be called, by their names. answer: the schema of an answer that calls nothing, if there is one.
+    """What the answers of one request may call.
+
+    format: of the model. shown: tools as its chat template takes them. wanted: what the answer may be. schemas: of the
+    tools that may be called, by their names. answer: the schema of an answer that calls nothing, if there is one.
     """
 
     format: AnswerFormat

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 
 from drafters.heads.growth import growth_kernel
-from drafters.heads.growth.growth_kernel import TreeLayer
+from drafters.heads.growth.growth_kernel import GrownLayer
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
@@ -122,6 +122,7 @@ def launch_lean(shape: Shape, pool: KVPool) -> None:
     layer_kernels.normed(x.float(), x, Norm(torch.zeros(_HIDDEN), 1e-6))
     layer_kernels.gated(x)
     noise_kernels.noisy_scores(torch.zeros(2, 5000), torch.zeros(5000, dtype=torch.int64), [(1, 2, 0.5)] * 2)
+    noise_kernels.likeliest(torch.zeros(2, 5000, dtype=shape.dtype), torch.zeros(5000, dtype=torch.int64), 10)
     launch_draws(shape, pool)
     launch_growth()
 
@@ -138,7 +139,9 @@ def launch_draws(shape: Shape, pool: KVPool) -> None:
 
 def launch_growth() -> None:
     """What is launched between the layers of trees that grow on the device."""
-    above = TreeLayer(torch.ones(20, dtype=torch.float64), torch.zeros(20, dtype=torch.int64), torch.zeros(20, 7).int())
+    above = GrownLayer(
+        torch.ones(20, dtype=torch.float64), torch.zeros(20, dtype=torch.int64), torch.zeros(20, 7).int()
+    )
     tokens, prob, slots = torch.zeros(20, 10, dtype=torch.int64), torch.zeros(20, 10), torch.zeros(2, dtype=torch.int32)
     growth_kernel.select(tokens, prob, above, slots, 2, 10, 64)
 
@@ -146,7 +149,7 @@ def launch_growth() -> None:
 def main() -> None:
     places = [(triton_attention, name) for name in ("_attend_texts", "_attend_rows")]
     places += [(layer_kernels, name) for name in ("enter", "norm", "gate")]
-    places += [(noise_kernels, name) for name in ("draw_parts", "join_parts", "score_noisily")]
+    places += [(noise_kernels, name) for name in ("draw_parts", "join_parts", "score_noisily", "rank")]
     places += [(walk_kernels, name) for name in ("walk", "move", "gather")] + [(growth_kernel, "_select")]
     kernels = [Compiled(getattr(*place)) for place in places]
     for (module, name), kernel in zip(places, kernels, strict=True):

@@ -42,8 +42,8 @@ def sum_groups(
     room: Any,
     room_stride: Any,
 ) -> Any:
-    """The products of a block of rows with 16 outputs, in `room`: 16 float32 for each row, one row every `room_stride`
-    bytes.
+    """Write the products of a block of rows with 16 outputs to `room`: 16 float32 for each row, one row every
+    `room_stride` bytes.
 
     instructions, layout, ahead: compile-time constants, the last how many groups ahead codes are prefetched, 0: none.
     rows: at most `InstructionSet.rows`. x: address of the rows' groups [groups, rows]. tiles: of the outputs' [blocks].
@@ -71,7 +71,7 @@ class _Block:
         self.floats, self.ints = ir.VectorType(FLOAT, used.lanes), words(used.lanes)
 
     def sum(self, x: ir.Value, tiles: ir.Value, blocks: ir.Value, room: ir.Value, room_stride: ir.Value) -> None:
-        """As `sum_groups`."""
+        """Write the products, as `sum_groups` says."""
         builder, of = self.builder, self.of
         sums = [cgutils.alloca_once(builder, self.floats) for _ in range(self.count)]
         for cell in sums:
@@ -129,7 +129,9 @@ class _Block:
     def _products(
         self, codes: list[ir.Value], numbers: list[ir.Value], x: ir.Value, at: int
     ) -> list[tuple[ir.Value, ir.Value]]:
-        """What a group adds to a row's sums, as pairs to be multiplied. at: where the row's group begins, after x."""
+        """Return what a group adds to a row's sums, as pairs to be multiplied. at: where the row's group begins, after
+        x.
+        """
         builder, of, used = self.builder, self.of, self.used
 
         def word(place: int, kind: ir.Type) -> ir.Value:
@@ -154,26 +156,26 @@ class _Block:
         return parts
 
     def _after(self, address: ir.Value, index: ir.Value, size: int | ir.Value) -> ir.Value:
-        """The address of an element of that size."""
+        """Return the address of an element of that size."""
         of_element = _WORD(size) if isinstance(size, int) else size
         return self.builder.add(address, self.builder.mul(index, of_element))
 
     def _number(self, tile: ir.Value, index: int) -> ir.Value:
-        """A tile's scales or offsets, as float32."""
+        """Return a tile's scales or offsets, as float32."""
         builder, lanes = self.builder, self.used.lanes
         address = builder.add(tile, _WORD(2 * (index * LANES + self.part * lanes)))
         halves = builder.load(pointer(builder, address, ir.VectorType(ir.HalfType(), lanes)), align=2)
         return builder.fpext(halves, self.floats)
 
     def _factor(self, stored: ir.Value, first: int) -> ir.Value:
-        """A group's factors of one kind, as float32. stored: all of the step, of which they begin at `first`."""
+        """Return a group's factors of one kind, as float32. stored: all of the step, of which they begin at `first`."""
         builder, lanes = self.builder, self.used.lanes
         order = ir.Constant(self.ints, [first + self.part * lanes + lane for lane in range(lanes)])
         numbers = builder.zext(builder.shuffle_vector(stored, stored, order), self.ints)
         return builder.sitofp(builder.sub(numbers, same(self.ints, self.of.factor_bias)), self.floats)
 
     def _codes(self, address: ir.Value) -> list[ir.Value]:
-        """A step's eight vectors of codes; those of 8 bits as signed numbers for AVX2."""
+        """Return a step's eight vectors of codes; those of 8 bits as signed numbers for AVX2."""
         builder, bits = self.builder, self.of.bits
 
         def vector(index: int) -> ir.Value:
