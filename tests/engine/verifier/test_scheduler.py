@@ -523,3 +523,14 @@ def test_a_request_knows_how_long_it_waited_until_it_first_ran() -> None:
     requests._preempt_youngest()
     requests.plan(20_000, COSTS, drafter_ready=False)
     assert second.queued_us == 9
+
+
+def test_after_a_round_the_blocks_of_drafts_that_were_not_accepted_are_released() -> None:
+    stage = Stage(8)
+    one = request(stage, 1, [*PASSAGE, 7])
+    decode(one)
+    held = stage.pool.free
+    one.cache.reserve(one.cache.length + 40)
+    assert stage.pool.free == held - 2
+    one.trim_cache()
+    assert stage.pool.free == held
