@@ -92,7 +92,7 @@ def pool_of(
                 f"{states.slot_bytes / 1e6:.1f} MB; set {-(-needed // 10**6)} MB or more"
             )
         layer_states = StatePool(states, slots)
-        room -= layer_states.bytes
+        room -= layer_states.memory
     return KVPool(shape, shape.blocks_in(room), device, layer_states)
 
 
