@@ -95,7 +95,7 @@ def pool_of(
                 f"{states.slot_bytes / 1e6:.1f} MB; set {-(-needed // 10**6)} MB or more"
             )
         layer_states = StatePool(states, slots)
-        room -= layer_states.bytes
+        room -= layer_states.memory
     return KVPool(shapes, max(1, room // block_bytes), device, layer_states)
 
 

@@ -66,8 +66,8 @@ class StatePool:
         return (number for number, slot in self._snapshots.items() if self._references[slot] == 1)
 
     @property
-    def bytes(self) -> int:
-        """Memory at most of the states, and that of the store."""
+    def memory(self) -> int:
+        """Bytes at most of the states, and of the store."""
         return self.slots * self.shape.slot_bytes + self._store.nbytes
 
     # Slots.

@@ -127,7 +127,7 @@ class FrontEndLink:
             eos_tokens=tuple(sorted(target.eos_tokens)),
             weight_bytes=target.weight_bytes,
             kv_bytes=0 if pool is None else pool.blocks * pool.block_bytes,
-            state_bytes=0 if states is None else states.bytes,
+            state_bytes=0 if states is None else states.memory,
             snapshot_bytes=0 if states is None else states.shape.slot_bytes,
             activations=target.activations,
             kv_type=target.kv_type,

@@ -30,7 +30,8 @@ from engine.weights.resolve import target_folder
 from tests.conftest import tiny_tokenizer
 from tests.engine.test_hybrids import note_preemptions
 from tests.engine.weights.family_gguf import draft_head, random_model
-from tests.faults.test_batching import THREADS, Asked, alone, random_requests
+from tests.faults.test_batching import Asked, alone, random_requests
+from tests.faults.test_faults import THREADS
 
 REQUESTS = int(os.environ.get("TALON_EQUAL", "24"))
 SMALL = {"qwen": 370_000, "lfm2": 230_000}  # bytes: little more than one request needs

@@ -182,6 +182,6 @@ def test_the_store_of_rows_grows_and_keeps_what_it_holds() -> None:
 
 def test_the_pools_memory_is_that_of_its_states_and_of_its_store() -> None:
     pool = new_pool(slots=40)
-    assert pool.bytes == 40 * 192 + 64 * 64
+    assert pool.memory == 40 * 192 + 64 * 64
     pool.take_rows(65)
-    assert pool.bytes == 40 * 192 + 128 * 64
+    assert pool.memory == 40 * 192 + 128 * 64
