@@ -167,11 +167,11 @@ class Config(_Section):
     own text a slightly different one, and few rows faster on most processors; auto measures once, and keeps bfloat16
     unless 8 bits are clearly faster (`engine.model.trial.activations`). method: which drafter
     (`drafters.registry`). mode: drafter and verifier in turns (sequential), both at once (async), or whichever proves
-    faster (auto). transport: workers as threads (inproc), as processes (ipc), or as processes of which the drafter may
-    be on another machine (tcp); auto is ipc, or inproc where drafter and verifier use one GPU at the same time. trace:
-    a file for a timeline of the workers, without remote drafters. start_timeout_s: for the workers to load.
-    heartbeat_timeout_s: a worker that is silent for longer is killed and replaced; workers send a heartbeat every 0.5
-    s, but not during a forward.
+    faster (auto, which is sequential for retrieval alone and on a CPU with fewer than four cores). transport: workers
+    as threads (inproc), as processes (ipc), or as processes of which the drafter may be on another machine (tcp); auto
+    is ipc, or inproc where drafter and verifier use one GPU at the same time. trace: a file for a timeline of the
+    workers, without remote drafters. start_timeout_s: for the workers to load. heartbeat_timeout_s: a worker that is
+    silent for longer is killed and replaced; workers send a heartbeat every 0.5 s, but not during a forward.
     """
 
     model: str = "smollm2-135m"
@@ -181,7 +181,7 @@ class Config(_Section):
     weights: Weights = "auto"
     activations: ActivationsOption = "auto"
     method: str = "suffix"
-    mode: Literal["sequential", "async", "auto"] = "sequential"
+    mode: Literal["sequential", "async", "auto"] = "auto"
     transport: Literal["auto", "inproc", "ipc", "tcp"] = "auto"
     drafter: DrafterConfig = DrafterConfig()
     verifier: VerifierConfig = VerifierConfig()

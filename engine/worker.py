@@ -69,7 +69,8 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any], l
 
         threads = share_cores(config, on_gpu(config))
         torch.set_num_threads(threads.verifier(config.mode == "async"))
-        target = Target.of_config(config)
+        with _LOADING:
+            target = Target.of_config(config)
         with (
             own_stream(target.device, urgent=False),
             prompt_cache(config, target),
@@ -128,13 +129,19 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any], lo
             worker.run()
 
 
+_LOADING = threading.Lock()
+"""While transformers makes a model, torch's default type is that model's for all threads of the process."""
+
+
 @contextmanager
 def _drafter(config: Config, control: Dealer, verdicts: Dealer | LoopDealer) -> Iterator[DrafterWorker]:
     """Give the loaded drafter, which is closed at the end."""
     from drafters.registry import build_for_worker
     from engine.drafting.worker import DrafterWorker
 
-    with closing(build_for_worker(config)) as drafter:
+    with _LOADING:
+        built = build_for_worker(config)
+    with closing(built) as drafter:
         yield DrafterWorker(drafter, control, verdicts, config.trace is not None)
 
 

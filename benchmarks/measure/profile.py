@@ -96,7 +96,7 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
                 progress.advance(task)
     target.release(cache)
     integers = limits.int8_multiply_adds_per_s or None
-    block_bytes = 0 if target.pool is None else target.pool.shape.block_bytes
+    block_bytes = 0 if target.pool is None else target.pool.block_bytes
     held = block_bytes * -(-behind // BLOCK)
     return Profile(
         target.name,

@@ -21,7 +21,7 @@ from torch import Tensor
 from drafters.heads.layers import DecoderLayer, Linear, RMSNorm
 from engine.core.batch import BLOCK, Batch, Int, Rows
 from engine.core.kv_shape import KVShape
-from engine.kernels.attention.attention import Attention, Rule, has_pairs
+from engine.kernels.attention.attention import Attention, LayerKeys, Rule, has_pairs
 from engine.kernels.gemm.matmul import Matmul
 from engine.kernels.layer.program import LayerProgram
 from engine.kernels.layer.weights import AttentionWeights, GatedMlp, LayerWeights, Norm
@@ -157,7 +157,7 @@ class GrowingPool(KVPool):
         larger = GrowingPool(self.shape, blocks, self.features.shape[1], self.features.dtype, self.features.device)
         larger.keys[:, : self.blocks], larger.values[:, : self.blocks] = self.keys, self.values
         larger.features[: len(self.features)] = self.features
-        self.keys, self.values, self.features = larger.keys, larger.values, larger.features
+        self.parts, self.features = larger.parts, larger.features
         self._free = [*range(blocks - 1, self.blocks - 1, -1), *self._free]
         self._references += [0] * (blocks - self.blocks)
         self.blocks = blocks
@@ -243,7 +243,7 @@ class Stack:
         count, address = (rows, 0) if picked is None else (len(picked), picked.ctypes.data)
         self._adds["tokens"], self._adds["rows"] = places.tokens, rows
         program.begin(rows, places.positions, places.slots, [self.cos_sin], count=count, chosen=address)
-        out = program.run_to_head(count)
+        out = program.run_to_head(program.new_out(count))
         if spec.keeps:  # of rows that were not chosen the last residual is not computed
             kept = slice(0, rows) if picked is None else picked
             normed = program.buffers["x"][:count].float().numpy() if spec.normed else self._residual[kept]
@@ -255,21 +255,22 @@ class Stack:
         spec, self._blocks = self.spec, self.pool.blocks
         heads, kv_heads, head_dim = self.first.heads
         self._attention = Attention(self.pool, heads // kv_heads)
-        program = LayerProgram(self._attention, capacity, self.hidden, self.dtype, len(spec.layers))
+        program = LayerProgram([self._attention], capacity, self.hidden, self.dtype, len(spec.layers))
         if spec.entry is not None:
             program.buffer("entering", spec.entry.inputs)
             program.product(spec.entry, "entering", "delta", self.hidden)
             program.delta()
         for index, layer in enumerate(spec.layers):
             weights = layer.weights
-            program.norm(weights.input_norm)
+            program.begin_layer(weights.input_norm)
             program.product(layer.qkv, "x", "qkv", layer.qkv.outputs)
             if index == 0 and spec.of_token is not None:
                 out = program.buffers["qkv"]
                 self._adds["table"], self._adds["out"] = spec.of_token.data_ptr(), out.data_ptr()
                 self._adds["columns"], self._adds["width"] = out.shape[1], out.itemsize
                 program.add(add_tokens_kernel(), address_of(self._adds))
-            program.attention_and_mlp(index, weights, Rule(head_dim**-0.5))
+            keys = LayerKeys(self._attention, index, Rule(head_dim**-0.5))
+            program.attention_and_mlp(weights, keys, "qkv")
         program.norm(norm_of(spec.norm))
         program.head(spec.head, spec.head.outputs)
         # numpy takes less time than torch to copy a few rows

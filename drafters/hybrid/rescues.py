@@ -7,6 +7,7 @@ from bisect import bisect_right
 from engine.costs.constants import (
     HEAD_GAIN_AT_FIRST,
     MEMORY,
+    MEMORY_OF_RESCUES,
     NEXT_TO_NOTHING,
     PRIOR_ROUNDS,
     RESCUES_AT_FIRST,
@@ -22,7 +23,7 @@ class Rescues:
     """
 
     def __init__(self) -> None:
-        self._all = FadedMean(MEMORY)
+        self._all = FadedMean(MEMORY_OF_RESCUES)
         self._requests: dict[int, FadedMean] = {}
 
     def start(self, request: int) -> None:
@@ -47,7 +48,7 @@ class Gains:
     """
 
     def __init__(self) -> None:
-        self._means = [FadedMean(MEMORY) for _ in range(len(_EDGES) + 1)]
+        self._means = [FadedMean(MEMORY_OF_RESCUES) for _ in range(len(_EDGES) + 1)]
 
     def expected(self, retrieved: float) -> float:
         """Return the gain where retrieval is expected to have so many tokens accepted."""

@@ -53,6 +53,24 @@ def list_command() -> None:
         typer.echo(f"{folder.name}  {_megabytes(folder)} in {folder}{old}")
 
 
+@app.command("check")
+def check_command(model: Annotated[str, typer.Argument(metavar="FILE", help="A GGUF file or a directory.")]) -> None:
+    """Say of a model, without starting it: its family, types, memory, drafter, and what will not work."""
+    from engine.model.trial.check import lines_of
+
+    with one_line_errors():
+        for line in lines_of(model):
+            typer.echo(line)
+
+
+@app.command("families")
+def families_command() -> None:
+    """Print the families that were tried: which run lean, from which files. It is the table of docs/models.md."""
+    from engine.model.trial.families import table
+
+    typer.echo(table())
+
+
 @app.command("path")
 def path_command(name: NameArgument) -> None:
     """Print the directory of a downloaded model; exit code 2 if it is not there."""

@@ -51,7 +51,3 @@ class KVShape:
     def block_bytes(self) -> int:
         """Bytes of a block, keys and values of all layers."""
         return 2 * self.layers * self.kv_heads * self.head_bytes
-
-    def blocks_in(self, room: int) -> int:
-        """Return the number of blocks of a pool that takes so many bytes; one at least."""
-        return max(1, room // self.block_bytes)

@@ -46,7 +46,7 @@ class Supervisor:
 
     ready: by role, whether a worker serves. target: the verifier's facts about it. failed: why there will be no
     verifier any more, else None. first_verifier: a process started early, still without a spec. restore: called before
-    a worker is replaced, so that it finds the model.
+    a worker is replaced, so that it finds the model; returns whether anything of it had to be made anew.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Supervisor:
         config: Config,
         inflight: InflightRequests,
         first_verifier: ProcessWorker | None = None,
-        restore: Callable[[], None] = lambda: None,
+        restore: Callable[[], bool] = lambda: False,
     ):
         self.config, self.inflight, self._restore = config, inflight, restore
         self.context = zmq.asyncio.Context()
@@ -219,7 +219,9 @@ class Supervisor:
                     await self._replace(role, reason)
 
     async def _replace(self, role: str, reason: str) -> None:
-        """Restart the worker, unless it keeps failing. A new verifier needs a new drafter."""
+        """Restart the worker, unless it keeps failing. A start from a damaged cache does not count, because it has been
+        mended since. A new verifier needs a new drafter.
+        """
         loading = not self.ready[role].is_set()
         said = await self._last_words(role) if loading else self._said.pop(role, None)
         self.ready[role].clear()
@@ -229,12 +231,12 @@ class Supervisor:
             self.inflight.lose(self.workers.running[role].name)
         await anyio.to_thread.run_sync(self.workers.end, role, 0.0)
         self.ready[role].clear()  # it may have become ready before it died; from here on nobody listens to it
-        self._failed_starts[role] += loading
+        mended = await anyio.to_thread.run_sync(self._restore)
+        self._failed_starts[role] += loading and not mended
         if self._failed_starts[role] >= _TRIES:
             return self._go_without(role, f"the {role} cannot be started again: {said or reason}")
         print(f"talon: the {role} {f'failed: {said}' if said else reason}; starting another", file=sys.stderr)
         await asyncio.sleep(delay_s)
-        await anyio.to_thread.run_sync(self._restore)
         self.workers.start(role)
         if role == "verifier" and "drafter" in self.workers.roles:
             patience_s = STOP_S if self._hears("drafter") else 0.0

@@ -30,17 +30,17 @@ BFLOAT16, FLOAT32 = 2, 4
 """How numbers are stored in memory: bytes per number."""
 
 
-class Float16Lanes(types.Type):
+class FloatLanes(types.Type):
     """Numba's type of a vector of 16 float32 numbers."""
 
     def __init__(self) -> None:
         super().__init__(name="Float32x16")
 
 
-vector = Float16Lanes()
+vector = FloatLanes()
 
 
-@register_model(Float16Lanes)
+@register_model(FloatLanes)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, kind: Any):
         super().__init__(manager, kind, VECTOR)
@@ -163,6 +163,16 @@ def maximum(context: Any, a: Any, b: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.select(builder.fcmp_ordered(">", *args), *args)
+
+    return vector(vector, vector), generate
+
+
+@intrinsic(prefer_literal=True)
+def minimum(context: Any, a: Any, b: Any) -> Any:
+    """The smaller of each lane; a where they cannot be compared."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", *args), args[1], args[0])
 
     return vector(vector, vector), generate
 

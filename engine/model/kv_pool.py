@@ -5,34 +5,23 @@ cache): requests whose texts begin alike share blocks, at the same time or one a
 cached until their room is needed; the least recently used goes first. For a draft head a block's hidden states are
 kept with it. With a cache folder, full blocks are also written to it, and read back when the pool does not have them.
 A block with an infinity or NaN stays with its request, and so does what follows it.
-
-Layout: keys [layers, blocks, kv_heads, dims, 16], so that 16 keys are read at once, and values [layers, blocks,
-kv_heads, 16, dims]; dims is the head size rounded up to a multiple of 16, padded with zeros. Paired, for instructions
-that multiply pairs of bfloat16: a block's keys are [dims / 2, 16, 2], its values [dims / 16, 8, 16, 2] with the pairs
-of neighbouring positions, and dims is a multiple of 32. In codes of 8 bits, both are [layers, blocks, kv_heads, bytes]:
-`engine.kernels.attention.kv_codes` says what these hold.
 """
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.batch import BLOCK, Int
+from engine.core.batch import Int
 from engine.core.errors import OutOfBlocks
 from engine.core.hidden_states import States
 from engine.core.kv_shape import KVShape
-from engine.device import uploaded
 from engine.files.cache_folder import CacheFolder
-from engine.kernels.attention.finite_blocks import FiniteBlocks
-from engine.kernels.attention.kv_codes import move_codes_kernel
-from engine.kernels.fused import MOVE, move_kernel
+from engine.model.kv_part import KVPart
 from engine.model.request_state import RequestState
 from engine.model.saved.blocks import SavedBlocks
 from engine.model.saved.states import SavedStates
@@ -45,39 +34,69 @@ Ending = tuple[int, tuple[int, ...]]
 
 
 class KVPool:
-    """A pool of `blocks` blocks. On a CPU, a block takes memory when it is first written; on a GPU, all do at once.
+    """A pool of `blocks` blocks. A block has its place in every part: one for each shape of keys that layers have.
 
     layer_states: where the states of a model are whose layers do not all have keys and values. A prefix is then served
     up to its last snapshot.
     """
 
-    def __init__(self, shape: KVShape, blocks: int, device: torch.device = _CPU, layer_states: StatePool | None = None):
-        self.shape, self.blocks, self.layer_states = shape, blocks, layer_states
-        sizes = [(shape.head_bytes,)] * 2 if shape.q8_0 else [(shape.dims, BLOCK), (BLOCK, shape.dims)]
-        dtype, of_pool = torch.uint8 if shape.q8_0 else shape.dtype, (shape.layers, blocks, shape.kv_heads)
-        self.keys, self.values = (_untouched((*of_pool, *size), dtype, device) for size in sizes)
+    def __init__(
+        self,
+        shapes: KVShape | Sequence[KVShape],
+        blocks: int,
+        device: torch.device = _CPU,
+        layer_states: StatePool | None = None,
+    ):
+        self.blocks, self.layer_states = blocks, layer_states
+        self.parts = [KVPart(one, blocks, device) for one in ([shapes] if isinstance(shapes, KVShape) else shapes)]
         self._free = list(range(blocks - 1, -1, -1))
         self._references = [0] * blocks
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached and unreferenced, least recently used first
         self._known: dict[Ending, tuple[int, int]] = {}  # the block, and the number of the text that it ends
         self._ending: dict[int, Ending] = {}
         self._states: OrderedDict[int, States] = OrderedDict()  # of known blocks, used longest ago first
-        self._states_room = blocks * shape.block_bytes // _STATES_SHARE
+        self._states_room = blocks * self.block_bytes // _STATES_SHARE
         self._state_layers: tuple[int, ...] = ()
         self._numbers = count(1)
-        self._finite = FiniteBlocks(shape, blocks, *self.addresses(0)) if device.type == "cpu" else None
         self.saved: SavedBlocks | None = None
 
     def save_to(self, folder: CacheFolder, identity: bytes) -> None:
         """Write full blocks to a folder from now on, and read those of the same identity back. On a CPU alone."""
-        self.saved = SavedBlocks(folder, identity, self.keys, self.values)
+        self.saved = SavedBlocks(folder, identity, [kept for part in self.parts for kept in (part.keys, part.values)])
         if self.layer_states is not None:
             self.layer_states.saved = SavedStates(folder, self.layer_states.states)
 
-    def addresses(self, layer: int) -> tuple[int, int]:
-        """The addresses of the layer's keys and values."""
-        keys, values = (part.data_ptr() + layer * part.stride(0) * part.itemsize for part in (self.keys, self.values))
-        return keys, values
+    @property
+    def part(self) -> KVPart:
+        """The only part, where all layers have keys of one shape."""
+        [part] = self.parts
+        return part
+
+    @property
+    def shape(self) -> KVShape:
+        return self.part.shape
+
+    @property
+    def keys(self) -> Tensor:
+        return self.part.keys
+
+    @property
+    def values(self) -> Tensor:
+        return self.part.values
+
+    @property
+    def addresses(self) -> Callable[[int], tuple[int, int]]:
+        return self.part.addresses
+
+    @property
+    def kind(self) -> str:
+        """The name of what numbers are kept as."""
+        return self.parts[0].shape.kind
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, keys and values of all layers."""
+        return sum(part.shape.block_bytes for part in self.parts)
 
     @property
     def free(self) -> int:
@@ -89,7 +108,7 @@ class KVPool:
         if self.layer_states is None:
             return True
         promised = sum(state.missing for state in states if state is not None)
-        return self.layer_states.free - promised >= SLOTS_EACH
+        return self.layer_states.has_free(promised + SLOTS_EACH)
 
     def allocate(self, wanted: int) -> list[int]:
         """Allocate `wanted` blocks. Raises OutOfBlocks, and allocates none, if fewer are free."""
@@ -172,7 +191,7 @@ class KVPool:
         """Whether each block's keys and values are all finite: others must not be published."""
         if not blocks:
             return []
-        return finite_by_index(self.keys, self.values, blocks) if self._finite is None else self._finite(blocks)
+        return [all(of_parts) for of_parts in zip(*(part.finite(blocks) for part in self.parts), strict=True)]
 
     def publish(self, ending: Ending, block: int, states: States | None = None) -> int:
         """Register the full block that ends this text; returns the text's number. Of two blocks the first stays.
@@ -214,39 +233,5 @@ class KVPool:
 
     def move(self, sources: Int, places: Int) -> None:
         """Copy keys and values from slots to other slots. No place is the source of a later copy."""
-        if self.keys.device.type != "cpu":
-            move_by_index(self.keys, self.values, sources, places)
-            return
-        shape, work = self.shape, np.zeros(1, MOVE)
-        record = work[0]
-        record["keys"], record["values"] = self.keys.data_ptr(), self.values.data_ptr()
-        record["sources"], record["places"], record["count"] = sources.ctypes.data, places.ctypes.data, len(sources)
-        record["layers"], record["blocks"], record["kv_heads"] = shape.layers, self.blocks, shape.kv_heads
-        record["dims"], record["width"], record["vnni"] = shape.dims, shape.dtype.itemsize, shape.vnni
-        kernel = move_codes_kernel() if shape.q8_0 else move_kernel()
-        kernel(work.ctypes.data, shape.layers)
-
-
-@torch.inference_mode()  # the mode in which a target makes its pool
-def move_by_index(keys: Tensor, values: Tensor, sources: Int, places: Int) -> None:
-    """What `KVPool.move` does, for a pool on any device."""
-    indexes = np.stack([*np.divmod(sources, BLOCK), *np.divmod(places, BLOCK)]).astype(np.int64)
-    ((old, old_lane, new, new_lane),) = uploaded([torch.from_numpy(indexes)], keys.device)
-    keys[:, new, :, :, new_lane] = keys[:, old, :, :, old_lane]
-    values[:, new, :, new_lane] = values[:, old, :, old_lane]
-
-
-@torch.inference_mode()
-def finite_by_index(keys: Tensor, values: Tensor, blocks: Sequence[int]) -> list[bool]:
-    """What `KVPool.finite` returns, for a pool on any device: one wait for all blocks."""
-    both = [part[:, list(blocks)].isfinite().movedim(1, 0).flatten(1).all(1) for part in (keys, values)]
-    found: list[bool] = (both[0] & both[1]).tolist()
-    return found
-
-
-def _untouched(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take no CPU memory until they are written; `torch.zeros` would touch all of it."""
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    bytes_of: int = math.prod(size) * dtype.itemsize
-    return torch.from_numpy(np.zeros(bytes_of, np.uint8)).view(dtype).view(size)
+        for part in self.parts:
+            part.move(sources, places)

@@ -73,7 +73,7 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
             f"model={path}: {len(wrong)} weights have other sizes than its configuration says, {name} first "
             f"({list(found)}, not {list(expected)}); get the whole checkpoint"
         )
-    if isinstance(stored, GgufFile) and not has_states(config):  # which all has been found in the file
+    if isinstance(stored, GgufFile) and not _is_filled(stored):  # otherwise all has been found in the file
         _check_whole(stored, model, path)
     _check_numbers(model, path)
     if device.type == "cpu":
@@ -122,18 +122,27 @@ def reopened(
 
 def skeleton(path: str, config: Any) -> Any:
     """The stock model of a directory without its weights, on the meta device; its buffers are there."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
+
+    model = unfilled(config)
+    with suppress(OSError):  # a directory without one: the end tokens of its configuration
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model.eval()
+
+
+def unfilled(config: Any) -> Any:
+    """The stock model of a configuration alone. See `skeleton`."""
+    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for module in model.modules():
         if buffers := dict(module.named_buffers(recurse=False)):
             for name, buffer in buffers.items():
-                module.register_buffer(name, torch.zeros_like(buffer, device="cpu"), persistent=False)
+                stored = name not in module._non_persistent_buffers_set
+                module.register_buffer(name, torch.zeros_like(buffer, device="cpu"), persistent=stored)
             model._init_weights(module)  # as transformers itself fills what no checkpoint holds
-    with suppress(OSError):  # a directory without one: the end tokens of its configuration
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    return model.eval()
+    return model
 
 
 def _filled(stored: GgufFile | QuantisedCheckpoint, path: str, config: Any, dtype: torch.dtype) -> Any:
@@ -153,7 +162,7 @@ def _dequantised(gguf: GgufFile, path: str, config: Any, dtype: torch.dtype) -> 
 
     from engine.weights.gguf.reader import MODEL, read_by_transformers
 
-    if has_states(config):
+    if _is_filled(gguf):
         return _filled(gguf, path, config, dtype), {"missing_keys": [], "mismatched_keys": []}
     if config.model_type == "mixtral":
         raise ModelError("transformers reads no Mixtral from GGUF, which runs on a CPU in bfloat16 alone")
@@ -172,6 +181,12 @@ def _dequantised(gguf: GgufFile, path: str, config: Any, dtype: torch.dtype) -> 
     for parameter in model.parameters():  # buffers of float32 stay what they are
         parameter.data = parameter.data.to(dtype)
     return model, report
+
+
+def _is_filled(gguf: GgufFile) -> bool:
+    from engine.weights.gguf.families import is_filled
+
+    return is_filled(gguf)
 
 
 def _check_whole(gguf: GgufFile, model: Any, path: str) -> None:

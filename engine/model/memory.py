@@ -5,6 +5,7 @@ pool of keys and values that gets its share of the rest.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -19,7 +20,7 @@ from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.quant.layouts import STEP
 from engine.kernels.quant.stored import row_bytes
 from engine.model.kv_pool import KVPool
-from engine.model.state_pool import StatePool
+from engine.model.state_pool import ROWS, StatePool
 from engine.weights.gguf.file import GgufFile
 from engine.weights.quantised_weights import QuantisedCheckpoint
 
@@ -69,29 +70,33 @@ def kept_as(kv_type: KVType, device: torch.device) -> KVType:
 
 
 def pool_of(
-    sizes: tuple[int, int, int],
+    sizes: Sequence[tuple[int, int, int]],
     dtype: torch.dtype,
     kv_type: KVType,
     room: int,
     device: torch.device,
     states: StateShape | None = None,
 ) -> KVPool:
-    """A pool of `room` bytes. sizes: layers with keys and values, key heads, and the dimensions of one. kv_type: see
-    `kept_as`. states: of layers with a state, which get a share of the room. Raises ModelError if that has too little.
+    """A pool of `room` bytes. sizes: of each of its parts the layers with keys and values, key heads, and the
+    dimensions of one. kv_type: see `kept_as`. states: of layers with a state, which get a share of the room. Raises
+    ModelError if that has too little.
     """
     pairs = device.type != "cuda" and has_pairs(dtype)
-    shape, layer_states = KVShape(*sizes, dtype, pairs, kv_type == "q8_0"), None
+    shapes, layer_states = [KVShape(*size, dtype, pairs, kv_type == "q8_0") for size in sizes], None
+    block_bytes = sum(shape.block_bytes for shape in shapes)
     if states is not None:
-        share = int(_STATES_SHARE * room) // states.slot_bytes
+        rows = ROWS * states.row_bytes
+        share = int(_STATES_SHARE * max(0, room - rows)) // states.slot_bytes
         slots = max(_FEWEST_STATES, min(_MOST_STATES, share))
-        needed = slots * states.slot_bytes + _FEWEST_BLOCKS * shape.block_bytes
+        needed = slots * states.slot_bytes + rows + _FEWEST_BLOCKS * block_bytes
         if share < _FEWEST_STATES and needed > room:
             raise ModelError(
                 f"verifier.kv_memory: {room / 1e6:.0f} MB have no room for keys and values beside {slots} states of "
                 f"{states.slot_bytes / 1e6:.1f} MB; set {-(-needed // 10**6)} MB or more"
             )
-        layer_states, room = StatePool(states, slots), room - slots * states.slot_bytes
-    return KVPool(shape, shape.blocks_in(room), device, layer_states)
+        layer_states = StatePool(states, slots)
+        room -= layer_states.bytes
+    return KVPool(shapes, max(1, room // block_bytes), device, layer_states)
 
 
 def check_memory(stored: GgufFile | QuantisedCheckpoint, field: str, free_bytes: int) -> None:

@@ -48,7 +48,7 @@ class RequestState:
         """Take the slot that a forward may write to, if need be that of a snapshot; OutOfBlocks if there is none."""
         if self._spare:
             return
-        if not self.pool.has_free:
+        if not self.pool.has_free():
             self._drop_saved()
         self._spare.append(self.pool.take())
 
@@ -144,7 +144,7 @@ class RequestState:
         while len(slots) + len(own) < len(positions):
             if self._spare:
                 slots.append(self._spare.pop())
-            elif self.pool.has_free:
+            elif self.pool.has_free():
                 slots.append(self.pool.take())
             else:
                 del positions[: len(positions) - len(slots) - len(own)]  # snapshots that there is no room for

@@ -42,7 +42,7 @@ class Runner:
     def kv_type(self) -> str:
         """What keys and values are kept as: the name of the model's type, or q8_0."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return dtype if self.pool is None else self.pool.shape.kind
+        return dtype if self.pool is None else self.pool.kind
 
     def new_cache(self, capacity: int) -> Any:
         """An empty cache for one request, with room for `capacity` positions, tree nodes included.

@@ -10,7 +10,8 @@ Beside the slots is a store of rows: what layers need to replay the rows of a dr
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,8 @@ EMPTY = 0
 """The slot of the empty text: zeros."""
 SLOTS_EACH = 2
 """Slots that a request may hold: its state, and the one that the next forward writes to."""
-_ROWS = 64  # of the store at first; it grows
+ROWS = 64
+"""Rows of the store at first. It grows where the trees that are verified together have more nodes."""
 _LINE = 64  # bytes of a cache line
 
 
@@ -46,31 +48,34 @@ class StatePool:
         self._snapshots: OrderedDict[int, int] = OrderedDict()  # by the number of the text; used longest ago first
         self._lasting: set[int] = set()
         self.kept = 0  # snapshots ever kept
-        self._store = np.zeros((_ROWS, shape.row_bytes), np.uint8)
-        self._free_rows = list(range(_ROWS - 1, -1, -1))
+        self._store = np.zeros((ROWS, shape.row_bytes), np.uint8)
+        self._free_rows = list(range(ROWS - 1, -1, -1))
 
     @property
     def addresses(self) -> tuple[int, int]:
         """Where the states and the kept rows are."""
         return int(self.states.ctypes.data), int(self._store.ctypes.data)
 
-    @property
-    def free(self) -> int:
-        """The slots that can be taken, snapshots that no request uses among them."""
-        return len(self._free) + sum(self._references[slot] == 1 for slot in self._snapshots.values())
+    def has_free(self, count: int = 1) -> bool:
+        """Whether so many slots can be taken, snapshots that no request uses among them."""
+        missing = count - len(self._free)
+        return missing <= 0 or len([*islice(self._unused(), missing)]) == missing
+
+    def _unused(self) -> Iterator[int]:
+        """The texts of snapshots that no request uses, used longest ago first."""
+        return (number for number, slot in self._snapshots.items() if self._references[slot] == 1)
 
     @property
-    def has_free(self) -> bool:
-        """Whether a slot can be taken."""
-        return bool(self._free) or any(self._references[slot] == 1 for slot in self._snapshots.values())
+    def bytes(self) -> int:
+        """Memory at most of the states, and that of the store."""
+        return self.slots * self.shape.slot_bytes + self._store.nbytes
 
     # Slots.
 
     def take(self) -> int:
         """Take a slot. Raises OutOfBlocks if requests use all of them."""
         if not self._free:
-            unused = (number for number, slot in self._snapshots.items() if self._references[slot] == 1)
-            if (oldest := next(unused, None)) is None:
+            if (oldest := next(self._unused(), None)) is None:
                 raise OutOfBlocks(f"verifier.kv_memory: {self.slots} states of requests are in use; raise it")
             self.drop(oldest)
         slot = self._free.pop()
@@ -133,7 +138,7 @@ class StatePool:
 
     def restore(self, number: int, key: bytes) -> int | None:
         """The snapshot of a text, from the cache folder; None if it is not there."""
-        if self.saved is None or not self.has_free or not self.saved.has(key):
+        if self.saved is None or not self.has_free() or not self.saved.has(key):
             return None
         slot = self.take()
         if self.saved.read(key, slot):

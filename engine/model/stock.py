@@ -6,7 +6,9 @@ the attention function; a window comes from the mask that the model asks for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,6 +42,19 @@ class Attends(Protocol):
         ...
 
 
+_under_way: ContextVar[Attends | None] = ContextVar("under_way", default=None)
+
+
+@contextmanager
+def attending(forward: Attends) -> Iterator[None]:
+    """In this context, attention layers call that forward. Some families do not pass options on to their layers."""
+    token = _under_way.set(forward)
+    try:
+        yield
+    finally:
+        _under_way.reset(token)
+
+
 class StockForward:
     """Runs batches through a stock model. rules: the attention rule of each layer in the latest forward."""
 
@@ -55,15 +70,15 @@ class StockForward:
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
         """See `engine.model.forward.Forward`."""
         self._entry.begin(batch)
-        out = self.model(
-            input_ids=torch.from_numpy(batch.tokens.astype(np.int64))[None],
-            position_ids=torch.from_numpy(batch.positions.astype(np.int64))[None],
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=torch.from_numpy(batch.chosen.astype(np.int64)),
-            output_hidden_states=bool(feature_layers),
-            exact=self,
-        )
+        with attending(self):
+            out = self.model(
+                input_ids=torch.from_numpy(batch.tokens.astype(np.int64))[None],
+                position_ids=torch.from_numpy(batch.positions.astype(np.int64))[None],
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=torch.from_numpy(batch.chosen.astype(np.int64)),
+                output_hidden_states=bool(feature_layers),
+            )
         if not feature_layers:
             return out.logits[0], None
         return out.logits[0], torch.stack([out.hidden_states[layer][0] for layer in feature_layers], dim=1)
@@ -120,10 +135,9 @@ def _attention_function(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    exact: Attends | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend when `transformers` calls. Without `exact`, as in `generate`, keys and values are a whole text's, in
+    """Attend when `transformers` calls. Outside `attending`, as in `generate`, keys and values are a whole text's, in
     order.
     """
     if kwargs.get("position_bias") is not None or kwargs.get("indexer_mask") is not None:
@@ -134,8 +148,8 @@ def _attention_function(
         softcap=float(softcap or 0.0),
         sinks=None if s_aux is None else s_aux.float().contiguous(),
     )
-    if exact is not None:
-        return exact.attend(module.layer_idx, rule, query, key, value), None
+    if (forward := _under_way.get()) is not None:
+        return forward.attend(module.layer_idx, rule, query, key, value), None
     if query.device.type != "cpu":
         raise Unsupported(f"no forward of ours is under way, which attention on {query.device.type} needs")
     return torch.cat([_whole_text(rule, *one) for one in zip(query, key, value, strict=True)]), None

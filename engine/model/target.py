@@ -34,6 +34,7 @@ from engine.model.loading import (
     weights_of,
 )
 from engine.model.memory import check_memory, check_stock_memory, free_memory, kept_as, kv_room, pool_of
+from engine.model.reader.parts import text_part
 from engine.model.runner import Chosen, Runner
 from engine.model.structure import OtherStructure
 from engine.model.trial.activations import activations_of
@@ -94,7 +95,7 @@ class Target(Runner):
         if target.model is None:
             return target
         if isinstance(target.forward, LeanDecoder):  # which has copies in its own layout
-            target.model.model.layers, target.model.lm_head = torch.nn.ModuleList(), torch.nn.Identity()
+            text_part(target.model)[0].layers, target.model.lm_head = torch.nn.ModuleList(), torch.nn.Identity()
         elif target.device.type == "cpu":
             copy_mapped(parameter for parameter in target.model.parameters() if parameter.dim() > 1)
         return target
@@ -180,9 +181,8 @@ class Target(Runner):
         """The target that an earlier start has tried, without transformers."""
         weights = reopened(stored, proved.places, proved.vectors)
         structure, device = proved.structure, torch.device("cpu")
-        sizes = (structure.key_layers, structure.kv_heads, structure.head_dim)
         room, states = kv_room(kv_memory, device, weights.size), state_shape(structure, torch.bfloat16)
-        pool = pool_of(sizes, torch.bfloat16, kept_as(kv_type, device), room, device, states)
+        pool = pool_of(structure.key_sizes, torch.bfloat16, kept_as(kv_type, device), room, device, states)
         lean = LeanDecoder(structure, pool, proved.rules, weights, activations)
         chosen = Chosen(Runner(lean, pool, proved.facts.vocab_size, torch.bfloat16), "")
         return cls(path, proved.facts, chosen, device, weights.kind)

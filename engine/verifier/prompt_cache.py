@@ -47,7 +47,7 @@ def _identity(model: str, target: Target) -> bytes:
     assert target.pool is not None
     facts = (
         target.dtype,
-        target.pool.shape,
+        [part.shape for part in target.pool.parts],
         None if target.pool.layer_states is None else target.pool.layer_states.shape,
         machine_code(),
         [version(name) for name in _LIBRARIES],
@@ -62,8 +62,8 @@ def _probe(target: Target) -> bytes:
     cache = target.new_cache(length)
     logits, _ = target.prefill(cache, [(7919 * at + 1) % target.vocab_size for at in range(length)])
     digest = hashlib.sha256(logits.cpu().numpy().tobytes())
-    for part in target.pool.keys, target.pool.values:
-        digest.update(part[:, cache.table.tolist()].float().numpy().tobytes())
+    for kept in [one for part in target.pool.parts for one in (part.keys, part.values)]:
+        digest.update(kept[:, cache.table.tolist()].float().numpy().tobytes())
     if target.pool.layer_states is not None:
         digest.update(target.pool.layer_states.states[cache.state.slot])
     cache.release()

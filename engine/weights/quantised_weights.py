@@ -23,7 +23,7 @@ from engine.kernels.quant.quantise import quantised
 from engine.kernels.quant.stored import StoredMatrix, row_bytes
 from engine.weights.checkpoint import CheckpointTensor, read_checkpoint
 from engine.weights.quantised import QuantisedSource, quantised_source_of
-from engine.weights.stored_weights import Place, StoredWeights, Unreadable, is_vector, named
+from engine.weights.stored_weights import Place, StoredWeights, Unreadable, held, is_vector, named, stored_buffers
 
 _AT_ONCE = 1 << 18  # numbers that a thread quantises at a time
 
@@ -79,7 +79,7 @@ class QuantisedWeights(StoredWeights):
     def rows(self, tensor: str) -> StoredMatrix:
         return self.checkpoint.matrix(self.checkpoint.tensors[tensor])
 
-    def experts(self, name: str) -> list[list[StoredMatrix]]:
+    def experts(self, name: str, parts: int = 0) -> list[list[StoredMatrix]]:
         raise Unreadable("experts are read from GGUF files alone")
 
     def values(self, name: str) -> Tensor:
@@ -95,14 +95,15 @@ def matched(checkpoint: QuantisedCheckpoint, model: Any) -> tuple[dict[str, Plac
     """
     places: dict[str, Place] = {}
     vectors: dict[str, Tensor] = {}
-    for first, same in named(model).items():
+    for first, same in (named(model) | stored_buffers(model)).items():
         name = next((name for name in same if name in checkpoint.tensors), None)
         if name is None:
             raise Unreadable(f"{first} is not stored under its name")
         tensor = checkpoint.tensors[name]
-        if tensor.shape != tuple(model.get_parameter(first).shape):
+        parameter = held(model, first)
+        if tensor.shape != tuple(parameter.shape):
             raise Unreadable(f"{name} is stored in another shape")
-        if is_vector(model.get_parameter(first)):
+        if is_vector(parameter):
             vectors |= dict.fromkeys(same, _numbers(tensor))
         else:
             places |= dict.fromkeys(same, Place((name,), tuple(tensor.shape)))

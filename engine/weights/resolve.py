@@ -59,10 +59,12 @@ def resolved(config: Config) -> Config:
     return config.model_copy(update={"drafter": drafter})
 
 
-def restore(given: Config, config: Config) -> None:
+def restore(given: Config, config: Config) -> bool:
     """Make anew what has been removed or damaged of the cache's directories that `config` names since it was made of
-    `given`. Where that fails, one line says why.
+    `given`. Return whether anything was. Where that fails, one line says why.
     """
+    cached = [Path(path) for path in (config.model, config.drafter.path) if path is not None and _is_cached(path)]
+    damaged = [folder for folder in cached if not is_intact(folder)]
     try:
         if _is_cached(config.model):
             target_folder(given)
@@ -70,6 +72,7 @@ def restore(given: Config, config: Config) -> None:
             resolve(given.drafter.path, "drafter.path")
     except TalonError as error:
         print(f"talon: {error}", file=sys.stderr)
+    return any(is_intact(folder) for folder in damaged)
 
 
 def _is_cached(path: str | None) -> bool:

@@ -23,7 +23,8 @@ class Unreadable(Exception):
 class Place(msgspec.Struct, frozen=True):
     """Where a matrix [outputs, inputs] is stored, or those of all experts [experts, outputs, inputs].
 
-    tensors: names; a matrix's outputs are those of each in turn. shape: of the parameter. order, columns: int64, the
+    tensors: names; a matrix's outputs are those of each, one after the other. in_turn: the parameter has inputs before
+    outputs, and the outputs of its tensors in turn. shape: of the parameter. order, columns: int64, the
     stored row that each output is and the stored column that each input is; empty if they are the same.
     """
 
@@ -31,6 +32,12 @@ class Place(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     order: bytes = b""
     columns: bytes = b""
+    in_turn: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """The number of outputs of all tensors."""
+        return self.shape[-1] if self.in_turn else self.shape[-2]
 
 
 class StoredWeights(ABC):
@@ -60,12 +67,12 @@ class StoredWeights(ABC):
         matrix = self.rows(tensor)
         return matrix.reordered(np.frombuffer(place.order, np.int64)) if place.order else matrix
 
-    def experts(self, name: str) -> list[list[StoredMatrix]]:
+    def experts(self, name: str, parts: int = 0) -> list[list[StoredMatrix]]:
         """Return, for each expert of a parameter [experts, outputs, inputs], the parts of its matrix, one after the
-        other.
+        other. parts: how the parameter holds them, which does not matter here.
         """
         place = self.places[name]
-        count, outputs, _ = place.shape
+        count, outputs = place.shape[0], place.outputs
         whole, each = [self.rows(tensor) for tensor in place.tensors], outputs // len(place.tensors)
         return [[rows.row_slice(each * expert, each * (expert + 1)) for rows in whole] for expert in range(count)]
 
@@ -84,7 +91,10 @@ class StoredWeights(ABC):
             whole = torch.cat([self.rows(tensor).values() for tensor in place.tensors])
             whole = whole[torch.frombuffer(bytearray(place.order), dtype=torch.int64)] if place.order else whole
             return whole[:, torch.frombuffer(bytearray(place.columns), dtype=torch.int64)] if place.columns else whole
-        return torch.stack([torch.cat([part.values() for part in parts]) for parts in self.experts(name)])
+        each = [[part.values() for part in parts] for parts in self.experts(name)]
+        if place.in_turn:
+            return torch.stack([torch.stack(parts, dim=1).flatten(0, 1).T for parts in each])
+        return torch.stack([torch.cat(parts) for parts in each])
 
     def fill_small(self, model: nn.Module) -> None:
         """Put every parameter but matrices into a model on the meta device."""
@@ -111,6 +121,19 @@ class StoredWeights(ABC):
 def is_vector(parameter: Tensor) -> bool:
     """Return whether a parameter is no matrix: a convolution of each channel by itself is none."""
     return parameter.dim() < 2 or (parameter.dim() == 3 and int(parameter.shape[1]) == 1)
+
+
+def stored_buffers(model: nn.Module) -> dict[str, list[str]]:
+    """Return the buffers that a checkpoint holds, as `named` returns parameters."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: [name] for name in model.state_dict() if name not in parameters}
+
+
+def held(model: nn.Module, name: str) -> Tensor:
+    """Return the parameter or buffer of that name."""
+    module, _, part = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(module), part)
+    return found
 
 
 def named(model: nn.Module) -> dict[str, list[str]]:

@@ -116,8 +116,9 @@ def test_a_draft_model_of_its_own_worker_gets_half_of_the_cores_and_a_table_none
 
 def test_in_turns_each_has_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.placement.cores", lambda: 8)
-    assert share_cores(Config(model="m", method="eagle3")) == (8, 8, 8)
-    assert share_cores(load({"model": "m"}, {"method": "eagle3", "verifier.threads": 3})) == (3, 3, 3)
+    turns = Config(model="m", mode="sequential", method="eagle3")
+    assert share_cores(turns) == (8, 8, 8)
+    assert share_cores(load(turns, {"verifier.threads": 3})) == (3, 3, 3)
 
 
 def test_beside_a_gpu_each_has_one_unless_more_are_asked_for() -> None:

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from engine import Engine
 from engine.core.batch import Batch
+from engine.core.errors import TalonError
 from engine.core.params import SamplingParams
 from engine.files.checked_file import _HEADER
 from engine.model.decoder import LeanDecoder
+from engine.model.state_pool import ROWS
 from engine.model.target import Target
 from engine.verifier.request import Request
 from tests.engine.test_cache import GREEDY, PROMPT, SAMPLED, WHOLE, answers
@@ -37,6 +39,12 @@ def delta(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_hybrid(tmp_path_factory.mktemp("delta"), "qwen3.5")
 
 
+def small_pool(target: Target) -> int:
+    """Bytes for `LONGEST`, and for the rows that are kept."""
+    assert target.pool is not None and target.pool.layer_states is not None
+    return LONGEST + ROWS * target.pool.layer_states.shape.row_bytes
+
+
 def note_preemptions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of requests that are preempted from now on."""
     preempted, preempt = list[int](), Request.preempt
@@ -53,20 +61,20 @@ def note_preemptions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ("method", "mode"),
     [("none", "sequential"), ("pld", "sequential"), ("pld", "async"), ("suffix", "sequential"), ("suffix", "async")],
 )
-@pytest.mark.parametrize("room", [None, LONGEST], ids=["large pool", "small pool"])
+@pytest.mark.parametrize("small", [False, True], ids=["large pool", "small pool"])
 async def test_many_requests_get_the_text_that_each_gets_alone(
-    hybrid: str, method: str, mode: str, room: int | None, monkeypatch: pytest.MonkeyPatch
+    hybrid: str, method: str, mode: str, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of the prompts begin like others, and half are sampled."""
     requests, target = random_requests(random.Random(1), REQUESTS), Target.load(hybrid)
     expected = [alone(target, *request) for request in requests]
     preempted = note_preemptions(monkeypatch)
     options: dict[str, Any] = {"method": method, "mode": mode, "transport": "inproc", "verifier.cut": False} | THREADS
-    options |= {} if room is None else {"verifier.kv_memory": room}
+    options |= {"verifier.kv_memory": small_pool(target)} if small else {}
     async with await Engine.start({"model": hybrid}, **options) as engine:
         results = await asyncio.gather(*(engine.generate(*request) for request in requests))
     assert [result.token_ids for result in results] == expected
-    assert bool(preempted) == (room is not None)
+    assert bool(preempted) == small
 
 
 async def test_requests_wait_for_states_and_are_not_preempted_for_want_of_them(
@@ -74,9 +82,10 @@ async def test_requests_wait_for_states_and_are_not_preempted_for_want_of_them(
 ) -> None:
     """There are more blocks than states."""
     requests = [([10 + number] * 8, SamplingParams(max_tokens=7, ignore_eos=True)) for number in range(20)]
-    expected = [alone(Target.load(delta), *request) for request in requests]
+    target = Target.load(delta)
+    expected = [alone(target, *request) for request in requests]
     preempted = note_preemptions(monkeypatch)
-    options: dict[str, Any] = {"verifier.kv_memory": LONGEST, "transport": "inproc"} | THREADS
+    options: dict[str, Any] = {"verifier.kv_memory": small_pool(target), "transport": "inproc"} | THREADS
     async with await Engine.start({"model": delta}, method="none", **options) as engine:
         results = await asyncio.gather(*(engine.generate(*request) for request in requests))
     assert [result.token_ids for result in results] == expected
@@ -112,7 +121,8 @@ async def test_the_engine_says_what_memory_states_and_a_snapshot_take(delta: str
         told = engine.target
     layers, heads, window = 2, 2 * 16 * 16 * 4, 3 * 64 * 4
     assert told.snapshot_bytes == layers * (heads + window)
-    assert told.state_bytes == (1 << 19) // told.snapshot_bytes * told.snapshot_bytes
+    rows = 64 * layers * 320  # what is kept of each, in whole cache lines
+    assert told.state_bytes == ((1 << 20) - rows) // 2 // told.snapshot_bytes * told.snapshot_bytes + rows
     assert 1 << 18 < told.kv_bytes <= (1 << 20) - told.state_bytes
 
 
@@ -122,8 +132,8 @@ async def test_a_forward_that_is_interrupted_ends_the_worker_and_the_next_one_gi
     [plain] = await answers(delta, None, (PROMPT, SAMPLED), name="none")
     run, calls = LeanDecoder._run, count()
 
-    def interrupted(decoder: LeanDecoder, batch: Batch, whole: bool) -> Tensor:
-        logits = run(decoder, batch, whole)
+    def interrupted(decoder: LeanDecoder, batch: Batch, out: Tensor) -> Tensor:
+        logits = run(decoder, batch, out)
         if len(batch.segments) and batch.segments[0].past == 110 and next(calls) == 0:
             raise MemoryError("no room")
         return logits
@@ -132,6 +142,24 @@ async def test_a_forward_that_is_interrupted_ends_the_worker_and_the_next_one_gi
         monkeypatch.setattr(LeanDecoder, "_run", interrupted)
         assert (await engine.generate(PROMPT, SAMPLED)).token_ids == plain.token_ids
     assert next(calls) > 1
+
+
+async def test_a_forward_for_whose_logits_there_is_no_room_ends_its_request_alone(
+    delta: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [plain] = await answers(delta, None, (PROMPT, SAMPLED), name="none")
+    new_out, calls = LeanDecoder._new_out, count()
+
+    def full(decoder: LeanDecoder, batch: Batch, whole: bool) -> Tensor:
+        if len(batch.segments) and batch.segments[0].past == 110 and next(calls) == 0:
+            raise MemoryError("no room")
+        return new_out(decoder, batch, whole)
+
+    async with await Engine.start({"model": delta}, method="none", transport="inproc", **THREADS) as engine:
+        monkeypatch.setattr(LeanDecoder, "_new_out", full)
+        with pytest.raises(TalonError, match="no room"):
+            await engine.generate(PROMPT, SAMPLED)
+        assert (await engine.generate(PROMPT, SAMPLED)).token_ids == plain.token_ids
 
 
 # What prompts begin with.

@@ -2,8 +2,8 @@
 
 It predicts the token after next: from the target's state after its output norm, and the embedding of the token that the
 target drew from it. For the tokens after that it feeds on its own normed output. A step reads the head's layer and its
-output matrix; the whole vocabulary's is as large as a small model, so it drafts over the likeliest tokens, whose rows
-are packed once.
+output matrix; the whole vocabulary's is as large as a small model, so it drafts over the likeliest tokens and those of
+the texts (`own_tokens`), whose rows are packed.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class _MtpLayer:
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        structure = self.of.structure
-        return structure.heads, structure.kv_heads, structure.head_dim
+        [mixer] = self.of.structure.attending.values()
+        return mixer.heads, mixer.kv_heads, mixer.head_dim
 
     @property
     def weights(self) -> LayerWeights:
@@ -74,7 +74,7 @@ class MtpHead(PooledWeights):
     def __init__(self, weights: MtpWeights, layers: int):
         """layers: of the target."""
         self.device, self.weights = torch.device("cpu"), weights
-        self.hidden_size, self.target_ids = weights.structure.hidden, weights.target_ids
+        self.hidden_size, self.target_ids = weights.structure.hidden, weights.own.target_ids
         self.feature_layers = (layers,)
         self._embedding_norm, self._state_norm = _torch_norm(weights.embedding_norm), _torch_norm(weights.state_norm)
 
@@ -99,6 +99,7 @@ class MtpHead(PooledWeights):
         return features[:, 0]
 
     def entered(self, features: Tensor, tokens: Tensor) -> Tensor:
+        self.weights.own.enter(tokens.tolist())
         embedded = self._embedding_norm(self.weights.embed(tokens))
         return torch.cat([embedded, self._state_norm(features.to(self.dtype))], dim=1)
 

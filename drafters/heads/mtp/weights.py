@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from drafters.heads.checkpoint import TargetWeights, find_folder
+from drafters.heads.mtp.own_tokens import OwnTokens, RowsOf, likely_tokens
 from engine.core.errors import DrafterMismatch, ModelError, first_line
 from engine.kernels.gemm.product import Product, multiplies
 from engine.kernels.layer.weights import Norm
@@ -47,7 +48,7 @@ _STORED = {"model.layers.0.": f"{PREFIX}layers.0.", "model.norm.": f"{PREFIX}nor
 @dataclass(frozen=True)
 class MtpWeights:
     """join: of the normed embedding and the normed state, one after the other. embed: the embeddings [n, hidden] of
-    tokens [n]. head: the output matrix of the tokens `target_ids`.
+    tokens [n]. head: the output matrix of the tokens `own.target_ids`.
     """
 
     structure: DecoderStructure
@@ -58,7 +59,7 @@ class MtpWeights:
     norm: Norm
     embed: Callable[[Tensor], Tensor]
     head: Product
-    target_ids: Tensor
+    own: OwnTokens
 
 
 def read_mtp(model: str, path: str, vocabulary: int) -> MtpWeights:
@@ -71,7 +72,8 @@ def read_mtp(model: str, path: str, vocabulary: int) -> MtpWeights:
     config = _one_layer(load_config(str(folder)))
     field = f"drafter.path={path}"
     file = read_gguf(Path(path), field) if Path(path).is_file() else open_gguf(find_folder(path, "drafter.path"))
-    likely = _likely(folder, config.get_text_config().vocab_size, vocabulary)
+    size = config.get_text_config().vocab_size
+    likely = likely_tokens(size, vocabulary, _ends(folder, size))
     try:
         if file is not None:
             return _of_gguf(file, folder, config, field, likely)
@@ -88,19 +90,22 @@ def _one_layer(config: Any) -> Any:
     return config
 
 
-def _likely(folder: Path, vocabulary: int, most: int) -> Tensor:
-    """The tokens that the head drafts: those with the lowest numbers, which a tokenizer's merges made first of the most
-    frequent pairs, and those that end an answer.
-    """
+def _ends(folder: Path, vocabulary: int) -> set[int]:
+    """The tokens that end an answer."""
     try:
-        ends = {token for token in eos_tokens(GenerationConfig.from_pretrained(folder)) if token < vocabulary}
+        return {token for token in eos_tokens(GenerationConfig.from_pretrained(folder)) if token < vocabulary}
     except OSError:  # a directory without one
-        ends = set()
-    others = [token for token in range(min(most, vocabulary)) if token not in ends]
-    return torch.tensor(sorted([*others[: max(0, min(most, vocabulary) - len(ends))], *ends]))
+        return set()
 
 
-def _of_gguf(file: GgufFile, folder: Path, config: Any, field: str, likely: Tensor) -> MtpWeights:
+def _output(rows_of: RowsOf, likely: tuple[list[int], int]) -> tuple[Product, OwnTokens]:
+    """The output matrix, and which tokens its outputs are. likely: see `likely_tokens`."""
+    ids, stay = torch.tensor(likely[0]), likely[1]
+    head = Product([rows_of(ids.numpy())])
+    return head, OwnTokens(head, rows_of, ids, stay)
+
+
+def _of_gguf(file: GgufFile, folder: Path, config: Any, field: str, likely: tuple[list[int], int]) -> MtpWeights:
     block, heads = head_block(file), file.metadata.get(f"{file.architecture}.nextn_predict_layers", 0)
     if block is None:
         raise ModelError(
@@ -133,6 +138,7 @@ def _of_gguf(file: GgufFile, folder: Path, config: Any, field: str, likely: Tens
             raise ModelError(f"{field}: has no tensor {block}nextn.{name}.weight; get the file again")
         norms.append(torch.from_numpy(values.copy()))
     structure = describe(model, weights)
+    head, own = _output(weights.matrix("lm_head.weight").reordered, likely)
     epsilon = structure.norm.epsilon
     return MtpWeights(
         structure=structure,
@@ -142,8 +148,8 @@ def _of_gguf(file: GgufFile, folder: Path, config: Any, field: str, likely: Tens
         state_norm=Norm(norms[1], epsilon),
         norm=made_norm(structure.norm, weights.vector(structure.norm.weight)),
         embed=embed,
-        head=Product([weights.matrix("lm_head.weight").reordered(likely.numpy())]),
-        target_ids=likely,
+        head=head,
+        own=own,
     )
 
 
@@ -193,7 +199,7 @@ class _Stored:
     def matrix(self, name: str) -> StoredMatrix:
         return coded(self._found(name))
 
-    def experts(self, name: str) -> Sequence[Sequence[StoredMatrix]]:
+    def experts(self, name: str, parts: int = 0) -> Sequence[Sequence[StoredMatrix]]:
         return [[coded(matrix)] for matrix in self._found(name)]
 
 
@@ -202,7 +208,7 @@ def coded(matrix: Tensor) -> StoredMatrix:
     return nearest(matrix) if matrix.shape[1] % STEP == 0 else StoredMatrix.of_numbers(matrix)
 
 
-def _of_safetensors(head: Path, folder: Path, config: Any, field: str, likely: Tensor) -> MtpWeights:
+def _of_safetensors(head: Path, folder: Path, config: Any, field: str, likely: tuple[list[int], int]) -> MtpWeights:
     tensors = _mtp_tensors(unquantised(head), field)
     if not tensors:
         raise ModelError(
@@ -214,6 +220,7 @@ def _of_safetensors(head: Path, folder: Path, config: Any, field: str, likely: T
     join = stored.vector(f"{PREFIX}fc.weight")
     _match(field, "hidden size", len(join), text.hidden_size)
     structure = describe(skeleton(str(folder), config))
+    output, own = _output(lambda ids: coded(target.lm_head[torch.from_numpy(ids)].to(torch.bfloat16)), likely)
     embedding_norm, state_norm = (
         made_norm(NormStructure("", structure.norm.epsilon, structure.norm.adds_one), stored.vector(name))
         for name in (f"{PREFIX}pre_fc_norm_embedding.weight", f"{PREFIX}pre_fc_norm_hidden.weight")
@@ -226,8 +233,8 @@ def _of_safetensors(head: Path, folder: Path, config: Any, field: str, likely: T
         state_norm=state_norm,
         norm=made_norm(structure.norm, stored.vector(structure.norm.weight)),
         embed=lambda tokens: target.embedding[tokens].to(torch.bfloat16),
-        head=Product([coded(target.lm_head[likely].to(torch.bfloat16))]),
-        target_ids=likely,
+        head=output,
+        own=own,
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from engine.kernels.fused import ENTER, MOVE, put_queries, rotated
+from engine.kernels.fused import ENTER, MOVE, normalised, pad, put_queries, rotated, value_of
 from engine.kernels.gemm.int8.layout import SCALE_AT
 from engine.kernels.gemm.int8.rows import round_group
 from engine.kernels.quant.layouts import STEP as GROUP
@@ -30,8 +30,6 @@ from engine.kernels.simd import (
     copy_half,
     float_at,
     int_at,
-    number_at,
-    put_float,
     put_float16,
     put_int,
 )
@@ -81,29 +79,22 @@ def enter_codes_kernel(address: Any) -> None:
     for unit in range(units * thread_id() // num_threads(), units * (thread_id() + 1) // num_threads()):
         kv_head, row = unit // work.rows, unit % work.rows
         x = work.qkv + row * work.stride
-        _pad(work, room)
+        pad(work, room)
         put_queries(work, unit, row, x + kv_head * work.q_per_kv * size, room)
+        if work.keys == 0:
+            continue
         block, lane = int_at(work.slots + 4 * row) // LANES, int_at(work.slots + 4 * row) % LANES
         at = (block * work.kv_heads + kv_head) * head_bytes(work.dims)
         rotated(work, row, x + (heads + kv_head) * size, work.key_norm, room)
         _put_key(work, room, work.keys + at, lane)
-        value = x + (heads + work.kv_heads + kv_head) * size
-        for i in range(work.head_dim):
-            put_float(room + 4 * i, number_at(value + i * work.width, work.width))
+        normalised(work, value_of(work, x, kv_head), work.value_norm, room)
         _put_value(work, room, work.values + at, lane)
-
-
-@njit
-def _pad(work: Any, x: int) -> None:
-    """Zeros after the first head_dim of [dims] float32: codes lie where they did."""
-    for i in range(work.head_dim, work.dims):
-        put_float(x + 4 * i, np.float32(0))
 
 
 @njit
 def _round(work: Any, x: int) -> None:
     """Round [dims] float32 in place: the groups begin where they did."""
-    _pad(work, x)
+    pad(work, x)  # codes lie where numbers did
     for group in range(work.dims // GROUP):
         at = x + 4 * GROUP * group
         round_group(FLOAT32, at, at)

@@ -54,5 +54,5 @@ def low_and_high(blocks: Bytes) -> Bytes:
 
 def nibbles(some: Bytes) -> Bytes:
     """Return both halves of each byte [blocks, bytes], the lower first: [blocks, 2 * bytes]."""
-    both = some[:, :, None] >> np.array([0, 4], np.uint8) & np.uint8(15)
+    both: Bytes = some[:, :, None] >> np.array([0, 4], np.uint8) & np.uint8(15)
     return both.reshape(len(some), -1)

@@ -41,7 +41,8 @@ def _grid(kind: str, first: int, apart: int) -> NDArray[np.uint32] | Words:
     of.init_grid()
     entries = of.grid.reshape(of.grid_shape)
     codes = (first + apart * np.searchsorted(np.array(of.grid_map, np.float32), entries)).astype(np.uint8)
-    return codes.view(np.uint64 if codes.shape[1] == 8 else np.uint32)[:, 0]
+    rows: NDArray[np.uint32] | Words = codes.view(np.uint64 if codes.shape[1] == 8 else np.uint32)[:, 0]
+    return rows
 
 
 @cache
@@ -70,7 +71,7 @@ def _part(blocks: Bytes, begin: int, end: int, kind: str) -> NDArray[np.uint32]:
 
 def _fields(words: NDArray[np.uint32], shifts: tuple[int, ...], mask: int) -> NDArray[np.uint32]:
     """Return the fields of each word, [blocks, words * shifts]."""
-    found = words[:, :, None] >> np.array(shifts, np.uint32) & np.uint32(mask)
+    found: NDArray[np.uint32] = words[:, :, None] >> np.array(shifts, np.uint32) & np.uint32(mask)
     return found.reshape(len(words), -1)
 
 

@@ -90,7 +90,6 @@ DELTA = record_of(
     "channels",
     "width",
     "window_bytes",
-    "row_scratch",  # bytes: q, k, v (then o), exp(g), beta, and k^T q of each key head, in float32
     floats=("epsilon", "query_scale"),
 )
 
@@ -148,7 +147,7 @@ class GatedDelta:
     @property
     def scratch_bytes(self) -> int:
         channels: int = self.taps.shape[1]
-        return -(-4 * (channels + 2 * self.value_heads + self.key_heads) // 64) * 64
+        return 4 * (channels + 2 * self.value_heads + self.key_heads)
 
     @property
     def tile_bytes(self) -> int:
@@ -182,7 +181,6 @@ class GatedDelta:
             "channels": channels,
             "width": self.width,
             "window_bytes": _window_bytes(channels, len(self.taps), self.width),
-            "row_scratch": self.scratch_bytes,
             "epsilon": self.epsilon,
             "query_scale": 1 / math.sqrt(self.key_dim),
         }
@@ -195,13 +193,12 @@ class GatedDelta:
 
 @kernel(DELTA)
 def delta_inputs_kernel(address: Any) -> None:
-    """The convolution, for each request and head: q and k of a key head, or v and the gates of a value head. What is to
-    be kept of rows is copied to the store, and the window of each state that is stored is written.
+    """The convolution, for each row and head: q and k of a key head, or v and the gates of a value head. What is to be
+    kept of rows is copied to the store, and the window of each state that is stored is written.
     """
     work = carray(address, 1)[0]
     heads, places = work.key_heads + work.value_heads, window_room(work.walk, thread_id())
-    for unit in range(thread_id(), segment_count(work.walk) * heads, num_threads()):
-        segment, head = unit // heads, unit % heads
+    for segment in range(segment_count(work.walk)):
         window = state_of(work.walk, read_slot(work.walk, segment)) + work.state_at
         first, end = rows_of(work.walk, segment)
         for row in range(first, end):
@@ -209,17 +206,18 @@ def delta_inputs_kernel(address: Any) -> None:
                 work.walk, row, work.tap_count, work.inputs, work.inputs_stride, work.row_at, window,
                 work.channels * work.width, places,
             )  # fmt: skip
-            scratch = scratch_of(work.walk) + row * work.row_scratch
-            if head < work.key_heads:
-                _enter_key(work, places, head, scratch)
-            else:
-                _enter_value(work, places, head - work.key_heads, scratch)
-                _enter_gates(work, row, head - work.key_heads, scratch)
-            if stored_as(work.walk, row) >= 0:
-                _keep_row(work, row, head)
+            for head in range(thread_id(), heads, num_threads()):
+                if head < work.key_heads:
+                    _enter_key(work, places, head, row)
+                else:
+                    _enter_value(work, places, head - work.key_heads, row)
+                    _enter_gates(work, row, head - work.key_heads)
+                if stored_as(work.walk, row) >= 0:
+                    _keep_row(work, row, head)
         first, end = save_range(work.walk, segment)
-        for save in range(first, end):
-            _keep_windows(work, save, window, head, places)
+        for head in range(thread_id(), heads, num_threads()):
+            for save in range(first, end):
+                _keep_windows(work, save, window, head, places)
 
 
 @njit
@@ -241,46 +239,77 @@ def _activated(work: Any, places: int, channel: int) -> Any:
     return divide(x, add(splat(np.float32(1)), exp(multiply(x, splat(np.float32(-1))))))
 
 
+# The scratch, in float32. Numbers of a head lie together for all rows, which a thread takes one after the other.
+
+
 @njit
-def _enter_key(work: Any, places: int, head: int, scratch: int) -> None:
+def _keys_of(work: Any, head: int, row: int) -> Any:
+    """The address of a row's q, then k, of a key head."""
+    return scratch_of(work.walk) + 8 * work.key_dim * (head * row_count(work.walk) + row)
+
+
+@njit
+def _values_of(work: Any, head: int, row: int) -> Any:
+    """The address of a row's v, and then o, of a value head."""
+    keys = 8 * work.key_heads * work.key_dim * row_count(work.walk)
+    return scratch_of(work.walk) + keys + 4 * work.value_dim * (head * row_count(work.walk) + row)
+
+
+@njit
+def _gates_of(work: Any, head: int, row: int) -> Any:
+    """The address of a row's exp(g), then beta, of a value head."""
+    rows = row_count(work.walk)
+    return scratch_of(work.walk) + 4 * work.channels * rows + 8 * (head * rows + row)
+
+
+@njit
+def _alike_of(work: Any, head: int, row: int) -> Any:
+    """The address of a row's k^T q of a key head."""
+    rows = row_count(work.walk)
+    return scratch_of(work.walk) + 4 * (work.channels + 2 * work.value_heads) * rows + 4 * (head * rows + row)
+
+
+@njit
+def _enter_key(work: Any, places: int, head: int, row: int) -> None:
     """q and k of a key head, of length 1; q is then scaled. Also k^T q."""
+    query, to_key = _keys_of(work, head, row), 4 * work.key_dim
     for part in range(2):
-        channel = (part * work.key_heads + head) * work.key_dim
+        channel, goal = (part * work.key_heads + head) * work.key_dim, query + part * to_key
         squares = splat(np.float32(0))
-        for at in range(channel, channel + work.key_dim, LANES):
-            x = _activated(work, places, at)
+        for at in range(0, work.key_dim, LANES):
+            x = _activated(work, places, channel + at)
             squares = fma(x, x, squares)
-            store(x, scratch + 4 * at, FLOAT32)
+            store(x, goal + 4 * at, FLOAT32)
         scale = np.float32(1) / np.sqrt(total(squares) + _LENGTH_EPSILON)
         if part == 0:
             scale *= work.query_scale
-        for at in range(channel, channel + work.key_dim, LANES):
-            store(multiply(load(scratch + 4 * at, FLOAT32), splat(scale)), scratch + 4 * at, FLOAT32)
-    query, to_key, alike = scratch + 4 * head * work.key_dim, 4 * work.key_heads * work.key_dim, splat(np.float32(0))
-    for at in range(query, query + 4 * work.key_dim, 4 * LANES):
+        for at in range(goal, goal + to_key, 4 * LANES):
+            store(multiply(load(at, FLOAT32), splat(scale)), at, FLOAT32)
+    alike = splat(np.float32(0))
+    for at in range(query, query + to_key, 4 * LANES):
         alike = fma(load(at, FLOAT32), load(at + to_key, FLOAT32), alike)
-    put_float(scratch + 4 * (work.channels + 2 * work.value_heads + head), total(alike))
+    put_float(_alike_of(work, head, row), total(alike))
 
 
 @njit
-def _enter_value(work: Any, places: int, head: int, scratch: int) -> None:
-    channel = 2 * work.key_heads * work.key_dim + head * work.value_dim
-    for at in range(channel, channel + work.value_dim, LANES):
-        store(_activated(work, places, at), scratch + 4 * at, FLOAT32)
+def _enter_value(work: Any, places: int, head: int, row: int) -> None:
+    channel, goal = 2 * work.key_heads * work.key_dim + head * work.value_dim, _values_of(work, head, row)
+    for at in range(0, work.value_dim, LANES):
+        store(_activated(work, places, channel + at), goal + 4 * at, FLOAT32)
 
 
 @njit
-def _enter_gates(work: Any, row: int, head: int, scratch: int) -> None:
+def _enter_gates(work: Any, row: int, head: int) -> None:
     """exp(g) and beta of a value head, by float64 for a row's bits to be those of one function."""
     gates = input_of(work.walk, row, work.gates, 2 * work.value_heads * work.width, _kept_gates(work))
     b = np.float64(number_at(gates + head * work.width, work.width))
     a = np.float64(number_at(gates + (work.value_heads + head) * work.width, work.width))
     a += np.float64(float_at(work.dt_bias + 4 * head))
     rate = a if a > 20.0 else math.log1p(math.exp(a))  # softplus
-    place = scratch + 4 * (work.channels + head)
+    place = _gates_of(work, head, row)
     kept = math.exp(np.float64(float_at(work.decay + 4 * head)) * rate)
     put_float(place, np.float32(kept if kept > _FORGOTTEN else 0.0))
-    put_float(place + 4 * work.value_heads, np.float32(1.0 / (1.0 + math.exp(-b))))
+    put_float(place + 4, np.float32(1.0 / (1.0 + math.exp(-b))))
 
 
 @njit
@@ -334,22 +363,20 @@ def delta_kernel(address: Any) -> None:
         for tile in range(begin, stop):
             head, state_at = tile // tiles, work.state_at + work.window_bytes + tile * size
             key_head = int_at(work.key_head_of + 4 * head)
-            key, alike = 4 * key_head * work.key_dim, 4 * (work.channels + 2 * work.value_heads + key_head)
-            value = 4 * (2 * work.key_heads * work.key_dim + tile * LANES)
+            column = 4 * LANES * (tile % tiles)
             _fetch_tile(state_of(work.walk, read_slot(work.walk, segment)) + state_at + size, size)
             before, state, key_before = 0, 0, 0  # of the row whose update is due; before is 0 if none is
             decay, delta = np.float32(0), splat(np.float32(0))
             for step in range(first, end):
                 row, source, goal = step_at(work.walk, step)
-                scratch = scratch_of(work.walk) + row * work.row_scratch
                 old = levels + source * size if source >= 0 else state_of(work.walk, ~source) + state_at
-                gate, query = scratch + 4 * (work.channels + head), scratch + key
-                keys, next_decay = query + 4 * work.key_heads * work.key_dim, float_at(gate)
+                gates, query = _gates_of(work, head, row), _keys_of(work, key_head, row)
+                key, next_decay = query + 4 * work.key_dim, float_at(gates)
                 delta = _advance(
-                    before, old, key_before, decay, delta, query, keys, scratch + value, float_at(scratch + alike),
-                    next_decay, float_at(gate + 4 * work.value_heads), work.key_dim,
+                    before, old, key_before, decay, delta, query, key, _values_of(work, head, row) + column,
+                    float_at(_alike_of(work, key_head, row)), next_decay, float_at(gates + 4), work.key_dim,
                 )  # fmt: skip
-                before, key_before, decay = 0 if goal == LEAF else old, keys, next_decay
+                before, key_before, decay = 0 if goal == LEAF else old, key, next_decay
                 state = levels + goal * size if goal >= 0 else state_of(work.walk, ~goal) + state_at
             if before != 0:
                 _update(before, state, key_before, decay, delta, work.key_dim)
@@ -430,8 +457,7 @@ def delta_out_kernel(address: Any) -> None:
         at = batch_row(work.walk, row)
         if at < 0:
             continue
-        channel = 2 * work.key_heads * work.key_dim + head * work.value_dim
-        x = scratch_of(work.walk) + row * work.row_scratch + 4 * channel
+        x = _values_of(work, head, row)
         squares = splat(np.float32(0))
         for i in range(0, 4 * work.value_dim, 4 * LANES):
             numbers = load(x + i, FLOAT32)

@@ -32,7 +32,7 @@ from engine.model.cuda.padded_rows import PaddedRows, longs, table_ends
 from engine.model.cuda.triton_attention import TritonAttention
 from engine.model.kv_cache import KVCache
 from engine.model.kv_pool import KVPool
-from engine.model.stock import NoCache, Unsupported
+from engine.model.stock import NoCache, Unsupported, attending
 from engine.model.structure import OtherStructure
 
 _PROBES = 16  # rows compared between sizes
@@ -195,14 +195,14 @@ class CudaForward:
         self._slice = PaddedRows(*rows)
         if self.lean is not None:
             return self.lean(self._slice, self.attention, feature_layers)
-        out = self.model(
-            input_ids=self._slice.tokens[None],
-            position_ids=self._slice.positions[None],
-            past_key_values=self._cache,
-            use_cache=True,
-            output_hidden_states=bool(feature_layers),
-            exact=self,
-        )
+        with attending(self):
+            out = self.model(
+                input_ids=self._slice.tokens[None],
+                position_ids=self._slice.positions[None],
+                past_key_values=self._cache,
+                use_cache=True,
+                output_hidden_states=bool(feature_layers),
+            )
         if not feature_layers:
             return (out.logits[0],)
         return out.logits[0], torch.stack([out.hidden_states[layer][0] for layer in feature_layers], dim=1)

@@ -25,15 +25,14 @@ _MOST_STATES = 1 << 26  # most bytes of a block's hidden states
 
 
 class SavedBlocks:
-    """The blocks of one pool in a cache folder. keys, values: the pool's, [layers, blocks, ...]. identity: of
+    """The blocks of one pool in a cache folder. kept: its keys and values, [layers, blocks, ...] each. identity: of
     everything that decides their bits.
     """
 
-    def __init__(self, folder: CacheFolder, identity: bytes, keys: Tensor, values: Tensor):
+    def __init__(self, folder: CacheFolder, identity: bytes, kept: Sequence[Tensor]):
         self.folder, self.identity = folder, identity
-        self._keys, self._values = _bytes(keys), _bytes(values)
-        layers, _, part = self._keys.shape
-        self._block_room = np.empty((2, layers, part), np.uint8)  # scratch for a block that is read
+        self._kept = [_bytes(one) for one in kept]
+        self._block_room = np.empty(sum(one[:, 0].size for one in self._kept), np.uint8)  # for a block that is read
         self._states_room = np.empty(_MOST_STATES, np.uint8).data  # memory becomes resident only as it fills
 
     def root(self, tenant: str) -> bytes:
@@ -56,7 +55,11 @@ class SavedBlocks:
 
     def place(self, content: NDArray[np.uint8], block: int) -> None:
         """Copy a block that was read into the pool."""
-        self._keys[:, block], self._values[:, block] = content
+        at = 0
+        for one in self._kept:
+            layers, _, size = one.shape
+            one[:, block] = content[at : at + layers * size].reshape(layers, size)
+            at += layers * size
 
     def save(self, key: bytes, find: Callable[[], int | None]) -> None:
         """Write a block in the background. find: the block with that content, None once there is none."""
@@ -64,7 +67,7 @@ class SavedBlocks:
         def content() -> list[NDArray[np.uint8]] | None:
             if (block := find()) is None:
                 return None
-            copies = [self._keys[:, block].copy(), self._values[:, block].copy()]
+            copies = [one[:, block].copy() for one in self._kept]
             return copies if find() == block else None
 
         self.folder.keep(_BLOCKS, key, content)

@@ -9,7 +9,7 @@ order, and maps heads (`GatedDeltaStructure.key_head_of`); only the stock forwar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ HYBRIDS = ("qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe")
 _TILED = ("qwen35", "qwen35moe")
 _DELTA = (*_TILED, "qwen3next")
 _HEADS = ("ssm.group_count", "ssm.time_step_rank")
+_INTERVAL, RECURRENT = "full_attention_interval", "attention.recurrent_layers"
 
 
 class _ZeroCentred(TensorProcessor):
@@ -66,9 +67,29 @@ def _lfm2moe(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, An
     }
 
 
+_Described = Callable[[dict[str, Any], tuple[str, ...]], dict[str, Any]]
+
+
+def _with_recurrent_layers(architecture: str, described: _Described) -> _Described:
+    """Describe a file that names its recurrent layers by that list, of its draft head's too, not by an interval."""
+
+    def config_of(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
+        if (recurrent := metadata.get(f"{architecture}.{RECURRENT}")) is None:
+            return described(metadata, tensors)
+        config = described({f"{architecture}.{_INTERVAL}": 4} | metadata, tensors)
+        layers = config["num_hidden_layers"]
+        kinds = (np.ravel(recurrent).tolist() * (layers if np.ndim(recurrent) == 0 else 1))[:layers]
+        if len(kinds) < layers:  # `check_hybrid` says so
+            return config
+        return config | {"layer_types": ["linear_attention" if kind else "full_attention" for kind in kinds]}
+
+    return config_of
+
+
 def teach_hybrids() -> None:
-    """Add to transformers' tables the hybrids that they leave out."""
+    """Add to transformers' tables the hybrids that they leave out, and how others name their recurrent layers."""
     GGUF_CONFIG_ARCHS.update({"qwen3next": _qwen3next, "lfm2moe": _lfm2moe})
+    GGUF_CONFIG_ARCHS.update({name: _with_recurrent_layers(name, GGUF_CONFIG_ARCHS[name]) for name in _DELTA})
     TENSOR_PROCESSORS.update(dict.fromkeys(_DELTA, _ZeroCentred) | {"lfm2moe": TENSOR_PROCESSORS["lfm2"]})
 
 
@@ -81,6 +102,9 @@ def check_hybrid(file: GgufFile) -> None:
         raise ModelError("it holds a draft head alone; name it as drafter.path, and the model's own file as model")
     if blocks != set(range(count)):
         raise ModelError(f"{architecture}.block_count is {count}, and its tensors are of {len(blocks)}")
+    listed = metadata.get(f"{architecture}.{RECURRENT}", True)  # of a list, the length
+    if not isinstance(listed, bool) and listed != count:
+        raise ModelError(f"{architecture}.{RECURRENT} is of {listed} layers, and block_count is {count}")
     if architecture in _DELTA:
         keys, values = (int(metadata[f"{architecture}.{key}"]) for key in _HEADS)
         if not keys or values % keys:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from drafters.heads.mtp.head import MtpHead
+from drafters.heads.mtp.own_tokens import likely_tokens
 from drafters.heads.mtp.weights import read_mtp
 from drafters.parts import parts
 from engine import SamplingParams
@@ -54,11 +55,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory, model: Any) -> dict[str, P
     return made
 
 
-def write_file(folder: Path, model: Any, **options: Any) -> Path:
+def write_file(folder: Path, model: Any, family: str = FAMILY, **options: Any) -> Path:
     """A described GGUF file of the model with its head."""
     options = {"head": draft_head(model)} | options
-    write_family(folder / "x.gguf", FAMILY, model, Kind.Q8_0, **options)
-    describe(read_gguf(folder / "x.gguf", "model=x"), folder, FAMILY, "")
+    write_family(folder / "x.gguf", family, model, Kind.Q8_0, **options)
+    describe(read_gguf(folder / "x.gguf", "model=x"), folder, family, "")
     GgufSource.of(folder / "x.gguf", "x.gguf").write(folder)
     return folder / "x.gguf"
 
@@ -93,12 +94,9 @@ class Reference:
         return state, self.layer.lm_head(state)
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
-def test_a_chain_and_its_siblings_get_the_logits_of_the_layer_in_transformers(
-    folders: dict[str, Path], model: Any, kind: str
-) -> None:
-    folder, reference = str(folders[kind]), Reference(model)
-    weights = read_mtp(folder, folder, 100)
+def check_chain(folder: str, model: Any) -> None:
+    """Draft a chain with a sibling beside each node, and compare its logits with those of the layer in transformers."""
+    weights, reference = read_mtp(folder, folder, 100), Reference(model)
     session = MtpHead(weights, model.config.num_hidden_layers).open([0], 64, 32)
     torch.manual_seed(2)
     states = torch.randn(LENGTH, model.config.hidden_size).to(torch.bfloat16)
@@ -107,7 +105,7 @@ def test_a_chain_and_its_siblings_get_the_logits_of_the_layer_in_transformers(
     found, path, tokens, node = session.root_logits()[0], states.float(), text, 0
     for _ in range(3):
         state, logits = reference(path, tokens)
-        expected = logits[weights.target_ids]
+        expected = logits[weights.own.target_ids]
         assert float((found.float() - expected).std() / expected.std()) < 0.1
         token, other = int(expected.argmax()), 7
         nodes, both = session.extend([node, node], [other, token])  # only the second goes on
@@ -116,12 +114,66 @@ def test_a_chain_and_its_siblings_get_the_logits_of_the_layer_in_transformers(
         found, node = both[1], nodes[1]
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_a_chain_and_its_siblings_get_the_logits_of_the_layer_in_transformers(
+    folders: dict[str, Path], model: Any, kind: str
+) -> None:
+    check_chain(str(folders[kind]), model)
+
+
+@pytest.mark.parametrize("family", ["qwen3.5 with experts", "qwen3-next"])
+def test_a_head_with_experts_gets_the_logits_of_the_layer_in_transformers(tmp_path: Path, family: str) -> None:
+    model, file = random_model(family), tmp_path / "stored" / "model.safetensors"
+    model.save_pretrained(tmp_path / "stored")
+    tiny_tokenizer().save_pretrained(tmp_path / "stored")
+    save_file(load_file(file) | draft_head(model), file, metadata={"format": "pt"})
+    check_chain(str(file.parent), model)
+    (tmp_path / "gguf").mkdir()
+    write_file(tmp_path / "gguf", model, family)
+    check_chain(str(tmp_path / "gguf"), model)
+
+
 def test_the_drafted_vocabulary_is_trimmed_to_the_lowest_ids_and_the_ends(folders: dict[str, Path]) -> None:
     weights = read_mtp(str(folders["gguf"]), str(folders["gguf"]), 100)
-    assert len(weights.target_ids) == weights.head.outputs == 100
-    assert weights.target_ids.tolist() == [*range(100)]  # which hold the end, token 3
-    assert 3 in read_mtp(str(folders["gguf"]), str(folders["gguf"]), 16).target_ids.tolist()
+    assert len(weights.own.target_ids) == weights.head.outputs == 100
+    assert sorted(weights.own.target_ids.tolist()) == [*range(100)]  # which hold the end, token 3
+    assert 3 in read_mtp(str(folders["gguf"]), str(folders["gguf"]), 16).own.target_ids.tolist()
     assert read_mtp(str(folders["gguf"]), str(folders["gguf"]), 10**6).head.outputs == 262
+
+
+def test_the_tokens_that_stay_are_the_lowest_and_the_ends() -> None:
+    ids, stay = likely_tokens(1000, 100, {3, 999})
+    assert stay == 64 and ids[:stay] == [*range(63), 999] and ids[stay:] == [*range(98, 62, -1)]
+    assert likely_tokens(50, 100, {3}) == ([*range(50)], 50)
+    assert likely_tokens(99, 16, {3}) == ([*range(16)], 16)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_tokens_of_a_text_are_drafted_from_then_on_in_place_of_those_seen_longest_ago(
+    folders: dict[str, Path], kind: str
+) -> None:
+    folder = str(folders[kind])
+    trimmed, whole = (read_mtp(folder, folder, size) for size in (100, 10**6))
+    x, own = torch.randn(3, 64).to(torch.bfloat16), trimmed.own
+    before = own.target_ids.tolist()
+    own.enter([5, 200, 201, 5, 200])
+    after = own.target_ids.tolist()
+    assert [(old, new) for old, new in zip(before, after, strict=True) if old != new] == [(99, 200), (98, 201)]
+    own.enter(range(150, 200))
+    assert {*own.target_ids.tolist()[64:]} == {*range(164, 200)} and own.target_ids.tolist()[:64] == before[:64]
+    assert torch.equal(trimmed.head(x), whole.head(x)[:, own.target_ids])
+    whole.own.enter([0, 261])
+    assert whole.own.target_ids.tolist() == [*range(262)]
+
+
+def test_a_head_drafts_the_tokens_that_it_reads(folders: dict[str, Path], model: Any) -> None:
+    folder = str(folders["gguf"])
+    head = MtpHead(read_mtp(folder, folder, 100), model.config.num_hidden_layers)
+    session = head.open([0], 64, 32)
+    session.commit(0, torch.randn(2, 1, 64).to(torch.bfloat16), [5, 240])
+    assert 240 not in head.target_ids.tolist()
+    session.root()
+    assert 240 in head.target_ids.tolist()
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])

@@ -30,8 +30,8 @@ from tests.engine.weights.family_gguf import FAMILIES, random_model, write_famil
 from tests.engine.weights.tiny_gguf import TOKENS
 
 pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
-LEAN = sorted(FAMILIES.keys() - {"gpt-oss"})
-EXPERTS = ["qwen3 with experts", "mixtral"]
+LEAN = sorted(FAMILIES)
+EXPERTS = ["qwen3 with experts", "mixtral", "gpt-oss"]
 TEXT = [random.Random(1).randrange(len(TOKENS)) for _ in range(48)]
 every_family = pytest.mark.parametrize("family", LEAN)
 
@@ -169,21 +169,33 @@ def test_experts_whose_projections_are_of_two_types_are_not_run_lean(
         Target.load(folder, kv_memory=1 << 22)
 
 
-def test_gpt_oss_is_refused_with_the_reason(described: Callable[..., str]) -> None:
-    with pytest.raises(ModelError, match="expert biases, sinks and scaled positions are not read from GGUF"):
-        described("gpt-oss")
-
-
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"block_count": 3}, "qwen35.block_count is 3, and its tensors are of 4"),
         ({"ssm.time_step_rank": 5}, "qwen35.ssm.time_step_rank is 5: value heads are no multiple of the key heads"),
+        ({"attention.recurrent_layers": [True] * 3}, "qwen35.attention.recurrent_layers is of 3 layers"),
     ],
 )
 def test_a_hybrids_file_that_contradicts_itself_is_refused_with_the_field(
-    changes: dict[str, int], problem: str, tmp_path: Path
+    changes: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     write_family(tmp_path / "x.gguf", "qwen3.5", random_model("qwen3.5"), changes=changes)
     with pytest.raises(ModelError, match=problem):
         describe(read_gguf(tmp_path / "x.gguf", "model=x"), tmp_path, "x", "")
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5 with experts", "qwen3-next"])
+def test_a_hybrids_file_may_name_its_recurrent_layers_in_place_of_an_interval(family: str, tmp_path: Path) -> None:
+    kinds = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
+    named = {"full_attention_interval": None, "attention.recurrent_layers": [True, False, False, True]}
+    write_family(tmp_path / "x.gguf", family, random_model(family, layer_types=kinds), changes=named)
+    describe(read_gguf(tmp_path / "x.gguf", "model=x"), tmp_path, family, "")
+    GgufSource.of(tmp_path / "x.gguf", "x.gguf").write(tmp_path)
+    target = Target.load(str(tmp_path), kv_memory=1 << 22)
+    assert isinstance(target.forward, LeanDecoder) and [layer.attends for layer in target.forward.layers] == [
+        0,
+        1,
+        1,
+        0,
+    ]

@@ -14,7 +14,8 @@ from engine.core.errors import OutOfBlocks
 from engine.core.hidden_states import States
 from engine.core.kv_shape import KVShape
 from engine.model.kv_cache import KVCache, commit_all
-from engine.model.kv_pool import KVPool, move_by_index
+from engine.model.kv_part import move_by_index
+from engine.model.kv_pool import KVPool
 from tests.engine.kernels.pool_layout import contents, fill, in_codes, padded
 
 BLOCKS = 12

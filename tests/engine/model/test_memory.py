@@ -98,6 +98,6 @@ def test_too_little_room_for_states_and_keys_is_refused_with_what_is_needed() ->
     with pytest.raises(
         ModelError, match=r"^verifier\.kv_memory: 4 MB have no room .* beside 4 states of 1\.0 MB; set 5 MB"
     ):
-        pool_of((1, 1, 16), torch.float32, "auto", 4_000_000, cpu, states)
-    pool = pool_of((1, 1, 16), torch.float32, "auto", 5_000_000, cpu, states)
+        pool_of([(1, 1, 16)], torch.float32, "auto", 4_000_000, cpu, states)
+    pool = pool_of([(1, 1, 16)], torch.float32, "auto", 5_000_000, cpu, states)
     assert pool.blocks >= 16 and pool.layer_states is not None and pool.layer_states.slots == 4

@@ -71,12 +71,12 @@ def test_a_forward_that_is_not_committed_changes_nothing() -> None:
     pool = new_pool()
     state = RequestState(pool)
     text(state, 0, 5)
-    slot, free = state.slot, pool.free
+    slot = state.slot
     for _ in range(20):
         state.rows(Segment(np.zeros(40, np.int32), None, SimpleNamespace(), 5))
         state.end()
         tree(state, 5)
-    assert (state.slot, state.position) == (slot, 5) and free - pool.free <= 3
+    assert (state.slot, state.position) == (slot, 5) and pool.has_free(pool.slots - 1 - 3)
 
 
 def test_a_state_goes_on_only_where_it_ends() -> None:
@@ -143,7 +143,7 @@ def test_everything_is_returned_on_release() -> None:
     tree(state, 40, [0, 2])
     tree(state, 42)
     state.release()
-    assert pool.free == pool.slots and len(pool._free_rows) == len(pool._store)
+    assert pool.has_free(pool.slots) and len(pool._free_rows) == len(pool._store)
 
 
 def test_the_snapshot_used_longest_ago_makes_room_and_those_in_use_stay() -> None:
@@ -154,7 +154,7 @@ def test_the_snapshot_used_longest_ago_makes_room_and_those_in_use_stay() -> Non
         pool.give(slot)
     used = pool.hold(slots[1])
     pool.find(1)
-    assert pool.free == 2
+    assert pool.has_free(2) and not pool.has_free(3)
     assert pool.take() == slots[2] and pool.find(3) is None
     assert pool.take() == slots[0] and pool.find(1) is None
     assert pool.find(2) == used
@@ -178,3 +178,10 @@ def test_the_store_of_rows_grows_and_keeps_what_it_holds() -> None:
     pool._store[row] = 7
     more = pool.take_rows(500)
     assert len({row, *more}) == 501 and max(more) < len(pool._store) and (pool._store[row] == 7).all()
+
+
+def test_the_pools_memory_is_that_of_its_states_and_of_its_store() -> None:
+    pool = new_pool(slots=40)
+    assert pool.bytes == 40 * 192 + 64 * 64
+    pool.take_rows(65)
+    assert pool.bytes == 40 * 192 + 128 * 64

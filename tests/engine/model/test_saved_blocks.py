@@ -12,9 +12,12 @@ import torch
 from engine.core.batch import BLOCK
 from engine.core.hidden_states import States
 from engine.core.kv_shape import KVShape
+from engine.core.state_shape import StateShape
 from engine.files.cache_folder import CacheFolder
 from engine.model.kv_cache import KVCache
 from engine.model.kv_pool import KVPool
+from engine.model.saved.blocks import SavedBlocks
+from engine.model.state_pool import EMPTY, StatePool
 
 BLOCKS = 8
 TEXT = list(range(3 * BLOCK + 5))
@@ -273,3 +276,27 @@ def test_hidden_states_of_other_layers_than_the_blocks_were_published_with_are_n
         pool._keep_states(0, states_of(9))
         goes_on.set()
     assert not (tmp_path / "states").exists()
+
+
+@pytest.mark.parametrize("states", [None, StateShape((64,), (8,))], ids=["keys and values", "states too"])
+def test_the_key_of_a_block_is_hashed_once_where_it_is_looked_up_found_and_noted(
+    tmp_path: Path, states: StateShape | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pool_on(cache: CacheFolder) -> KVPool:
+        layer_states = None if states is None else StatePool(states, 8)
+        pool = KVPool(SHAPES[0], BLOCKS, layer_states=layer_states)
+        pool.save_to(cache, IDENTITY)
+        return pool
+
+    cache = CacheFolder(tmp_path, 1 << 30)
+    read(pool_on(cache), TEXT)
+    cache.close()
+    cache, hashed, next_key = CacheFolder(tmp_path, 1 << 30), list[bytes](), SavedBlocks.next_key
+    monkeypatch.setattr(
+        SavedBlocks, "next_key", lambda self, *given: hashed.append(next_key(self, *given)) or hashed[-1]
+    )
+    monkeypatch.setattr(StatePool, "has", lambda *_: True)  # as if a snapshot were at the end of every block
+    monkeypatch.setattr(KVCache, "_snapshot", lambda *_: EMPTY)
+    assert adopted(pool_on(cache), TEXT).length == 3 * BLOCK
+    cache.close()
+    assert len(hashed) == len(set(hashed)) == 3

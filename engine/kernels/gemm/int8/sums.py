@@ -104,7 +104,7 @@ class _Block:
         numbers: list[ir.Value],
         apart: ir.Value,
     ) -> None:
-        """Add a group's products. numbers: the tile's scales and offsets. apart: how far the next panels but one are."""
+        """Add a group's products. numbers: the tile's scales and offsets. apart: how far the panels after next are."""
         builder, of = self.builder, self.of
         codes_at = opaque(builder, self._after(builder.add(tile, _WORD(of.codes_at)), group, of.code_bytes))
         share = opaque(builder, self._after(tile, group, of.tile_bytes // of.steps))

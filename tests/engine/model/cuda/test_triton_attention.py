@@ -71,7 +71,7 @@ class Texts:
         query = torch.stack([self.vector(token, at, 3, KV_HEADS * GROUPS) for token, at in rows_of])
         pool = self.pool
         moved: Any = KVPool(pool.shape, pool.blocks)
-        moved.keys, moved.values = pool.keys.to(DEVICE), pool.values.to(DEVICE)
+        moved.part.keys, moved.part.values = pool.keys.to(DEVICE), pool.values.to(DEVICE)
         attention = TritonAttention(moved, GROUPS, len(batch))
         vars(attention).update(self.changes)
         for scratch in (attention._peaks, attention._totals, attention._sums):
