@@ -115,7 +115,7 @@ class CudaStack:
         picked = np.asarray(range(step.count) if chosen is None else chosen)
         return step.launch(step.rows, longs(read), picked)
 
-    def step(self, parts: Sequence[Rows]) -> StackStep:
+    def step(self, parts: Sequence[Rows]) -> CudaStep:
         """Prepare a forward over these rows; there is room for them from now on."""
         for part in parts:
             part.cache.reserve(part.first + len(part))
@@ -129,7 +129,7 @@ class CudaStack:
         if (chunks := int(rows.parts[-1])) > self._attention.capacity:
             self._attention.reserve(2 * chunks)
             self._recorded.clear()
-        return StackStep(self, batch, rows)
+        return CudaStep(self, batch, rows)
 
     def launch(self, size: int, *given: Tensor) -> Tensor:
         """Return what `_run` makes of these; the next call overwrites it."""
@@ -163,7 +163,7 @@ class CudaStack:
         return (spec.head(x.index_select(0, chosen)),)
 
 
-class StackStep:
+class CudaStep:
     """A forward over rows of a batch, on its way. size: with those that pad it."""
 
     def __init__(self, stack: CudaStack, batch: Batch, rows: PaddedRows):

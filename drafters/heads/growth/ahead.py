@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from drafters.heads.growth.growth_kernel import GrownLayer, select
+from drafters.heads.growth.growth_kernel import TreeLayer, select
 from drafters.heads.growth.policies import Candidates, Dynamic
 from drafters.heads.growth.ranking import Ranking
 from drafters.heads.growth.trie import Trie
@@ -82,14 +82,14 @@ def _layers(stack: HeadSteps, tries: Sequence[Trie], logits: Tensor, depth: int,
     given = [steps[0].tables, slots, roots, *(step.places for step in steps)]
     tables, slots, *places = uploaded(given, logits.device)
     ones = torch.ones(len(tries), dtype=torch.float64, device=logits.device)
-    above = GrownLayer(ones, places[0], slots.new_zeros(len(tries), depth))
+    above = TreeLayer(ones, places[0], slots.new_zeros(len(tries), depth))
     nothing = slots.new_empty(0)
     found = [_Drafted(nothing, nothing.long(), *_best(tries, logits, 0))]
     for layer, step in enumerate(steps):
         chosen = select(found[-1].following, found[-1].prob, above, slots[layer], layer, width, step.size)
         listed = torch.cat([tables, chosen.ancestors[:, : layer + 1].flatten()])
         logits = step.run(chosen.tokens, chosen.read, listed)
-        above = GrownLayer(chosen.confidence, places[layer + 1], chosen.ancestors)
+        above = TreeLayer(chosen.confidence, places[layer + 1], chosen.ancestors)
         tokens = chosen.tokens[: len(chosen.parents)]
         found.append(_Drafted(chosen.parents, tokens, *_best(tries, logits, layer + 1)))
     return found

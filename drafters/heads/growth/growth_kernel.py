@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-class GrownLayer(NamedTuple):
+class TreeLayer(NamedTuple):
     """Nodes of trees of a layer, the same number of each tree, on the device.
 
     confidence: [nodes] float64, of their paths. places: [nodes] int64, where in the pool their features are.
@@ -86,7 +86,7 @@ def _select(
 
 
 def select(
-    tokens: Tensor, prob: Tensor, above: GrownLayer, slots: Tensor, layer: int, width: int, rows: int
+    tokens: Tensor, prob: Tensor, above: TreeLayer, slots: Tensor, layer: int, width: int, rows: int
 ) -> NextLayer:
     """Select the layer of that number, `width` nodes of each tree. tokens, prob: [nodes of the layer before, columns].
     slots: [trees] int32, of each tree's first new node. rows: of the forward that drafts them.

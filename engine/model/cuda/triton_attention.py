@@ -40,16 +40,16 @@ on how long other texts are.
 """
 
 _LEAST = 16  # fewest rows of a product on tensor cores
-_MOST = {2: 64, 4: 32}  # rows of a program's product, by bytes of a number: a row and a query head each
+_MOST, _MOST_WGMMA = 32, 64  # rows of a program's product: a row and a query head each
 _ROWS = 16  # most rows of a group
 _TILE_BYTES = 16384  # bytes of keys; with as much of values, twice, a tile fits into any current GPU's shared memory
 _SCRATCH_BYTES = 512 << 20  # bytes of the chunks' sums; more rows than fit go one after the other
 _SCRATCH_SHARE = 4  # these may take one part in so many of what keys and values take
 _PROGRAMS = 2  # programs for each multiprocessor
 _FEW_PROGRAMS = 3  # programs where there is no GPU
-# With 4 warps some shapes spill registers, in float32 by kilobytes.
-_TEXTS = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": False}
-_ROWWISE = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+_WARPS = {2: 4, 4: 8}  # of a program that reads texts, by bytes of a number
+# So two programs fit on a multiprocessor; left to itself the assembler takes fewer registers and spills some.
+_LAUNCH = {"num_stages": 2, "maxnreg": 255, "enable_fp_fusion": False}
 _INTERPRETED = bool(triton.knobs.runtime.interpret)  # the interpreter multiplies the bits of bfloat16 as integers
 
 
@@ -119,10 +119,13 @@ def _added(q, key, value, visible, peak, total, summed, scale, softcap, CAPPED: 
         score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * (score / softcap)) + 1.0))
     # A slot that a row does not see may hold NaN, such as a slot never written, and 0 x NaN is NaN: such values are
     # taken as zeros. The score of a row that does see one becomes NaN in their place.
-    wide = value.to(tl.float32)
-    not_finite = wide - wide  # 0, or NaN
-    value = tl.where(not_finite == 0.0, value, 0.0)
-    score = tl.where(visible, score + tl.sum(not_finite, 1)[None, :], float("-inf"))
+    if value.dtype.primitive_bitwidth == 16:
+        not_finite = (value.to(tl.int16, bitcast=True) & 0x7F80) == 0x7F80
+    else:
+        not_finite = (value.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
+    value = tl.where(not_finite, 0.0, value)
+    spoils = tl.max(not_finite.to(tl.int32), 1) > 0
+    score = tl.where(visible, tl.where(spoils[None, :], float("nan"), score), float("-inf"))
     higher = tl.maximum(peak, tl.max(score, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)  # the row sees nothing yet: weights are 0, not NaN
     weight = tl.exp(score - base[:, None])
@@ -340,6 +343,11 @@ def _attend_rows(
     )
 
 
+def has_wgmma(device: torch.device) -> bool:
+    """Return whether groups of warps multiply there: 64 rows at once, which elsewhere spill registers."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+
+
 class TritonAttention:
     """Attention over a pool. q_per_kv: query heads per KV head. rows: most rows of a forward.
 
@@ -352,7 +360,8 @@ class TritonAttention:
         self._dims_filled = triton.next_power_of_2(shape.dims)
         row_bytes = self._dims_filled * shape.dtype.itemsize
         self._tile = max(_LEAST, min(64, _TILE_BYTES // row_bytes))  # divides CHUNK: both are powers of two
-        self._large = max(1, min(_ROWS, _MOST[shape.dtype.itemsize] // q_per_kv))
+        most = _MOST_WGMMA if shape.dtype.itemsize == 2 and has_wgmma(device) else _MOST
+        self._large = max(1, min(_ROWS, most // q_per_kv))
         # One size for all groups: products of another size could add in another order.
         self._filled = max(_LEAST, triton.next_power_of_2(self._large * q_per_kv))
         self._few = max(_LEAST, triton.next_power_of_2(q_per_kv))  # rows of a product for one row's own tiles
@@ -439,8 +448,9 @@ class TritonAttention:
             ROWS_FILLED=triton.next_power_of_2(count),
             PROGRAMS=self._programs,
             FILLED=self._filled,
+            num_warps=_WARPS[shape.dtype.itemsize],
             **common,
-            **_TEXTS,
+            **_LAUNCH,
         )
         _attend_rows[(count, shape.kv_heads)](
             *read,
@@ -454,7 +464,8 @@ class TritonAttention:
             rule.softcap,
             FILLED=self._few,
             SINKS=rule.sinks is not None,
+            num_warps=4,
             **common,
-            **_ROWWISE,
+            **_LAUNCH,
         )
         return out

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of to
 
 from drafters.heads import cuda_stack
 from drafters.heads.checkpoint import TargetWeights
-from drafters.heads.growth.growth_kernel import GrownLayer, select
+from drafters.heads.growth.growth_kernel import TreeLayer, select
 from drafters.heads.growth.policies import Candidates, Dynamic, TreeBuilder
 from engine.core.drafter_protocol import Verdict
 from engine.core.params import SamplingParams
@@ -200,7 +200,7 @@ def test_of_equal_candidates_the_earlier_one_is_selected_as_the_policy_does(numb
     prob = torch.from_numpy(rng.integers(1, 4, (trees * nodes, 5)) / np.float32(7)).sort(1, descending=True).values
     tokens = torch.arange(trees * nodes * 5).view(-1, 5)
     confidence = torch.from_numpy(rng.random(trees * nodes) if numbers == 3 else np.full(trees * nodes, 0.5))
-    above = GrownLayer(confidence, torch.arange(100, 108), torch.arange(24, dtype=torch.int32).view(8, 3))
+    above = TreeLayer(confidence, torch.arange(100, 108), torch.arange(24, dtype=torch.int32).view(8, 3))
     found = select(tokens, prob.float(), above, torch.tensor([40, 60], dtype=torch.int32), 2, width, 16)
     for tree in range(trees):
         own = slice(tree * nodes, (tree + 1) * nodes)

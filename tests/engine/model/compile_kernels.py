@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 
 from drafters.heads.growth import growth_kernel
-from drafters.heads.growth.growth_kernel import GrownLayer
+from drafters.heads.growth.growth_kernel import TreeLayer
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
@@ -139,9 +139,7 @@ def launch_draws(shape: Shape, pool: KVPool) -> None:
 
 def launch_growth() -> None:
     """What is launched between the layers of trees that grow on the device."""
-    above = GrownLayer(
-        torch.ones(20, dtype=torch.float64), torch.zeros(20, dtype=torch.int64), torch.zeros(20, 7).int()
-    )
+    above = TreeLayer(torch.ones(20, dtype=torch.float64), torch.zeros(20, dtype=torch.int64), torch.zeros(20, 7).int())
     tokens, prob, slots = torch.zeros(20, 10, dtype=torch.int64), torch.zeros(20, 10), torch.zeros(2, dtype=torch.int32)
     growth_kernel.select(tokens, prob, above, slots, 2, 10, 64)
 
@@ -157,6 +155,7 @@ def main() -> None:
     triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
     for capability in CAPABILITIES:
         triton.runtime.driver.set_active(NoGpu(capability))
+        triton_attention.has_wgmma = lambda device, capability=capability: capability >= 90
         for shape in SHAPES:
             launch(shape)
             for kernel, one in [(one.found.pop(), one) for one in kernels if one.found]:

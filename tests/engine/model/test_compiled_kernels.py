@@ -40,7 +40,7 @@ def test_no_kernel_in_bfloat16_spills_registers(kernels: list[dict[str, Any]]) -
     assert [one for one in kernels if one["spills"] and one["dtype"] == "torch.bfloat16"] == []
 
 
-def test_two_programs_of_a_rows_own_tiles_fit_on_a_multiprocessor(kernels: list[dict[str, Any]]) -> None:
+def test_two_programs_of_attention_fit_on_a_multiprocessor(kernels: list[dict[str, Any]]) -> None:
     """One that waits for memory leaves it to the other."""
-    attention = [one for one in kernels if one["kernel"] == "_attend_rows" and one["dtype"] == "torch.bfloat16"]
+    attention = [one for one in kernels if one["kernel"].startswith("_attend") and one["dtype"] == "torch.bfloat16"]
     assert max(one["registers"] * one["threads"] for one in attention) <= 65536 // 2
