@@ -93,8 +93,8 @@ def _replace_kernels(tracing: Tracing) -> None:
             setattr(module, name, Launched(name, tracing))
     graphs._GRAPHS = (DEVICE.type,)
     graphs._warm_up = lambda *_: None
-    ahead.downloaded = _downloaded
-    rounds.wait = lambda device: tracing.wait("the round's end")
+    vars(ahead)["downloaded"] = _downloaded
+    vars(rounds)["wait"] = lambda device: tracing.wait("the round's end")
     graphs._captured = tracing.captured
     device_module._split_up = lambda packed, like: [invented(one.held) for one in like]
 

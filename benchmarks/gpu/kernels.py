@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -168,7 +169,7 @@ def _chain(count: int, device: torch.device) -> Record:
         if device.type == "cpu":
             plus_one(x, False)
             continue
-        found[name] = replay_us(lambda x=x, early=early: plus_one(x, early), count)
+        found[name] = replay_us(partial(plus_one, x, early), count)
     return found
 
 

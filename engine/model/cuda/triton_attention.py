@@ -345,7 +345,7 @@ def _attend_rows(
 
 def has_wgmma(device: torch.device) -> bool:
     """Return whether groups of warps multiply there: 64 rows at once, which elsewhere spill registers."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+    return device.type != "cuda" or bool(torch.cuda.get_device_capability(device)[0] >= 9)
 
 
 class TritonAttention:
@@ -412,7 +412,7 @@ class TritonAttention:
         probe = TritonAttention(pool, self.q_per_kv)
         as_text, as_node = (probe(probe._row(seen, text), 0, Rule(0.2), query) for text in (seen, 1))
         self._few = probe._few if torch.equal(as_text, as_node) else self._filled
-        return self._few < self._filled
+        return bool(self._few < self._filled)
 
     def _row(self, seen: int, text: int) -> DeviceRows:
         """Return a row that sees `seen` slots of the pool: the first `text` of them as text, the rest as ancestors."""

@@ -79,11 +79,11 @@ def test_of_an_input_of_any_length_what_is_given_is_sent_and_the_work_finds_it_i
 
 
 def test_to_a_graph_only_what_is_given_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent, packed = [], graphs.pack_inputs
+    sent: list[int] = []
 
     def noted(inputs: Sequence[Tensor], device: torch.device) -> Tensor:
-        sent.append(len(packed(inputs, CPU)))
-        return packed(inputs, CPU)
+        sent.append(len(pack_inputs(inputs, CPU)))
+        return pack_inputs(inputs, CPU)
 
     monkeypatch.setattr(graphs, "pack_inputs", noted)
     recorded = Recorded(lambda *held: held, torch.device("meta"), room=100)
@@ -351,7 +351,7 @@ def test_results_are_waited_for_when_they_are_read_and_once(monkeypatch: pytest.
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(device_module, "_on_its_way", lambda result: torch.arange(2))
-    sent = Download([Away()])  # type: ignore[list-item]
+    sent = Download([Away()])
     assert told == ["recorded"] and not sent.arrived
     for _ in range(2):
         assert [part.tolist() for part in sent.read()] == [[0, 1]]

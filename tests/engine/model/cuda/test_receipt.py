@@ -10,6 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of torch bring it, or pip install triton")
 
+import triton.language as tl
+
 from engine import device
 from engine.core.kv_shape import KVShape
 from engine.core.params import SamplingParams
@@ -19,6 +21,7 @@ from engine.model.cuda.receipt import Receipt
 from engine.model.drawn_tree import DrawnTree
 from engine.model.kv_cache import KVCache
 from engine.model.kv_pool import KVPool
+from engine.model.runner import bfloat16_bits
 from engine.sampling.argmax import NAN
 from engine.sampling.noise import gumbel
 from engine.sampling.sampler import UNSETTLED, Sampler, verify
@@ -99,8 +102,12 @@ def test_states_of_longer_paths_than_are_sent_are_fetched_together(monkeypatch: 
     monkeypatch.setattr(receipt, "_STATE_ROWS", 1)
     monkeypatch.setattr(receipt, "_LEAST_ROWS", 2)
     fetched: list[int] = []
-    bits = receipt.bfloat16_bits
-    monkeypatch.setattr(receipt, "bfloat16_bits", lambda states: (fetched.append(len(states)), bits(states))[1])
+
+    def noted(states: Tensor) -> Any:
+        fetched.append(len(states))
+        return bfloat16_bits(states)
+
+    monkeypatch.setattr(receipt, "bfloat16_bits", noted)
     trees = [TokenTree.chain(0, tokens, [1.0] * len(tokens)) for tokens in ([1, 2, 3], [1, 2], [5])]
     drawn = [1, 2, 3, 4, 1, 2, 9, 0, 0]
     logits, states = torch.zeros(FIRST + 9, VOCABULARY), torch.randn(FIRST + 9, 2, 3).bfloat16()
@@ -173,9 +180,9 @@ def test_a_tree_of_more_nodes_than_are_compared_at_once_is_walked(monkeypatch: p
 
 
 def one_draw(logits: Tensor, sampling: SamplingParams = SAMPLED) -> int:
-    (token,) = receipt_of([TokenTree.root_only(0)], [sampler_of(sampling)], logits).known(0) or [None]
-    assert token is not None
-    return token
+    known = receipt_of([TokenTree.root_only(0)], [sampler_of(sampling)], logits).known(0)
+    assert known is not None
+    return known[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -210,7 +217,7 @@ def test_of_equal_logits_the_first_is_taken_and_an_infinity_is_left_to_the_host(
 def test_tokens_that_come_near_each_other_are_left_to_the_host(
     near: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(noise_kernels, "_TOLERANCE", noise_kernels.tl.constexpr(1e-3))
+    monkeypatch.setattr(noise_kernels, "_TOLERANCE", tl.constexpr(1e-3))
     logits = torch.full((FIRST + 1, 5000), -1e9)
     noise = gumbel(SAMPLED.seed, 3, torch.arange(5000)).numpy()
     logits[FIRST, list(near)] = torch.from_numpy((40 - noise[list(near)]) * 0.9).float()
