@@ -55,6 +55,18 @@ test: lint
 test-kernels: .venv/installed
 	$(PYTEST) -n 2 tests/engine/kernels
 
+# make agents: try the agents that install in less than a minute, each in a folder of its own, with the 0.5 B coder.
+AGENTS := llm openai-agents pydantic-ai langgraph smolagents
+WHEELS_pydantic-ai := pydantic-ai-slim[openai]
+WHEELS_langgraph := langgraph langchain langchain-openai
+WHEELS_smolagents := smolagents[openai]
+.venv-clients/%:
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet $(patsubst %,'%',$(or $(WHEELS_$*),$*)) || { rm -r $@; echo "$*: not installed"; }
+
+agents: .venv/installed $(AGENTS:%=.venv-clients/%)
+	$(BIN)/python -m pytest -m slow -rs tests/engine/server/test_agents.py
+
 soak: .venv/installed
 	TALON_SOAK_MINUTES=$(or $(MINUTES),30) $(BIN)/python -m pytest -m slow -s tests/faults/test_soak.py tests/engine/server/test_soak.py
 
@@ -62,6 +74,6 @@ mutants: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --most $(or $(MOST),60) --seed $(or $(SEED),1) --children $(or $(CHILDREN),2)
 
 clean:
-	rm -rf mutants .venv build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf mutants .venv .venv-clients build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: install model demo heads evidence lint types test test-kernels soak mutants clean
+.PHONY: install model demo heads evidence lint types test test-kernels agents soak mutants clean

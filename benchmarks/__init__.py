@@ -1,1 +1,3 @@
-"""Measurements: `talon bench`, `check`, `profile`, ... Imports here are relative: a wheel has engine.benchmarks."""
+"""Measurements: `talon bench`, `check`, `profile`, ... Imports here are relative, because a wheel has
+engine.benchmarks.
+"""

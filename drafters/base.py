@@ -1,6 +1,7 @@
-"""What a drafter of your own imports: the protocol (`engine.core.drafter_protocol`), trees, the table of methods.
+"""The names that a drafter of your own imports: the protocol (`engine.core.drafter_protocol`), trees, the table of
+methods.
 
-See examples/own_drafter.py.
+See docs/add-a-drafter.md and examples/own_drafter.py.
 """
 
 from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict, Wanted

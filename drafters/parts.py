@@ -9,7 +9,7 @@ from engine.weights.draft_head import METHOD
 
 
 def parts(config: Config) -> tuple[str, ...]:
-    """The methods that the configuration's drafter is made of; ConfigError if they do not go together."""
+    """Return the methods that the configuration's drafter is made of; ConfigError if they do not go together."""
     if not find(config.method).merges:
         return (config.method,)
     head, memories = config.drafter.head, config.drafter.memories
@@ -24,7 +24,7 @@ def parts(config: Config) -> tuple[str, ...]:
 
 
 def weights_path(config: Config) -> str:
-    """Where the weights of the configuration's head or draft model are."""
+    """Return where the weights of the configuration's head or draft model are."""
     if (path := config.drafter.weights(config.method)) is not None:
         return path
     if config.method == METHOD:  # the head in the model's own file
@@ -37,7 +37,7 @@ def weights_path(config: Config) -> str:
 
 
 def datastore_path(config: Config) -> str:
-    """Where the configuration's datastore is."""
+    """Return where the configuration's datastore is."""
     if (path := config.drafter.datastore) is None:
         raise ConfigError('drafter.datastore: method datastore needs the folder of one: "talon index build"')
     return path

@@ -18,7 +18,7 @@ __all__ = ["build", "build_for_worker", "check", "check_vocabulary", "parts"]
 
 
 def build(config: Config) -> Drafter:
-    """The drafter that `config` names."""
+    """Build the drafter that `config` names."""
     method = find(config.method)
     if method.drafter is None:
         raise ConfigError(f"method={config.method}: has no drafter")
@@ -30,7 +30,7 @@ def build(config: Config) -> Drafter:
     elif hasattr(kind, "from_config"):
         drafter = kind.from_config(config)
     else:
-        from drafters.heads.head_drafter import HeadDrafter  # torch: seconds that only heads pay
+        from drafters.heads.head_drafter import HeadDrafter  # torch takes seconds, which only heads pay
 
         drafter = HeadDrafter.of_kind(kind, config)
     drafter.source = source_of(config.method)
@@ -38,7 +38,9 @@ def build(config: Config) -> Drafter:
 
 
 def build_for_worker(config: Config) -> Drafter:
-    """As `build`, but a head's chances are learned from verdicts where trees are cut by them."""
+    """Build the drafter as `build` does; a head's probabilities are learned from verdicts where trees are
+    cut by them.
+    """
     drafter = build(config)
     if find(config.method).has_model and config.verifier.cut:
         from drafters.heads.head_drafter import HeadDrafter

@@ -29,8 +29,9 @@ def check(config: Config) -> None:
 
 
 def check_vocabulary(config: Config, tokenizer: Any) -> None:
-    """ConfigError if the answers that `suffix` starts with have another vocabulary than the target. The drafter's
-    worker has no tokenizer to check this."""
+    """Raise ConfigError if the answers that `suffix` starts with have another vocabulary than the target. The drafter's
+    worker has no tokenizer to check this.
+    """
     answers = config.drafter.answers_folder
     if answers is None or config.remote or find(config.method).drafter is None:
         return
@@ -53,7 +54,7 @@ def check_paths(config: Config) -> None:
 
 
 def _datastores(part: Config) -> Iterator[tuple[str, str]]:
-    """The datastores that a method reads: the key that names one, and its folder."""
+    """Yield the datastores that a method reads: the key that names one, and its folder."""
     options = part.drafter
     if part.method == "datastore":
         yield "drafter.datastore", datastore_path(part)
@@ -62,13 +63,13 @@ def _datastores(part: Config) -> Iterator[tuple[str, str]]:
 
 
 def _parts(config: Config) -> Iterator[Config]:
-    """The configuration of each method that drafts."""
+    """Yield the configuration of each method that drafts."""
     for method in parts(config):
         yield config.model_copy(update={"method": method})
 
 
 def _check_path(key: str, path: str, or_else: str = "") -> None:
-    """or_else: what to do instead, for the error."""
+    """Raise ModelError if a path does not exist. or_else: what to do instead, for the error."""
     if path.startswith(("/", "./", "../")) and not Path(path).exists():
         raise ModelError(f"{key}={path}: no such directory; check the path, or name a hub id{or_else}")
 
@@ -80,7 +81,7 @@ def check_weights(path: str, method: str) -> None:
     from engine.weights.hub import is_hub_id
 
     if method == METHOD and Path(path).is_file():
-        return  # a GGUF file, which whoever reads it checks
+        return  # a GGUF file is checked when it is read
     if method == "sps" and is_hub_id(path) and not Path(path).is_dir():
         return  # the draft model is fetched as the target is
     folder = find_folder(path, "drafter.path")

@@ -1,7 +1,7 @@
 """SPS: a smaller causal LM of the same vocabulary drafts (speculative sampling, Leviathan et al. 2023).
 
-It is a head that reads the text itself instead of the target's hidden states, so it grows any tree that a head can:
-the published chain, a fixed tree of `branches`, or an adaptive one. Matrices in blocks multiply rows rounded to 8 bits:
+It is a head that reads the text itself instead of the target's hidden states, so it grows any tree that a head can: the
+published chain, a fixed tree of `branches`, or an adaptive one. Matrices in blocks multiply rows rounded to 8 bits:
 drafts may differ, and no text does.
 """
 
@@ -41,7 +41,7 @@ class SmallModel(Head):
     published_growth: Policy = Static([(0,) * depth for depth in range(1, 6)])
 
     def __init__(self, model: Target, vocabulary: int | None = None):
-        """vocabulary: the target's size, if it is smaller than the model's."""
+        """Make the model a head. vocabulary: the target's size, if it is smaller than the model's."""
         self.model = model
         self.feature_layers, self.device = (), model.device
         self.target_ids = torch.arange(min(model.vocab_size, vocabulary or model.vocab_size), device=model.device)
@@ -122,20 +122,22 @@ class SmallSession(Session):
         self.model.release(self.cache)
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens; for those that only the target's padded vocabulary holds, and no text, the last one."""
+        """Return the tokens; the last one stands for those that only the target's padded vocabulary
+        holds, and no text.
+        """
         last = self.model.vocab_size - 1
         return [min(token, last) for token in tokens]
 
 
 def level_by_level(widths: Sequence[int], budget: int) -> Static:
-    """The tree in which every node of level i has widths[i] children, cut at `budget` nodes, root included."""
+    """Return the tree in which every node of level i has widths[i] children, cut at `budget` nodes, root included."""
     paths = (path for depth in range(1, len(widths) + 1) for path in product(*map(range, widths[:depth])))
     return Static(list(islice(paths, budget - 1)))  # there may be more paths than fit in memory
 
 
 @contextmanager
 def _told_of(path: str) -> Iterator[None]:
-    """Errors of the draft model name drafter.path instead of the target's key."""
+    """Let errors of the draft model name drafter.path instead of the target's key."""
     try:
         yield
     except ModelError as error:
@@ -143,8 +145,9 @@ def _told_of(path: str) -> Iterator[None]:
 
 
 def common_vocabulary(path: str, model: str) -> int:
-    """How many tokens the draft model shares with the target: the smaller of both vocabularies. Models of one family
-    may pad its end to different sizes, and name what they pad with. Raises DrafterMismatch unless all else is equal.
+    """Return how many tokens the draft model shares with the target: the smaller of both vocabularies. Models of one
+    family may pad its end to different sizes, and name what they pad with. Raises DrafterMismatch unless all else is
+    equal.
     """
     ours, theirs = (load_config(p).get_text_config().vocab_size for p in (path, model))
     differ = f"drafter vocabulary {ours} != target vocabulary {theirs}"
@@ -165,5 +168,5 @@ def common_vocabulary(path: str, model: str) -> int:
 
 
 def _named(path: str) -> dict[int, str]:
-    """The tokens of a tokenizer, by id."""
+    """Return the tokens of a tokenizer, by id."""
     return {token_id: token for token, token_id in AutoTokenizer.from_pretrained(path).get_vocab().items()}

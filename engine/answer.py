@@ -95,8 +95,9 @@ class Answer:
         self.finish_reason: str | None = None
 
     def add(self, round_: Tokens) -> Piece:
-        """Add a round; tokens after a stop string are dropped. As in vLLM, stop strings that end within the first
-        `min_tokens` tokens do not count; each token decides for itself, so the rounds' lengths do not matter.
+        """Add a round, and return its piece; tokens after a stop string are dropped. As in vLLM, stop strings that end
+        within the first `min_tokens` tokens do not count; each token decides for itself, so the rounds' lengths do not
+        matter.
         """
         self.last_s = time.perf_counter()
         self.first_s = self.first_s or self.last_s
@@ -105,7 +106,7 @@ class Answer:
         known = len(self.token_ids)
         for token in round_.tokens:
             self.token_ids.append(token)
-            if token in self.sampling.stop_token_ids:  # the last one, and no part of the text
+            if token in self.sampling.stop_token_ids:  # a stop token is the last one, and no part of the text
                 break
             if self.text.push(token, may_stop=len(self.token_ids) > self.sampling.min_tokens):
                 self.finish_reason = "stop"
@@ -151,7 +152,7 @@ class Answer:
         )
 
     def _busy_us(self) -> int:
-        """Of the verifiers that ran the rounds: each counts from 0."""
+        """Return the time of the verifiers that ran the rounds: each counts from 0."""
         return sum(max(0, later.busy_us - round_.busy_us) for round_, later in pairwise(self.rounds))
 
     def _wants_prompt(self, round_: Tokens) -> bool:
@@ -159,7 +160,7 @@ class Answer:
 
 
 def speculative_decoding(rounds: Sequence[Tokens]) -> DraftingGains:
-    """Counts over the rounds after the prefill."""
+    """Count over the rounds after the prefill."""
     accepted = [len(round_.tokens) - 1 for round_ in rounds]
     return DraftingGains(
         drafts=sum(round_.nodes > 1 for round_ in rounds),

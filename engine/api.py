@@ -27,10 +27,10 @@ from engine.frontend.processes import ProcessWorker, begin_imports
 from engine.frontend.prompts import Prompt, check_room, check_sampling, encode_prompt, is_integer
 from engine.frontend.supervisor import Supervisor, say_once
 from engine.frontend.tasks import gather
+from engine.placement import settled
 from engine.sampling.matcher import check
 from engine.text.chat import Rendering
 from engine.text.stream import TextStream
-from engine.verifier.placement import settled
 from engine.weights.resolve import resolved, restore
 from engine.weights.tokenizer import tokenizer_of
 from engine.wire.messages import PromptProgress, Ready
@@ -90,7 +90,7 @@ class Engine:
     """`async with await Engine.start(config) as engine: ...`"""
 
     def __init__(self, config: Config, first_verifier: ProcessWorker | None = None, given: Config | None = None):
-        """config: with all names resolved; given: what it was made of."""
+        """Make an engine that `start` then starts. config: with all names resolved; given: what it was made of."""
         self.config = config
         self._inflight = InflightRequests()
         restore_models = functools.partial(restore, given or config, config)
@@ -111,7 +111,7 @@ class Engine:
         Raises ConfigError, ModelError or DrafterMismatch, each one line that says what to change.
         """
         settings = configuration.load(config, overrides)
-        find(settings.method)  # refused before a model is downloaded
+        find(settings.method)  # an unknown method is refused before a model is downloaded
         verifier = begin_imports(settings)
         try:
             chosen, why = await anyio.to_thread.run_sync(lambda: settled(resolved(settings)))
@@ -187,7 +187,9 @@ class Engine:
     async def generate_choices(
         self, prompt: Prompt, n: int, sampling: SamplingParams | None = None, *, raw: bool = False
     ) -> list[Result]:
-        """`n` answers to one prompt at once, with consecutive seeds from `sampling.seed`; they share its blocks."""
+        """Return `n` answers to one prompt at once, with consecutive seeds from `sampling.seed`; they
+        share its blocks.
+        """
         if not is_integer(n) or n < 1:
             raise RequestError(f"n={shown(n)}: ask for one answer or more")
         sampling = (sampling or SamplingParams()).validate()
@@ -203,7 +205,8 @@ class Engine:
         visible: Container[int] = (),
         on_progress: Callable[[PromptProgress], None] | None = None,
     ) -> Stream:
-        """Like `generate`, piece by piece: `async with engine.stream(...) as stream: async for piece in stream: ...`.
+        """Answer as `generate` does, piece by piece: `async with engine.stream(...) as stream: async for piece in
+        stream: ...`.
 
         Leaving the `async with` cancels a request that has not ended. places: a reservation, of which it takes one.
         visible: special tokens that are part of the text. on_progress: called with how far a prompt is that is read in
@@ -221,12 +224,14 @@ class Engine:
         return self._places.reserve(count)
 
     async def tokenize(self, prompt: Prompt, raw: bool = False, rendering: Rendering | None = None) -> list[int]:
-        """The token ids that `generate` would make of a prompt, however long it is. rendering: of chat messages."""
+        """Return the token ids that `generate` would make of a prompt, however long it is. rendering: of
+        chat messages.
+        """
         vocabulary = self.target.vocab_size
         return await anyio.to_thread.run_sync(encode_prompt, self._tokenizer, prompt, raw, vocabulary, rendering)
 
     async def encode(self, prompt: Prompt, raw: bool = False, rendering: Rendering | None = None) -> list[int]:
-        """`tokenize`, refused if the tokens leave no room for an answer."""
+        """Return the token ids of `tokenize`. Refuses them if they leave no space for an answer."""
         tokens = await self.tokenize(prompt, raw, rendering)
         check_room(tokens, 1, self.target.context)
         return tokens
@@ -241,11 +246,11 @@ class Engine:
         visible: Container[int],
         on_progress: Callable[[PromptProgress], None] | None,
     ) -> AsyncGenerator[Piece | None]:
-        """A request's life at the front end. Yields None once it is accepted, then its pieces."""
+        """Live a request's life at the front end. Yields None once it is accepted, then its pieces."""
         self._check_open()
         started = time.perf_counter()
         place = self._place_at_once(places)
-        try:  # no context manager of its own: an event loop that ends closes all generators, that one's before this
+        try:  # not a context manager: an event loop that ends closes all generators, that one's before this
             tokens = await self.encode(prompt, raw)
             check_room(tokens, sampling.max_tokens, self.target.context)
             check_sampling(sampling, self.config, self.target)
@@ -279,8 +284,8 @@ class Engine:
                 self._places.leave(place)
 
     def _place_at_once(self, places: Reservation | None) -> QueuePlace | None:
-        """A place before the prompt is tokenised, which may take seconds; None where requests wait for theirs: those
-        that are wrong are refused without one.
+        """Take a place before the prompt is tokenised, which may take seconds; None where requests wait for theirs:
+        those that are wrong are refused without one.
         """
         if places is None and self._places.refuses:
             places = self._places.reserve(1)
@@ -298,7 +303,9 @@ class Engine:
 
     @property
     def tokenizer(self) -> Any:
-        """The target's: an `engine.text.tokenizer.Tokenizer`, or that of `transformers` where that does more."""
+        """The target's tokenizer: an `engine.text.tokenizer.Tokenizer`, or that of `transformers` where
+        that does more.
+        """
         return self._tokenizer
 
     @property

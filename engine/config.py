@@ -31,7 +31,7 @@ class _Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _may_be_empty(cls, values: Any) -> Any:
-        """In YAML, a section whose keys are all comments is null."""
+        """Take a section that is null for an empty one: in YAML, a section whose keys are all comments is null."""
         return {} if values is None else values
 
 
@@ -93,7 +93,9 @@ class DrafterConfig(_Section):
         return None if self.answers == AUTO else self.answers
 
     def weights(self, method: str) -> str | None:
-        """Path of the weights of that head or draft model; None if not set, or while `auto` is not resolved."""
+        """Return the path of the weights of that head or draft model; None if not set, or while `auto` is
+        not resolved.
+        """
         return None if self.path is None or self.path == AUTO else self.path.replace("{method}", method)
 
     @model_validator(mode="after")
@@ -107,16 +109,17 @@ class DrafterConfig(_Section):
 
 
 class VerifierConfig(_Section):
-    """threads: size of its torch pool, None: the cores the drafter leaves. prefill_chunk: prompt tokens read in one
+    """Options of the verifier and its target.
+
+    threads: size of its torch pool, None: the cores the drafter leaves. prefill_chunk: prompt tokens read in one
     forward; fewer while others decode. max_running: requests that share forwards; the others wait. kv_memory: bytes for
     keys and values of all requests, None: a quarter of free memory. kv_type: q8_0 rounds keys and values to 8 bits, in
     groups of 32 dimensions with one scale: nearly twice as many fit, and plain decoding's own text is a slightly
-    different one; auto keeps the model's type. draft_timeout_s: after this long without an answer
-    the drafter counts as hung, and requests continue without it until its next message. cut: verify only those nodes of
-    calibrated drafters' trees that pay for their time, and rest a draft model that does not. cache: a folder in which
-    keys, values and answers outlive the process; cache_gb: gigabytes that it may take. simulated_latency_ms: a wait
-    that uses no CPU after every forward of the target, in place of an accelerator's time; what is measured with it is a
-    simulation.
+    different one; auto keeps the model's type. draft_timeout_s: after this long without an answer the drafter counts as
+    hung, and requests continue without it until its next message. cut: verify only those nodes of calibrated drafters'
+    trees that pay for their time, and rest a draft model that does not. cache: a folder in which keys, values and
+    answers outlive the process; cache_gb: gigabytes that it may take. simulated_latency_ms: a wait that uses no CPU
+    after every forward of the target, in place of an accelerator's time; what is measured with it is a simulation.
     """
 
     threads: int | None = Field(None, ge=1)
@@ -146,7 +149,9 @@ class TcpConfig(_Section):
 
 
 class QueueConfig(_Section):
-    """size: requests accepted at once. full: whether a further `generate` waits or raises QueueFull."""
+    """How many requests the engine accepts. size: requests accepted at once. full: whether a further `generate` waits
+    or raises QueueFull.
+    """
 
     size: int = Field(256, ge=1)
     full: Literal["wait", "refuse"] = "wait"
@@ -162,11 +167,11 @@ class Config(_Section):
     own text a slightly different one, and few rows faster on most processors; auto measures once, and keeps bfloat16
     unless 8 bits are clearly faster (`engine.model.trial.activations`). method: which drafter
     (`drafters.registry`). mode: drafter and verifier in turns (sequential), both at once (async), or whichever proves
-    faster (auto). transport: workers as threads (inproc), as processes (ipc), or as processes of which the drafter may
-    be on another machine (tcp); auto is ipc, or inproc where drafter and verifier use one GPU at the same time. trace:
-    a file for a timeline of the workers, without remote drafters. start_timeout_s: for the workers to load.
-    heartbeat_timeout_s: a worker that is silent for longer is killed and replaced; workers send a heartbeat every 0.5
-    s, but not during a forward.
+    faster (auto, which is sequential for retrieval alone and on a CPU with fewer than four cores). transport: workers
+    as threads (inproc), as processes (ipc), or as processes of which the drafter may be on another machine (tcp); auto
+    is ipc, or inproc where drafter and verifier use one GPU at the same time. trace: a file for a timeline of the
+    workers, without remote drafters. start_timeout_s: for the workers to load. heartbeat_timeout_s: a worker that is
+    silent for longer is killed and replaced; workers send a heartbeat every 0.5 s, but not during a forward.
     """
 
     model: str = "smollm2-135m"
@@ -176,7 +181,7 @@ class Config(_Section):
     weights: Weights = "auto"
     activations: ActivationsOption = "auto"
     method: str = "suffix"
-    mode: Literal["sequential", "async", "auto"] = "sequential"
+    mode: Literal["sequential", "async", "auto"] = "auto"
     transport: Literal["auto", "inproc", "ipc", "tcp"] = "auto"
     drafter: DrafterConfig = DrafterConfig()
     verifier: VerifierConfig = VerifierConfig()
@@ -199,13 +204,14 @@ class Config(_Section):
 
     @property
     def simulation(self) -> str:
-        """Suffix for every number shown: empty unless the target's latency is simulated."""
+        """The suffix of every number shown: empty unless the target's latency is simulated."""
         latency_ms = self.verifier.simulated_latency_ms
         return f", simulated target latency +{latency_ms:g} ms" if latency_ms else ""
 
 
 def load(source: str | Path | Mapping[str, Any] | Config, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The configuration from a YAML file, a dict or a Config, with `overrides` applied (dots reach into sections).
+    """Return the configuration from a YAML file, a dict or a Config, with `overrides` applied (dots reach into
+    sections).
 
     Values that start with "./" or "../" in a file are relative to that file. Raises ConfigError, one line.
     """
@@ -226,13 +232,13 @@ def load(source: str | Path | Mapping[str, Any] | Config, overrides: Mapping[str
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """`drafter.budget=40` as (key, value); the value is read as YAML."""
+    """Split `drafter.budget=40` into (key, value); the value is read as YAML."""
     key, separator, value = text.partition("=")
     if not separator or not key:
         raise ConfigError(f"--set {printable(text, 100)}: write KEY=VALUE, for example --set drafter.budget=40")
     try:
         return key, yaml.safe_load(value)
-    except (yaml.YAMLError, ValueError):  # the latter for a date that there is not
+    except (yaml.YAMLError, ValueError):  # ValueError: there is no such date
         raise ConfigError(
             f"--set {printable(key, 100)}: {shown(value)} is not YAML; quote it or close its brackets"
         ) from None
@@ -240,7 +246,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.exists() and (ROOT / path).is_file():
-        path = ROOT / path  # one of Talon's own, wherever the command runs
+        path = ROOT / path  # one of Talon's own files, wherever the command runs
     try:
         values = yaml.safe_load(path.read_text(encoding="utf8"))
     except OSError as error:
@@ -253,7 +259,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def yaml_error(error: Exception) -> str:
-    """What is wrong in a YAML file, after its line where that is known."""
+    """Return what is wrong in a YAML file, after its line where that is known."""
     mark = getattr(error, "problem_mark", None)
     return f"{'' if mark is None else f'line {mark.line + 1}: '}{first_line(error)}"
 
@@ -279,9 +285,9 @@ def _assign(values: dict[str, Any], keys: list[str], value: Any) -> None:
 
 
 def _explain(error: ValidationError) -> str:
-    """The first problem as `key=value: what to do`."""
+    """Explain the first problem as `key=value: what to do`."""
     first = error.errors()[0]
-    if first["type"] == "value_error":  # ours: it names the key
+    if first["type"] == "value_error":  # one of our own errors, which names the key
         return first["msg"].removeprefix("Value error, ")
     key = printable(".".join(str(part) for part in first["loc"]), 100)
     if first["type"] == "extra_forbidden":

@@ -21,7 +21,7 @@ import zmq
 
 from engine.config import Config
 from engine.core.errors import TalonError
-from engine.verifier.placement import on_gpu, share_cores, shares_loop
+from engine.placement import on_gpu, share_cores, shares_loop
 from engine.wire.keys import Keys, load
 from engine.wire.loop_link import LoopDealer, LoopRouter
 from engine.wire.messages import Failed
@@ -63,7 +63,7 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any], l
     ):
         import torch
 
-        from engine.model.cuda.graphs import own_stream
+        from engine.device import own_stream
         from engine.model.target import Target
         from engine.verifier.prompt_cache import prompt_cache
 
@@ -82,7 +82,7 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any], l
 
 
 def _router(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> Router | LoopRouter:
-    """The router that drafters connect to."""
+    """Open the router that drafters connect to."""
     from engine.verifier.loop import FROM_DRAFTER
 
     if shares_loop(config):
@@ -94,7 +94,7 @@ def _router(spec: WorkerSpec, config: Config, context: zmq.Context[Any]) -> Rout
 def _inline_drafter(
     spec: WorkerSpec, config: Config, context: zmq.Context[Any], drafts: Router | LoopRouter
 ) -> Iterator[DrafterWorker | None]:
-    """The drafter that takes turns with the verifier in its own loop; None if it runs elsewhere."""
+    """Give the drafter that takes turns with the verifier in its own loop; None if it runs elsewhere."""
     if isinstance(drafts, LoopRouter):
         with (
             closing(Dealer(context, spec.control, f"drafter-of-{spec.name}", ())) as control,
@@ -119,7 +119,7 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any], lo
         if METHODS[config.method].has_model:
             import torch
 
-            from engine.model.cuda.graphs import own_stream
+            from engine.device import own_stream
             from engine.model.loading import find_device
 
             torch.set_num_threads(share_cores(config, on_gpu(config)).drafter)
@@ -135,7 +135,7 @@ _LOADING = threading.Lock()
 
 @contextmanager
 def _drafter(config: Config, control: Dealer, verdicts: Dealer | LoopDealer) -> Iterator[DrafterWorker]:
-    """The loaded drafter, which is closed at the end."""
+    """Give the loaded drafter, which is closed at the end."""
     from drafters.registry import build_for_worker
     from engine.drafting.worker import DrafterWorker
 
@@ -147,7 +147,7 @@ def _drafter(config: Config, control: Dealer, verdicts: Dealer | LoopDealer) -> 
 
 @contextmanager
 def _reporting(control: Dealer) -> Iterator[Dealer]:
-    """The link to the front end, which gets one line that says why the worker ended."""
+    """Give the link to the front end, which gets one line that says why the worker ended."""
     with closing(control):
         try:
             yield control
@@ -161,14 +161,14 @@ _UNREAD = 1024
 
 
 def most_unread(config: Config) -> int:
-    """Messages that a drafter may leave unread at either end of its link. A drafter that joins gets all requests
-    at once, and half of that must fit on top of what it has not read yet.
+    """Return how many messages a drafter may leave unread at either end of its link. A drafter that joins gets all
+    requests at once, and half of that must fit on top of what it has not read yet.
     """
     return _UNREAD + 4 * config.queue.size
 
 
 def load_keys(config: Config, side: str) -> Keys | None:
-    """The keys of one side of a tcp link; None without such a link or without keys."""
+    """Load the keys of one side of a tcp link; None without such a link or without keys."""
     if config.transport != "tcp" or config.tcp.keys is None:
         return None
     return load(Path(config.tcp.keys), side)
@@ -214,7 +214,9 @@ def main() -> None:
 
 
 def _exempt_from_garbage_collection() -> None:
-    """To look for garbage among the half million loaded objects takes a quarter of a second; all requests wait."""
+    """Exempt loaded objects from garbage collection: a search through half a million of them takes a quarter of a
+    second, in which all requests wait.
+    """
     gc.collect()
     gc.freeze()
 

@@ -44,7 +44,7 @@ for turn in range(5):
     if not message.tool_calls or answer.choices[0].finish_reason != "tool_calls":
         break
     for call in message.tool_calls:
-        result = FUNCTIONS[call.function.name](**json.loads(call.function.arguments))  # they follow the schema
+        result = FUNCTIONS[call.function.name](**json.loads(call.function.arguments))  # the arguments follow the schema
         print(f"{call.function.name}({call.function.arguments}) = {result}")
         messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
 print(messages[-1].content if not isinstance(messages[-1], dict) else messages[-1]["content"])

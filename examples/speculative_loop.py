@@ -25,7 +25,7 @@ from engine.weights.tokenizer import tokenizer_of
 
 
 def speculate(target: Target, drafter: Drafter, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
-    """The answer to a prompt, token ids in and out. Every token is drawn by the target."""
+    """Answer a prompt, token ids in and out. Every token is drawn by the target."""
     cache = target.open_cache(len(prompt) + sampling.max_tokens)
     sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size)
     drafter.start(0, prompt, sampling)

@@ -1,4 +1,4 @@
-"""What was read or said, indexed: datastores, passages, and each request's own text.
+"""Indexes of what was read or said: datastores, passages, and each request's own text.
 
-Imports `engine.core`, `engine.files`, `engine.text`, and numba's helpers of `engine.kernels`.
+The folder imports `engine.core`, `engine.files`, `engine.text`, and numba's helpers of `engine.kernels`.
 """

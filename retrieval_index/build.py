@@ -1,7 +1,7 @@
 """Building a datastore: tokenise, cut into shards, sort their suffixes.
 
-Every file appears whole or not at all, and the progress records how far into the input each finished shard reaches: a
-killed build resumes there. A builder's lock dies with its process.
+Every file appears whole or not at all, and the progress records how far into the input each finished shard reaches, so
+a killed build resumes there. A builder's lock dies with its process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Begun(msgspec.Struct):
 
 
 class Progress(Begun):
-    """documents: how many whole documents the shards hold; tokens: how many tokens of the next one."""
+    """How far a datastore is built. documents: how many whole documents the shards hold; tokens: how many tokens of the
+    next document they hold.
+    """
 
     shards: list[Shard] = msgspec.field(default_factory=list)
     documents: int = 0
@@ -67,7 +69,7 @@ def _build(
 
     def flush(document: int, token: int) -> None:
         nonlocal held
-        if not progress.shards:  # so that a half-written first shard is known to be this build's
+        if not progress.shards:  # a half-written first shard is then known to be this build's
             write_whole(out / PROGRESS, msgspec.json.encode(progress))
         shard = write_shard(out, len(progress.shards), np.concatenate(buffer), width)
         progress.shards.append(shard)
@@ -96,12 +98,14 @@ def _build(
 
 
 def described(inputs: Sequence[Path]) -> list[str]:
-    """The input files' paths, sizes and times, so that a later build can tell whether they are still the same."""
+    """Return the input files' paths, sizes and times, so that a later build can tell whether they are
+    still the same.
+    """
     return [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in inputs]
 
 
 def resume(path: Path, fresh: P) -> P:
-    """The progress of an earlier run over the same inputs, or `fresh`; another build's files are not touched."""
+    """Return the progress of an earlier run over the same inputs, or `fresh`; another build's files are not touched."""
     if not path.exists():
         if any(path.parent.glob("*.tokens")) or (path.parent / HEADER).exists():
             raise DatastoreError(f"{path.parent}: holds another index: name an empty folder")
@@ -132,7 +136,7 @@ def write_shard(out: Path, number: int, tokens: NDArray[np.uint32], width: int) 
 
 @contextmanager
 def building_in(out: Path) -> Iterator[None]:
-    """Creates the folder and locks it; an error with its files becomes a DatastoreError that says what to do."""
+    """Create the folder and lock it; an error with its files becomes a DatastoreError that says what to do."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with open(out / "lock", "a") as file:
@@ -142,7 +146,7 @@ def building_in(out: Path) -> Iterator[None]:
                 raise DatastoreError(
                     f"{out}: another process is building here: wait for it or name another folder"
                 ) from None
-            for half_written in out.glob("*.tmp"):  # by a killed builder
+            for half_written in out.glob("*.tmp"):  # left by a killed builder
                 half_written.unlink()
             yield
     except OSError as error:

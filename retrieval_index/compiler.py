@@ -1,4 +1,6 @@
-"""The kernels' compiler: 60 MB of code, useless once they are loaded, in every worker that uses an index."""
+"""Release the kernels' compiler: 60 MB of code in every worker that uses an index, useless once the
+kernels are loaded.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ _MADV_DONTNEED = 4
 
 
 def release_compiler() -> None:
-    """Drop the compiler's code from this process's memory. If another kernel has to be compiled, its pages are read
-    back from the file as they are used. Does nothing outside Linux."""
+    """Drop the compiler's code from this process's memory. If another kernel has to be compiled, the pages are read
+    back from the file. Outside Linux this does nothing.
+    """
     if sys.platform != "linux" or "llvmlite" not in sys.modules:
         return
     advise = ctypes.CDLL(None).madvise

@@ -29,7 +29,7 @@ class _Row(msgspec.Struct):
     """A document's text, or a model's answer as token ids, optionally with the prompt that it answers."""
 
     text: str | None = None
-    tokens: list[Annotated[int, msgspec.Meta(ge=0)]] | int | None = None  # a number is the text's count, and is ignored
+    tokens: list[Annotated[int, msgspec.Meta(ge=0)]] | int | None = None  # a number is a count, and is ignored
     prompt: Any = None  # a text, or chat messages; anything else is ignored
 
     def __post_init__(self) -> None:
@@ -38,18 +38,20 @@ class _Row(msgspec.Struct):
 
 
 def tokenised(tokenizer: Any, inputs: Sequence[Path], skip: int, separator: int) -> Iterator[NDArray[np.uint32]]:
-    """The documents from number `skip` on as token ids, each ending with a separator."""
+    """Yield the documents from number `skip` on as token ids, each ending with a separator."""
     documents = (row for path in inputs for row in _documents(path, len(tokenizer)))
     for row in islice(documents, skip, None):
         yield np.asarray([*_ids(tokenizer, row), separator], np.uint32)
 
 
 def _ids(tokenizer: Any, row: _Row) -> list[int]:
-    """A row's token ids. An answer begins with the end of its prompt, so that its first tokens have a context."""
+    """Return a row's token ids. An answer begins with the end of its prompt, so that its first tokens
+    have a context.
+    """
     if isinstance(row.tokens, list):
         before: list[int] = []
         if row.prompt and isinstance(row.prompt, str | list):
-            with suppress(RequestError):  # a list of anything but chat messages
+            with suppress(RequestError):  # a list of something other than chat messages
                 before = encode_text(tokenizer, row.prompt)[-CONTEXT:]
         return [*before, *row.tokens]
     text = row.text or ""
@@ -58,7 +60,9 @@ def _ids(tokenizer: Any, row: _Row) -> list[int]:
 
 
 def _documents(path: Path, vocab: int) -> Iterator[_Row]:
-    """A file's documents that are not blank: each line of .jsonl, else the whole file; .xz and .gz are unpacked."""
+    """Yield a file's documents that are not blank: each line of .jsonl, else the whole file; .xz and .gz
+    are unpacked.
+    """
     unpack: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
     name = path.name.removesuffix(path.suffix) if path.suffix in (".xz", ".gz") else path.name
     try:

@@ -1,4 +1,4 @@
-"""The datastore: a static corpus of tokens on disk, memory-mapped, searched by suffix array.
+"""The datastore: a static corpus of tokens on disk, memory-mapped and searched by suffix array.
 
 A directory holds `header.json`, written last, and for each shard `NNNN.tokens` and `NNNN.suffixes`. Any number of
 processes may open it; nothing writes to it once its header exists.
@@ -29,7 +29,9 @@ class DatastoreError(TalonError):
 
 
 class Shard(msgspec.Struct):
-    """tokens: how many. *_crc: CRC-32 of the two files."""
+    """A part of the corpus with its own suffixes. tokens: how many tokens the shard holds. *_crc: CRC-32 of the two
+    files.
+    """
 
     name: str
     tokens: int
@@ -38,7 +40,9 @@ class Shard(msgspec.Struct):
 
 
 class Header(msgspec.Struct):
-    """width: bytes of a token; the largest value of that width separates documents. tokenizer: its fingerprint."""
+    """What a datastore's directory says of itself. width: bytes of a token; the largest value of that width separates
+    documents. tokenizer: its fingerprint.
+    """
 
     magic: str
     version: int
@@ -48,7 +52,7 @@ class Header(msgspec.Struct):
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Identifies a vocabulary: two tokenizers of the same fingerprint give a token id the same meaning."""
+    """Identify a vocabulary: two tokenizers of the same fingerprint give a token id the same meaning."""
     digest = hashlib.sha256()
     for token, token_id in sorted(tokenizer.get_vocab().items()):
         digest.update(f"{token_id}\t{token}\n".encode("utf8", "surrogatepass"))
@@ -56,7 +60,7 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     crc = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -65,8 +69,8 @@ def checksum(path: Path) -> int:
 
 
 class Datastore:
-    """What followed the longest match of a context in the corpus. Opening maps the files, and reads the suffixes once:
-    kernels trust them as indices.
+    """Finds what followed the longest match of a context in the corpus. Opening maps the files, and reads the suffixes
+    once, because kernels trust them as indices.
     """
 
     def __init__(self, folder: Path, tokenizer: Any = None):
@@ -90,16 +94,16 @@ class Datastore:
             for shard in self.header.shards
         ]
         for shard, (tokens, suffixes) in zip(self.header.shards, self.shards, strict=True):
-            if suffixes.view(np.uint32).max() >= len(tokens):  # negative ones too
+            if suffixes.view(np.uint32).max() >= len(tokens):  # as unsigned numbers, negative ones are too large
                 raise self._damaged(shard, "suffixes")
 
     @property
     def tokens(self) -> int:
-        """Tokens in the corpus, separators included."""
+        """The number of tokens in the corpus, separators included."""
         return sum(shard.tokens for shard in self.header.shards)
 
     def texts(self) -> Iterator[NDArray[np.int32]]:
-        """The corpus, shard by shard, -1 after each text. Raises DatastoreError if it is not what was written."""
+        """Yield the corpus, shard by shard, -1 after each text. Raises DatastoreError if it is not what was written."""
         for shard, (tokens, _) in zip(self.header.shards, self.shards, strict=True):
             if zlib.crc32(tokens.data) != shard.tokens_crc:
                 raise self._damaged(shard, "tokens")
@@ -129,10 +133,10 @@ class Datastore:
     def continuations(
         self, context: Sequence[int], longest: int = 16, shortest: int = 2, depth: int = 10, samples: int = 64
     ) -> tuple[int, NDArray[np.int32]]:
-        """What followed the longest suffix of `context`, of `longest` down to `shortest` tokens, that occurs.
+        """Return what followed the longest suffix of `context`, of `longest` down to `shortest` tokens, that occurs.
 
-        Returns the length of that suffix, 0 if there is none, and [occurrences, depth] int32, sorted, -1 after a
-        text's end: at most `samples` of each shard, spread evenly.
+        The result is the length of that suffix, 0 if there is none, and [occurrences, depth] int32, sorted, with -1
+        after a text's end: at most `samples` of each shard, spread evenly.
         """
         from retrieval_index.suffix_search import longest_match, read
 

@@ -1,8 +1,8 @@
-"""The dense index: finds passages by what they are about, even if none of the question's wording occurs in them.
+"""The dense index finds passages by what they are about, even if none of the question's wording occurs in them.
 
 A directory holds `header.json`, written last, and the files named in FILES. `retrieval_index.embedding` says how texts
-become vectors; the index holds all that this needs, so it can be queried without a model. It stays valid for any
-target with the same tokenizer.
+become vectors; the index holds all that this needs, so it can be queried without a model. It stays valid for any target
+with the same tokenizer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from retrieval_index.library import library
 VERSION = 1
 MAGIC = "talon-dense"
 FILES = ("passages.tokens", "passages.starts", "embedding.tokens", "embedding.common", "index.faiss")
-PROBED = 4  # a large index probes one cell in so many: recall@5 of 60,305 passages is 0.39; with one in eight, 0.36
+PROBED = 4  # one cell in so many is searched: recall@5 of 60,305 passages is 0.39; with one in eight, 0.36
 
 
 class DenseHeader(msgspec.Struct):
-    """tokenizer: its fingerprint. width: bytes of a passage's token. sizes, crcs: of FILES, bytes and CRC-32."""
+    """What a dense index's directory says of itself. tokenizer: its fingerprint. width: bytes of a passage's token.
+    sizes, crcs: of FILES, bytes and CRC-32.
+    """
 
     magic: str
     version: int
@@ -41,7 +43,9 @@ class DenseHeader(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Passage:
-    """number: its place in the corpus. score: the cosine between its vector and the question's."""
+    """A passage that was found. number: its place in the corpus. score: the cosine between its vector and the
+    question's.
+    """
 
     number: int
     score: float
@@ -49,7 +53,7 @@ class Passage:
 
 
 def is_dense(folder: Path) -> bool:
-    """Whether a folder's header says that it is a dense index; opening it shows whether it is intact."""
+    """Return whether a folder's header says that it is a dense index; opening it shows whether it is intact."""
     try:
         return bool(msgspec.json.decode((folder / HEADER).read_bytes())["magic"] == MAGIC)
     except (OSError, msgspec.DecodeError, TypeError, LookupError):
@@ -57,7 +61,9 @@ def is_dense(folder: Path) -> bool:
 
 
 class DenseIndex:
-    """The passages most similar to a text. Opening maps the tables, and reads the vectors after their checksum."""
+    """Finds the passages most similar to a text. Opening maps the tables, and reads the vectors after
+    their checksum.
+    """
 
     def __init__(self, folder: Path, tokenizer: Any = None):
         self.folder = folder
@@ -74,13 +80,13 @@ class DenseIndex:
             raise DatastoreError(f"{folder / 'passages.starts'}: damaged: build the index again")
         words = self._map("embedding.tokens", np.float16).reshape(-1, self.header.dimensions)
         self.embed = TextEmbedding(words, np.array(self._map("embedding.common", np.float32)))
-        self._check("index.faiss")  # faiss trusts what it reads
+        self._check("index.faiss")  # faiss trusts the file, so its checksum comes first
         self._index = _read_faiss(folder / "index.faiss")
         if (self._index.ntotal, self._index.d) != (self.header.passages, self.header.dimensions):
             raise DatastoreError(f"{folder}: index.faiss is another index's: build the index again")
 
     def query(self, text: Sequence[int], count: int = 4) -> list[Passage]:
-        """The `count` passages most similar to `text`, a list of token ids, the best first."""
+        """Return the `count` passages most similar to `text`, a list of token ids, the best first."""
         known = [token for token in text if token < len(self.embed.tokens)]
         scores, found = self._index.search(self.embed([known]), min(count, self.header.passages))
         return [
@@ -88,7 +94,7 @@ class DenseIndex:
         ]
 
     def passage(self, number: int) -> list[int]:
-        """The tokens of one passage."""
+        """Return the tokens of one passage."""
         tokens: list[int] = self._tokens[self._starts[number] : self._starts[number + 1]].tolist()
         return tokens
 
@@ -106,7 +112,7 @@ class DenseIndex:
 
 
 def read_header(folder: Path) -> DenseHeader:
-    """The header of the dense index in a folder."""
+    """Read the header of the dense index in a folder."""
     try:
         header = msgspec.json.decode((folder / HEADER).read_bytes(), type=DenseHeader)
     except OSError as error:

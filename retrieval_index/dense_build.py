@@ -1,7 +1,7 @@
 """Building a dense index: cut the corpus into passages, embed them, train and store the vectors.
 
-Reading and embedding go part by part, and each part is its own file until the index is complete: a killed build resumes
-after the last one. What is done once, weighting the words and training, comes between and after them.
+Reading and embedding go part by part, and each part is its own file until the index is complete, so a killed build
+resumes after the last one. The words are weighted between the two, and the vectors are trained after them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from retrieval_index.embedding import Floats, TextEmbedding
 from retrieval_index.library import library
 
 PASSAGE_TOKENS = 160
-PART_TOKENS = 1_000_000  # read, and embedded, at a time
-LARGE = 50_000  # passages; up to here all are compared (3 ms), beyond, only those of the nearest cells, by their codes
+PART_TOKENS = 1_000_000  # tokens that are read and embedded at a time
+LARGE = 50_000  # passages; up to here all are compared (3 ms); beyond, only those of the nearest cells, by their codes
 
 Passages = list[NDArray[np.uint32]]
 
 
 class DenseProgress(Begun):
-    """parts: how many documents each part on the disk holds. read: whether these are all documents."""
+    """How far a dense index is built. parts: how many documents each part on the disk holds. read: whether these are
+    all documents.
+    """
 
     parts: list[int] = msgspec.field(default_factory=list)
     read: bool = False
@@ -82,7 +84,7 @@ def _read(
     part_tokens: int,
     report: Callable[[int], None],
 ) -> Iterator[Passages]:
-    """The parts that no earlier run has read, each written to disk before the next begins."""
+    """Yield the parts that no earlier run has read, each written to disk before the next begins."""
     part: Passages = []
     held = documents = 0
 
@@ -109,7 +111,7 @@ def _read(
 
 
 def _passages(text: NDArray[np.uint32], longest: int) -> Passages:
-    """A document whole, or in equal pieces of at most `longest` tokens."""
+    """Return a document whole, or in equal pieces of at most `longest` tokens."""
     return np.array_split(text, -(-len(text) // longest)) if len(text) else []
 
 
@@ -166,7 +168,7 @@ def _write(tokenizer: Any, embedding: Floats, parts: list[Passages], out: Path, 
 
 
 def _fitted(tokenizer: Any, embedding: Floats, passages: Passages, out: Path) -> TextEmbedding:
-    """The words' vectors: from an earlier run, or weighted now."""
+    """Return the words' vectors: from an earlier run, or weighted now."""
     path = out / "embedding.tokens"
     if path.exists():
         tokens = _stored_rows(path, np.float16, len(tokenizer))
@@ -177,14 +179,14 @@ def _fitted(tokenizer: Any, embedding: Floats, passages: Passages, out: Path) ->
 
 
 def _directions(embed: TextEmbedding, part: Passages, path: Path) -> Floats:
-    """A part's directions: from an earlier run, or embedded now."""
+    """Return a part's directions: from an earlier run, or embedded now."""
     if not path.exists():
         write_whole(path, embed.directions(part).tobytes())
     return _stored_rows(path, np.float32, len(part))
 
 
 def _serialised(vectors: Floats, large: int) -> NDArray[np.uint8]:
-    """The faiss index over unit vectors: exact, or compressed in cells if there are more than `large`."""
+    """Serialise the faiss index over unit vectors: exact, or compressed in cells if there are more than `large`."""
     faiss = library("faiss")
     dimensions = vectors.shape[1]
     if len(vectors) <= large:

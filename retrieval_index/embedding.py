@@ -25,14 +25,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 WIDEST = 512  # dimensions kept; the targets' 4,096 would make the index impractically large
-_SMOOTHING = 10  # passages without direction that are counted as if read too
+_SMOOTHING = 10  # passages without direction that are counted as if they had been read too
 
 Floats = NDArray[np.float32]
 
 
 class TextEmbedding:
-    """tokens: [vocabulary, dimensions] float16, each token's weighted vector. common: [dimensions] float32, what all
-    passages have in common."""
+    """Makes vectors of texts. tokens: [vocabulary, dimensions] float16, each token's weighted vector. common:
+    [dimensions] float32, what all passages have in common.
+    """
 
     def __init__(self, tokens: NDArray[np.float16], common: Floats):
         self.tokens, self.common = tokens, common
@@ -58,7 +59,9 @@ class TextEmbedding:
         self.common = total / np.float32(count + _SMOOTHING)
 
     def directions(self, texts: Sequence[Sequence[int] | NDArray[Any]]) -> Floats:
-        """[texts, dimensions] float32: the weighted sums, of length one (or zero, for a text that says nothing)."""
+        """Return [texts, dimensions] float32: the weighted sums, scaled to length one (zero for a text that says
+        nothing).
+        """
         sums = np.zeros((len(texts), self.tokens.shape[1]), np.float32)
         for row, text in enumerate(texts):
             known, counts = np.unique(np.asarray(text, np.int64), return_counts=True)
@@ -66,16 +69,16 @@ class TextEmbedding:
         return _unit(sums)
 
     def vectors(self, directions: Floats) -> Floats:
-        """Texts' directions less what is common, again of length one or zero."""
+        """Return texts' directions less what is common, again of length one or zero."""
         return _unit(directions - self.common * directions.any(1, keepdims=True))
 
     def __call__(self, texts: Sequence[Sequence[int] | NDArray[Any]]) -> Floats:
-        """The vectors of texts."""
+        """Return the vectors of texts."""
         return self.vectors(self.directions(texts))
 
 
 def spellings(tokenizer: Any) -> NDArray[np.int64]:
-    """[vocabulary]: the number of each token's word; a token that is part of a character is its own word."""
+    """Return [vocabulary]: the number of each token's word; a token that is part of a character is its own word."""
     numbers: dict[str, int] = {}
     words = []
     for token, text in enumerate(tokenizer.batch_decode([[i] for i in range(len(tokenizer))])):
@@ -92,7 +95,7 @@ def _mean_by(rows: Floats, word: NDArray[np.int64]) -> Floats:
 
 
 def _rarity(word: NDArray[np.int64], passages: Sequence[NDArray[Any]]) -> Floats:
-    """[vocabulary]: BM25's inverse document frequency of each token's word."""
+    """Return [vocabulary]: BM25's inverse document frequency of each token's word."""
     having = np.zeros(int(word.max()) + 1)
     for passage in passages:
         having[np.unique(word[passage])] += 1
@@ -101,7 +104,7 @@ def _rarity(word: NDArray[np.int64], passages: Sequence[NDArray[Any]]) -> Floats
 
 
 def _whitening(rows: Floats) -> Floats:
-    """[hidden, dimensions]: onto the widest directions of `rows`, each scaled to width one."""
+    """Return [hidden, dimensions]: the map onto the widest directions of `rows`, each scaled to width one."""
     widths, directions = np.linalg.eigh(rows.T.astype(np.float64) @ rows / len(rows))
     kept = [i for i in np.argsort(-widths)[:WIDEST] if widths[i] > 1e-6 * widths.max()]
     whitening: Floats = (directions[:, kept] / np.sqrt(widths[kept])).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Libraries that only an index on disk needs: extra `index`."""
+"""Import the libraries that only an index on disk needs: extra `index`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from retrieval_index.datastore import DatastoreError
 
 
 def library(name: str) -> Any:
-    """The module of that name. Raises DatastoreError, one line that says how to get it."""
+    """Return the module of that name. Raises DatastoreError, one line that says how to get it."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != name:  # the library is there, and lacks one of its own
+        if error.name != name:  # the library is there, and one that it needs is missing
             raise
         raise DatastoreError(f"{name} is missing: pip install 'talon-decoding[index]'") from None

@@ -1,4 +1,4 @@
-"""What is remembered for each owner of requests: nobody drafts from what another was answered."""
+"""Memories of answers, one for each owner of requests: nobody drafts from what another was answered."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections import OrderedDict
 from typing import Generic, TypeVar
 
 LEAST = 512
-"""The size that an owner's memory counts as at least: it has a price however little it holds."""
+"""An owner's memory counts as at least this size, so that even an empty one has a price."""
 
 Memory = TypeVar("Memory")
 
 
 class Memories(Generic[Memory]):
-    """One memory for each owner, of `capacity` in all; the least recently used are forgotten first. 0: none is kept.
+    """One memory for each owner, of `capacity` in all; the least recently used are forgotten first. With a capacity of
+    0 none is kept.
 
-    Of a request without an owner, None, nothing is remembered.
+    Nothing is remembered of a request without an owner (None).
     """
 
     def __init__(self, capacity: int):
@@ -26,14 +27,14 @@ class Memories(Generic[Memory]):
         return len(self._memories)
 
     def of(self, owner: str | None) -> Memory | None:
-        """The owner's memory, which is used now; None if there is none."""
+        """Return the owner's memory, and count this as a use; None if there is none."""
         if owner is None or owner not in self._memories:
             return None
         self._memories.move_to_end(owner)
         return self._memories[owner][0]
 
     def keep(self, owner: str | None, memory: Memory, size: int) -> None:
-        """Keep the owner's memory, in place of an earlier one. The latest is kept whatever its size."""
+        """Keep the owner's memory, in place of an earlier one. The latest memory is kept whatever its size."""
         if owner is None or not self.capacity:
             return
         self._forget(owner)

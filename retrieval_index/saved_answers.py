@@ -1,4 +1,4 @@
-"""Finished answers in a cache folder: a file each, with the owner whose memory it belongs to."""
+"""Keeps finished answers in a cache folder: a file each, with the owner whose memory it belongs to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _MOST = 1 << 24  # bytes of a file
 
 
 class SavedAnswers:
-    """identity: of the model that gave the answers; others are not seen."""
+    """The finished answers of one model in a cache folder. identity: names the model that gave the answers; those of
+    other models are not read.
+    """
 
     def __init__(self, folder: CacheFolder, identity: bytes):
         self.folder, self._identity = folder, identity
@@ -29,9 +31,9 @@ class SavedAnswers:
         self.folder.keep(self._shelf, key, lambda: [content])
 
     def latest(self, capacity: int) -> list[tuple[str, NDArray[np.int32]]]:
-        """The latest answers, at most `capacity` tokens of them, with their owners; the earliest first."""
+        """Return the latest answers, at most `capacity` tokens of them, with their owners; the earliest first."""
         found: list[tuple[str, NDArray[np.int32]]] = []
-        room = np.empty(_MOST, np.uint8).data  # takes memory as far as it is used
+        room = np.empty(_MOST, np.uint8).data  # memory becomes resident only as it fills
         for key in self.folder.keys(self._shelf):
             if (content := self.folder.read(self._shelf, key, room)) is None:
                 continue

@@ -1,9 +1,9 @@
 """The session index: what followed the same words in this request and in earlier answers.
 
-Three stores of counted n-grams (`retrieval_index.ngrams`): one per request with its prompt and output, one per owner of
-requests with the answers to them, all bounded together, and one of public answers. A token's chance is a mixture of
-what followed each context length in each store; the weights are learned online from every token that is appended, so
-that they are acceptance probabilities.
+It has three stores of counted n-grams (`retrieval_index.ngrams`): one per request with its prompt and output, one per
+owner of requests with the answers to them, all bounded together, and one of public answers. A token's probability is a
+mixture of what followed each context length in each store; the weights are learned online from every token that is
+appended, so that they are acceptance probabilities.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ CONTEXT = 8  # last tokens of the prompt that are kept with an answer, so that i
 
 @dataclass
 class _Request:
-    """own: its text. owner: whose memory it shares, None: nobody's. prompt: how many tokens come before its answer."""
+    """One request's stores. own: its text. owner: whose memory it shares, None: nobody's. prompt: how many tokens come
+    before its answer.
+    """
 
     own: Store
     owner: str | None
@@ -50,7 +52,7 @@ class SessionIndex:
         public: Sequence[NDArray[np.int32]] = (),
         saved: SavedAnswers | None = None,
     ):
-        from engine.sampling import noise_bits  # numba: half a second that only users of the index pay
+        from engine.sampling import noise_bits  # numba takes half a second, which only users of the index pay
         from retrieval_index import ngrams
 
         self._kernels: Any = ngrams
@@ -70,7 +72,7 @@ class SessionIndex:
 
     def start(self, request: int, prompt: Sequence[int], owner: str | None = "") -> None:
         """Index a prompt. Nothing is learned from it. owner: whose answers it may be drafted from, and who may be
-        drafted for from its answer; None: nobody's, and nobody.
+        drafted for from its answer; None: nobody in both cases.
         """
         self._requests[request] = _Request(self._kernels.store_for(len(prompt) + 512), owner, len(prompt))
         self._append(self._requests[request], np.asarray(prompt, np.int32), learn=False)
@@ -87,8 +89,9 @@ class SessionIndex:
         depth: int = 24,
         sampling: SamplingParams = GREEDY,
     ) -> TokenTree:
-        """The likeliest continuations of text and `continuation`, at most `budget` nodes, root included. sampling:
-        how the target draws; the noise of that draw is known, so it ranks the continuations too."""
+        """Return the likeliest continuations of text and `continuation`, at most `budget` nodes, root included.
+        sampling: how the target draws; the noise of that draw is known, so it ranks the continuations too.
+        """
         own, memory = self._requests[request].own, self._memory(self._requests[request])
         noise = _NO_NOISE
         if not sampling.greedy:
@@ -119,7 +122,7 @@ class SessionIndex:
         self.memories.keep(owner, memory, k.length(memory))
 
     def cached_tokens(self, owner: str | None = "") -> int:
-        """Tokens in the owner's memory, separators included."""
+        """Return the number of tokens in the owner's memory, separators included."""
         memory = self.memories.of(owner)
         return 0 if memory is None else int(self._kernels.length(memory))
 

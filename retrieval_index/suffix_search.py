@@ -9,12 +9,14 @@ from retrieval_index.ngrams.kernel import kernel
 
 @kernel
 def _bound(tokens, suffixes, pattern, first, low, after):  # type: ignore[no-untyped-def]
-    """The first suffix at or after `low` that is not less than pattern[first:], or with `after` is greater than it."""
+    """Return the first suffix at or after `low` that is not less than pattern[first:], or with `after` is greater than
+    it.
+    """
     high = len(suffixes)
     while low < high:
         middle = (low + high) // 2
         at = np.int64(suffixes[middle])
-        order = 0  # of the suffix against the pattern
+        order = 0  # the suffix compared with the pattern
         for i in range(first, len(pattern)):
             if at == len(tokens):
                 order = -1
@@ -33,9 +35,9 @@ def _bound(tokens, suffixes, pattern, first, low, after):  # type: ignore[no-unt
 
 @kernel
 def longest_match(tokens, suffixes, pattern, shortest):  # type: ignore[no-untyped-def]
-    """(length, first, last): the suffixes [first, last) begin with the longest ending of `pattern` that occurs.
+    """Return (length, first, last): the suffixes [first, last) begin with the longest ending of `pattern` that occurs.
 
-    If an ending occurs, so do all shorter ones: the length is found by bisection too.
+    If an ending occurs, so do all shorter ones, so the length is found by bisection too.
     """
     found, first, last = 0, 0, 0
     low, high = shortest, len(pattern)
@@ -62,7 +64,9 @@ def longest_match(tokens, suffixes, pattern, shortest):  # type: ignore[no-untyp
 
 @kernel
 def read(tokens, suffixes, first, last, skip, depth, samples, separator):  # type: ignore[no-untyped-def]
-    """[occurrences, depth] int32: what follows `skip` tokens of at most `samples` of the suffixes [first, last)."""
+    """Return [occurrences, depth] int32: what follows `skip` tokens of at most `samples` of the suffixes
+    [first, last).
+    """
     count = min(last - first, samples)
     rows = np.full((count, depth), -1, np.int32)
     for row in range(count):
@@ -76,7 +80,9 @@ def read(tokens, suffixes, first, last, skip, depth, samples, separator):  # typ
 
 @kernel
 def likeliest(rows, root, nodes):  # type: ignore[no-untyped-def]
-    """The `nodes` most frequent nodes, root included, of the sorted rows' trie: tokens, parents and shares of rows."""
+    """Return the `nodes` most frequent nodes, root included, of the sorted rows' trie: tokens, parents and shares of
+    rows.
+    """
     occurrences, depth = rows.shape
     capacity = occurrences * depth + 1
     tokens, parents = np.empty(capacity, np.int32), np.empty(capacity, np.int32)
@@ -94,7 +100,7 @@ def likeliest(rows, root, nodes):  # type: ignore[no-untyped-def]
                 above[level + 1] = size
                 size += 1
             counts[above[level + 1]] += 1
-    order = np.argsort(-counts[:size], kind="mergesort")[:nodes]  # stable: parents stay before their children
+    order = np.argsort(-counts[:size], kind="mergesort")[:nodes]  # a stable sort, so parents stay before their children
     place = np.zeros(size, np.int32)
     kept_tokens, kept_parents = np.empty(len(order), np.int32), np.empty(len(order), np.int32)
     shares = np.empty(len(order), np.float64)

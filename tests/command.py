@@ -1,4 +1,4 @@
-"""The `talon` command in this process: a process of its own, as it is to a user, would import for ten seconds."""
+"""Runs the `talon` command in this process: a process of its own, as it is to a user, would import for ten seconds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from engine.cli.main import assemble
 
 @functools.cache
 def command() -> typer.Typer:
-    """It is assembled once: its parts are added to one object."""
+    """Return the command. It is assembled once, because its parts are added to one object."""
     return assemble()
 
 
 def talon(*arguments: str, standard_input: str = "") -> Result:
-    """What it printed, and its exit code; an exception that it did not turn into a line is raised."""
+    """Return what it printed, and its exit code; raise an exception that it did not turn into a line."""
     result = CliRunner(env={"COLUMNS": "120"}).invoke(command(), arguments, input=standard_input)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

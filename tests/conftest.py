@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of workers would each compile every source of theirs
+# hundreds of workers would otherwise each compile every source that they import
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which nothing has done yet
 from hypothesis import Phase, settings
@@ -23,7 +24,7 @@ from engine.weights.resolve import folder_of
 from retrieval_index.build import build
 
 settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], database=None, deadline=None)
-settings.register_profile("any machine", deadline=None)  # a shared one may stall in any example
+settings.register_profile("any machine", deadline=None)  # a shared machine may stall in any example
 settings.load_profile("any machine")
 
 VOCABULARY = 260
@@ -34,7 +35,7 @@ TEMPLATE = (
 
 
 def tiny_tokenizer(end: str = "<|end|>") -> PreTrainedTokenizerFast:
-    """One token per byte, and four special ones: 0 end, 1 user, 2 assistant, 3 unused."""
+    """Return a tokenizer with one token per byte, and four special ones: 0 end, 1 user, 2 assistant, 3 unused."""
     special = [end, "<|user|>", "<|assistant|>", "<|unused|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*special, *alphabet])}
@@ -51,7 +52,9 @@ def tiny_tokenizer(end: str = "<|end|>") -> PreTrainedTokenizerFast:
 
 
 def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
-    """Words with the space before them, bytes for all else, and a beginning-of-sequence token, as Llama 2 has."""
+    """Return a tokenizer of words with the space before them, bytes for all else, and a beginning-of-sequence token, as
+    Llama 2 has.
+    """
     pieces = ["<s>", "\u2581", "a", "\u2581a", "\u2581world", *(f"<0x{byte:02X}>" for byte in range(256))]
     backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0, byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -63,7 +66,7 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tiny_llama(folder: Path, seed: int = 0, vocabulary: int = VOCABULARY, **changes: Any) -> str:
-    """A random Llama with grouped-query attention, and the tiny tokenizer, as a Hugging Face directory."""
+    """Save a random Llama with grouped-query attention, and the tiny tokenizer, as a Hugging Face directory."""
     torch.manual_seed(seed)
     options: dict[str, Any] = {
         "vocab_size": vocabulary,
@@ -84,7 +87,7 @@ def save_tiny_llama(folder: Path, seed: int = 0, vocabulary: int = VOCABULARY, *
 
 
 def free_port() -> int:
-    """A tcp port that nobody has bound."""
+    """Return a tcp port that nobody has bound."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -92,13 +95,13 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target."""
+    """Save a target."""
     return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
 def tiny_draft(tmp_path_factory: pytest.TempPathFactory, tiny: str) -> str:
-    """The target's first two layers, which often agree with it, and a datastore."""
+    """Save a draft model of the target's first two layers, which often agree with it, and a datastore."""
     folder = tmp_path_factory.mktemp("tiny-draft")
     model = LlamaForCausalLM.from_pretrained(tiny)
     model.model.layers = model.model.layers[:2]
@@ -112,7 +115,7 @@ def tiny_draft(tmp_path_factory: pytest.TempPathFactory, tiny: str) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model of another vocabulary: bytes come before the special tokens."""
+    """Save a model of another vocabulary: bytes come before the special tokens."""
     folder = save_tiny_llama(tmp_path_factory.mktemp("tiny-stranger"), vocabulary=300)
     file = Path(folder) / "tokenizer.json"
     told = json.loads(file.read_text("utf8"))
@@ -125,7 +128,7 @@ def tiny_stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Benchmark data beside the repository."""
+    """Return the folder of benchmark data beside the repository."""
     folder = Path(os.environ.get("TALON_SHARED", Path(__file__).parents[2] / "shared"))
     if not folder.is_dir():
         pytest.skip("no benchmark data: set TALON_SHARED to its folder")
@@ -134,7 +137,7 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> str:
-    """The real model, where somebody has got it."""
+    """Return the real model, where it is installed."""
     folder = folder_of(find("smollm2-135m"))
     if not folder.is_dir():
         pytest.skip("smollm2-135m is not there: run talon models get smollm2-135m")
@@ -151,7 +154,9 @@ SERVERS = "tests/engine/server/"
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile`, with the files that share servers as one: else each process would start servers of its own."""
+    """Schedule as `--dist loadfile`, with the files that share servers as one: else each process would start servers of
+    its own.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
@@ -162,7 +167,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest work of one process comes first. Tests that take minutes by their nature are not ended for it."""
+    """Put the longest work of one process first. Tests that take minutes by their nature are not ended for it."""
     items.sort(key=lambda item: not item.nodeid.startswith(SERVERS))
     for item in items:
         if item.get_closest_marker("slow"):

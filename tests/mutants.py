@@ -46,9 +46,9 @@ class Fault:
 FAULTS = (
     Fault(
         "the first nodes are verified instead of the best",
-        "engine/verifier/step_input.py",
-        "best = order[: costs",
-        "best = np.sort(order)[: costs",
+        "engine/costs/cost_model.py",
+        "best = order[: self",
+        "best = np.sort(order)[: self",
         "tests/engine/verifier/test_loop.py",
     ),
     Fault(
@@ -60,15 +60,15 @@ FAULTS = (
     ),
     Fault(
         "successors are told of the first nodes instead of those verified",
-        "engine/verifier/step_result.py",
-        "ranked[round_.kept] =",
-        "ranked[: len(round_.kept)] =",
+        "engine/verifier/step.py",
+        "ranked[self.kept] =",
+        "ranked[: len(self.kept)] =",
         "tests/engine/verifier/test_loop.py",
     ),
     Fault(
         "a verdict names nodes of the cut tree",
-        "engine/verifier/step_result.py",
-        "round_.kept[path].tolist()",
+        "engine/verifier/step.py",
+        "self.kept[path].tolist()",
         "path",
         "tests/engine/verifier/test_loop.py",
     ),

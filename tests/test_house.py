@@ -17,8 +17,10 @@ FLOORS = (  # folders and modules from the ground up: a floor imports itself and
     "engine.places",  # where Talon's own files are
     "engine.core",
     "engine.config",
+    "engine.device",  # copies to it and back, streams
     "engine.files",
     "engine.wire",
+    "engine.costs",
     "engine.text",
     "engine.kernels",
     "engine.kernels.quant",
@@ -29,6 +31,7 @@ FLOORS = (  # folders and modules from the ground up: a floor imports itself and
     "engine.sampling",
     "engine.weights",
     "engine.model",
+    "engine.placement",  # which worker runs where, on how many threads
     "engine.drafting",
     "engine.verifier",
     "retrieval_index.ngrams",
@@ -92,7 +95,7 @@ LATE = {  # modules that import within functions, or folders (with a dot), and w
     "engine.server.command": "FastAPI is of the extra serve",
     "engine.server.traces": "OpenTelemetry is of the extra traces",
     "engine.verifier.known_tokens": "Triton is there with a GPU only",
-    "engine.verifier.placement": "the front end reads configurations without torch",
+    "engine.placement": "the front end reads configurations without torch",
     "engine.weights.hub": "the hub's client takes a second, which local files do not need",
     "engine.weights.tokenizer": "transformers takes seconds, while the verifier imports too",
     "engine.wire.keys": "only tcp needs the authenticator",

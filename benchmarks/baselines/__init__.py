@@ -1,4 +1,4 @@
 """Other engines on the same questions: llama.cpp, OpenVINO, vLLM, each in a process of its own.
 
-Imports `benchmarks.measure`, `benchmarks.inputs` and `benchmarks.report`.
+The folder imports `benchmarks.measure`, `benchmarks.inputs` and `benchmarks.report`.
 """

@@ -1,4 +1,4 @@
-"""Talon's methods against other engines: the same prompts, greedy, the same cores, in turn.
+"""Compares Talon's methods with other engines: the same prompts, greedy, the same cores, in turn.
 
 Talon takes part with both kinds of activations, so that each engine finds one that multiplies as it does.
 
@@ -47,8 +47,8 @@ from .w8a8 import quantise
 Prompts = Sequence[Sequence[int]]
 Part = tuple[int, Prompts]
 """Requests at once, and the prompts that they ask."""
-_LEAST, _ROUNDS = 20, 3  # prompts of a turn: at least, and for each request at once
-_MOST = 20  # repeats
+_LEAST, _ROUNDS = 20, 3  # prompts of a turn: at least so many, and so many for each request at once
+_MOST = 20  # most repeats
 _ACTIVATIONS = "bfloat16", "int8"
 
 
@@ -59,7 +59,8 @@ def turns(
     budget: Budget,
     ratios: Callable[[int], Iterable[Sequence[float]]],
 ) -> Iterator[Sequence[Part]]:
-    """Of each repeat, what every contestant is asked. Parts take the next prompts, so that as few as possible repeat.
+    """Yield, for each repeat, what every contestant is asked. Parts take the next prompts, so that as few as possible
+    repeat.
 
     With a bounded budget there are as many repeats as it allows, of the levels whose intervals are not narrow yet.
     ratios: at a level, of each contestant so far.
@@ -77,7 +78,7 @@ class StartedEngine(Protocol):
     """An engine that has started."""
 
     async def answer(self, prompts: Prompts, max_tokens: int, at_once: int) -> tuple[float, list[int]]:
-        """Seconds for all prompts, and the tokens of each answer."""
+        """Answer all prompts; return the seconds that this took, and the tokens of each answer."""
 
     async def stop(self) -> None: ...
 
@@ -102,7 +103,7 @@ class Entrant(Protocol):
 
 @dataclass(frozen=True)
 class OwnEngine:
-    """One of Talon's, at work."""
+    """One of Talon's engines, at work."""
 
     engine: Engine
 
@@ -213,13 +214,13 @@ def _ratios(found: Sequence[Turn], level: int) -> list[list[float]]:
 
 
 def weights_of(config: Config) -> str:
-    """The type in memory of most of the model's weights."""
+    """Return the type in memory of most of the model's weights."""
     stored = open_stored(Path(config.model))
     return name_of(dtype_of(config)) if stored is None else stored.kind
 
 
 def _given(rivals: Rivals, config: Config, made: Path, most: int) -> Given:
-    """What the engines are given. made: a folder for what is written for them; most: requests at once."""
+    """Return what the engines are given. made: a folder for what is written for them; most: requests at once."""
     own = open_gguf(Path(config.model))
     others = (read_gguf(file, f"--gguf {file}") for file in rivals.files)
     files = {file.kind: file.path for file in (*([] if own is None else [own]), *others)}
@@ -232,7 +233,7 @@ def _given(rivals: Rivals, config: Config, made: Path, most: int) -> Given:
 
 
 def _in_8_bits(model: str, folder: Path) -> str:
-    """The directory that other engines load where Talon's weights are quantised, written into `folder`."""
+    """Return the directory that other engines load where Talon's weights are quantised, written into `folder`."""
     load_model(model, "bfloat16", torch.device("cpu")).save_pretrained(folder)
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     quantise(folder)

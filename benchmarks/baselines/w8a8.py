@@ -1,4 +1,5 @@
-"""A model directory's weights in 8 bits for vLLM's integer products: W8A8, in the format of `compressed-tensors`.
+"""Writes a model directory's weights in 8 bits for vLLM's integer products: W8A8, in the format of
+`compressed-tensors`.
 
 Every matrix of a layer has a scale for each output; activations get one for each token as they come. The embedding and
 the output matrix stay as they are, as in the checkpoints that are published so.
@@ -52,7 +53,7 @@ def quantise(folder: Path) -> None:
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [outputs, inputs] int8 and scales [outputs, 1] bfloat16, whose product is nearly the weight."""
+    """Return codes [outputs, inputs] int8 and scales [outputs, 1] bfloat16, whose product is nearly the weight."""
     scales = (weight.float().abs().amax(dim=1, keepdim=True) / _LARGEST_CODE).clamp_min(1e-12).to(torch.bfloat16)
     codes = (weight.float() / scales.float()).round().clamp(-_LARGEST_CODE, _LARGEST_CODE).to(torch.int8)
     return codes, scales

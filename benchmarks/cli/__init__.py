@@ -1,4 +1,4 @@
 """The measuring commands of `talon` and their options.
 
-Imports all of `benchmarks`; imports here are relative: a wheel has engine.benchmarks.
+The folder imports all of `benchmarks`; imports here are relative, because a wheel has engine.benchmarks.
 """

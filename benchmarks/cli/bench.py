@@ -126,7 +126,7 @@ def bench(
         for line in without_effect(names, given, as_served=bool(levels or shares or rivals)):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         if against is not None:
-            Run.read(against)  # before anything is measured, not after
+            Run.read(against)  # a folder that cannot be read is refused before anything is measured
         with results_in(out):
             if server is not None:
                 return await measure_server(server, levels or [1, 4, 8, 16, 64], samplings[0])
@@ -192,7 +192,7 @@ def bench(
 
 
 def _has_choice(settings: configuration.Config) -> bool:
-    """Whether the model can take its rows in both ways."""
+    """Return whether the model can take its rows in both ways."""
     from engine.model.loading import find_device, open_stored
     from engine.model.trial.activations import has_choice
     from engine.weights.resolve import target_folder

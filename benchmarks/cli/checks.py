@@ -130,7 +130,7 @@ def _check_kernels(told: Console) -> None:
     told.print("talon: each kernel is compiled the first time, which takes some minutes")
     checks = check_kernels()
     out.print(kernel_table(checks).rich(), f"\non this processor: {counted(checks)}")
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each is a process, which compiles on one core
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each check is a process, which compiles on one core
         others = list(pool.map(check_as, PROCESSORS))
     for processor, found in zip(PROCESSORS, others, strict=True):
         if found is None:
@@ -180,7 +180,9 @@ def qa(
     set_: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
-    """Knowledge-heavy questions, closed book, with their own passage and with retrieved ones: scores, MAT, tokens/s."""
+    """Ask knowledge-heavy questions, closed book, with their own passage and with retrieved ones: scores, MAT,
+    tokens/s.
+    """
     console = Console(stderr=True)
 
     async def main() -> int:

@@ -77,7 +77,7 @@ def evidence(
         for name in names_in(served):
             settings_of(name, settings)
         if against is not None:
-            Run.read(against)  # before anything is measured, not after
+            Run.read(against)  # a folder that cannot be read is refused before anything is measured
         known_rivals = rivals_in(rivals, gguf, draft)
         lacking = _lacking(questions, suites, knowledge, rivals)
         for part in (part for part in wanted if part in lacking):
@@ -123,7 +123,7 @@ def evidence(
 
 
 def _lacking(questions: Path, suites: Sequence[Path], knowledge: Sequence[Path], rivals: Path | None) -> dict[str, str]:
-    """The parts that cannot be measured, and why."""
+    """Return the parts that cannot be measured, and why."""
     lacking: dict[str, str] = {}
     if not suites:
         why = f"--questions {questions} holds none of {', '.join(SUITES)}.jsonl"

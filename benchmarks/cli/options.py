@@ -51,7 +51,9 @@ AgainstOption = Annotated[
 
 
 def question_files(questions: list[Path] | None) -> list[Path]:
-    """The files named by --questions; ConfigError if there are none, or two of one name, which names their suite."""
+    """Return the files named by --questions; ConfigError if there are none, or two of one name, which names their
+    suite.
+    """
     if not questions:
         raise ConfigError('--questions: name at least one JSONL file, with a "prompt" a line')
     suites: dict[str, Path] = {}
@@ -64,12 +66,12 @@ def question_files(questions: list[Path] | None) -> list[Path]:
 
 
 def names_in(listed: str) -> list[str]:
-    """The names in a comma-separated option."""
+    """Return the names in a comma-separated option."""
     return [name.strip() for name in listed.split(",")]
 
 
 def numbers_in(option: str, listed: str | None, whole: bool = False) -> list[float]:
-    """The numbers in a comma-separated option, each above 0 and listed once."""
+    """Return the numbers in a comma-separated option, each above 0 and listed once."""
     try:
         numbers = sorted({float(number) for number in (listed or "").split(",") if number.strip()})
     except ValueError:
@@ -81,7 +83,7 @@ def numbers_in(option: str, listed: str | None, whole: bool = False) -> list[flo
 
 
 def rivals_in(folder: Path | None, gguf: list[Path] | None, draft: Path | None) -> Rivals | None:
-    """What --rivals, --gguf and --draft say. ConfigError if a file is not there."""
+    """Return what --rivals, --gguf and --draft say. ConfigError if a file is not there."""
     for option, file in (*(("gguf", file) for file in gguf or []), *([("draft", draft)] if draft else [])):
         if not file.is_file():
             raise ConfigError(f"--{option} {file}: no such file")

@@ -23,14 +23,14 @@ from ..report.tables import Table
 
 
 async def single(plan: MeasurementPlan, console: Console) -> tuple[int, list[Row]]:
-    """One request at a time."""
+    """Measure one request at a time."""
     rows = await run_bench(plan, console)
     _show(plan, [speed_table(rows)], console)
     return _tell(map(_difference, rows), console), rows
 
 
 async def load(plan: MeasurementPlan, levels: Sequence[int], shares: Sequence[float], console: Console) -> int:
-    """Many requests, at once or arriving at random."""
+    """Measure many requests, at once or arriving at random."""
     rows = await run_load(plan, levels, shares, console)
     arrivals = [load_figures.arrival_table(rows)] if shares else []
     _show(plan, [load_figures.level_table(load_figures.levels(rows)), *arrivals], console)
@@ -40,7 +40,7 @@ async def load(plan: MeasurementPlan, levels: Sequence[int], shares: Sequence[fl
 async def knowledge(
     plan: MeasurementPlan, passages: int, console: Console
 ) -> tuple[int, Retrieval | None, list[QaRow]]:
-    """Questions that need knowledge."""
+    """Measure questions that need knowledge."""
     retrieval, rows = await run_qa(plan, passages, console)
     write_report(plan.out, console)
     return _tell(map(_qa_difference, rows), console), retrieval, rows
@@ -51,7 +51,7 @@ def knowledge_tables(rows: Sequence[QaRow]) -> list[Table]:
 
 
 async def baselines(plan: MeasurementPlan, levels: Sequence[int], rivals: Rivals, console: Console) -> int:
-    """Other engines."""
+    """Measure other engines."""
     turns = await run_baselines(plan, levels, rivals, console)
     _show(plan, [engine_figures.table(turns)], console)
     return 0
@@ -64,7 +64,9 @@ def _show(plan: MeasurementPlan, tables: Iterable[Table], console: Console) -> N
 
 
 def _tell(differences: Iterable[tuple[str, bool] | None], console: Console) -> int:
-    """Print a line for each text that differs; returns how many are errors. differences: a line, and whether it is."""
+    """Print a line for each text that differs, and return how many are errors. differences: a line, and whether it is
+    an error.
+    """
     found = [one for one in differences if one is not None]
     for line, _ in found:
         console.print(line)
@@ -72,7 +74,7 @@ def _tell(differences: Iterable[tuple[str, bool] | None], console: Console) -> i
 
 
 def _difference(row: Row) -> tuple[str, bool] | None:
-    """From plain decoding's text. transformers rounds in its own way."""
+    """Say how the text differs from plain decoding's. transformers rounds in its own way."""
     if row.output_equal is not False or row.method in TRANSFORMERS:
         return None
     kind = "a tie that rounding decides" if row.tie else "different text"
@@ -81,7 +83,7 @@ def _difference(row: Row) -> tuple[str, bool] | None:
 
 
 def _load_difference(row: LoadRow) -> tuple[str, bool] | None:
-    """From the text of the request alone."""
+    """Say how the text differs from that of the request alone."""
     if row.output_equal:
         return None
     kind = "different text" if row.exact else "different text (the target is not exact)"
@@ -90,7 +92,7 @@ def _load_difference(row: LoadRow) -> tuple[str, bool] | None:
 
 
 def _qa_difference(row: QaRow) -> tuple[str, bool] | None:
-    """From plain decoding's text, by more than rounding."""
+    """Say how the text differs from plain decoding's, by more than rounding."""
     if row.output_equal or row.tie:
         return None
     return f"different text: {row.setting}, {row.method}, {row.kind} {row.question_id}: {row.difference}", True

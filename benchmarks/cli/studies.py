@@ -40,7 +40,7 @@ def acceptance(
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
 ) -> None:
-    """How far the target follows every method: by position, at the same budget, and cut to what pays.
+    """Compare how far the target follows every method: by position, at the same budget, and cut to what pays.
 
     The target answers once, then all draft for the same answers, so this takes minutes where `talon bench` takes
     hours. Tokens a round are those that a run would have; speed-ups are computed from the times of drafting and of
@@ -92,7 +92,7 @@ def profile(
     set_: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What a forward of the target spends its time on, compared with what this machine could do.
+    """Show what a forward of the target spends its time on, compared with what this machine could do.
 
     A forward verifies a tree of tokens (rows) after a text. Its parts:
 

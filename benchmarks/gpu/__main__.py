@@ -3,7 +3,7 @@
 Every step is a process of its own with a time limit, since an error of CUDA spoils the process that it happens in: one
 step's failure leaves the others alone. Steps joined by "+" run side by side, which disturbs their times. While steps
 run, the next ones do their imports. Findings are JSON lines, in OUT/gpu.jsonl and, shortened, on standard output; what
-a step prints besides is in OUT/gpu.log. On a CPU the same steps run with small shapes, the kernels through Triton's
+else a step prints is in OUT/gpu.log. On a CPU the same steps run with small shapes, the kernels through Triton's
 interpreter.
 """
 
@@ -28,14 +28,11 @@ from engine.core.child_environment import child_environment
 
 from .findings import tail
 
-STEPS = {
-    "card": 90, "kernels": 120, "target": 120, "products": 150, "large": 150, "engines": 150, "heads": 90,
-    "workers": 90, "speed": 120, "counts": 60,
-}  # fmt: skip
+STEPS = {"card": 60, "kernels": 180, "products": 150, "counts": 60, "large": 300, "speed": 480}
 """Most seconds of each step on a GPU."""
-_ORDER = "card,kernels+target,products,large,engines+heads,workers,speed+counts"
+_ORDER = "card,kernels,products+counts,large,speed"
 _SHOWN = 600  # characters of a line on standard output
-_LAST_WORDS_S = 1.0  # for the stacks of a step that took too long
+_LAST_WORDS_S = 1.0  # seconds for the stacks of a step that took too long
 
 
 class StepProcess:
@@ -54,8 +51,8 @@ class StepProcess:
             )  # fmt: skip
 
     def run(self, end_s: float, out: IO[str]) -> bool:
-        """Let it go, write its records, and end it when its time is over, or at `end_s` on the `time.perf_counter`
-        clock. Returns whether nothing failed.
+        """Let the process go, write its records, and end it when its time is over, or at `end_s` on the
+        `time.perf_counter` clock. Returns whether nothing failed.
         """
         started, records = time.perf_counter(), _Records(self.name, out)
         limit_s = min(end_s - started, STEPS[self.name])
@@ -76,7 +73,7 @@ class StepProcess:
         return not records.failed
 
     def _finish(self, limit_s: float, records: _Records) -> int | None:
-        """Its exit status; None if that did not come in time."""
+        """Return its exit status; None if that did not come in time."""
         assert self._process.stdin is not None and self._process.stdout is not None
         reader = threading.Thread(target=records.read, args=[self._process.stdout], daemon=True)
         reader.start()
@@ -88,12 +85,12 @@ class StepProcess:
             reader.join(_LAST_WORDS_S)
             return status
         except subprocess.TimeoutExpired:
-            self._process.send_signal(signal.SIGUSR1)  # it prints where it is
+            self._process.send_signal(signal.SIGUSR1)  # it then prints where it is
             time.sleep(_LAST_WORDS_S)
             return None
 
     def _end(self) -> None:
-        """Kill it and what it started in its session."""
+        """Kill the process and what it started in its session."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -155,7 +152,7 @@ def main(
 
 
 def _has_gpu() -> bool:
-    """Whether there is a GPU, without torch, which takes seconds to import."""
+    """Return whether there is a GPU, without torch, which takes seconds to import."""
     return Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
 
 

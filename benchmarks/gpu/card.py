@@ -1,4 +1,4 @@
-"""Versions, flags, and a toy graph that is captured and replayed."""
+"""Finds versions and flags, and whether a toy graph is captured and replayed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.model.cuda.graphs import Recorded, bucket, own_stream, wait
+from engine.device import own_stream, wait
+from engine.model.cuda.graphs import Recorded, bucket
 
 from .findings import Record, tried
 
@@ -52,7 +53,7 @@ def _version(package: str) -> str:
 
 
 def _imports() -> Record:
-    """The modules that a worker imports."""
+    """Return the modules that a worker imports."""
     import drafters.registry
     import engine.model.target
     import engine.verifier.loop
@@ -61,7 +62,7 @@ def _imports() -> Record:
 
 
 def _toy_graph(how: str, device: torch.device) -> Record:
-    """A row's product and sum, against the same work called directly."""
+    """Compare a row's product and sum with the same work called directly."""
 
     def work(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         return x @ y, x.sum(0)

@@ -1,4 +1,4 @@
-"""What a round does on CUDA, counted from traced programs on any machine: kernels, launches, waits, bytes.
+"""Counts what a round does on CUDA, from traced programs on any machine: kernels, launches, waits, bytes.
 
 An 8B shape and its draft heads run on a device without memory (`traced_device`), through the same code as on a GPU: a
 round drafts a tree for every request, verifies all trees in one forward, draws, and tells the drafter. What the host
@@ -9,41 +9,48 @@ Milliseconds are an estimate for an H100, from the counted bytes and operations 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from drafters.heads.growth import ahead, growth_kernel
+from engine import device as device_module
 from engine.core.batch import Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
+from engine.device import downloaded
 from engine.kernels.attention.attention import Rule
 from engine.model import cuda_products
-from engine.model.cuda import graphs, layer_kernels, noise_kernels, triton_attention
+from engine.model.cuda import graphs, layer_kernels, noise_kernels, triton_attention, walk_kernels
 from engine.model.cuda.cuda_forward import CudaForward
 from engine.model.kv_pool import KVPool
 from engine.model.runner import Runner
 
+from . import rounds
 from .findings import Record, tried
 from .models import HEADS, LLAMA_8B
 from .rounds import REQUESTS, Rounds, head_of
 from .traced_device import DEVICE, Counts, Launched, TracedTensor, Tracing, invented, on_device
 
-_ROUNDS = 3  # of which the last is counted: the graphs of the others are captured
+_ROUNDS = 3  # rounds, of which the last is counted: the graphs of the others are captured
 _KERNELS = {
     layer_kernels: ("norm", "enter", "gate"),
-    triton_attention: ("_attend_chunk", "_attend_joined"),
-    noise_kernels: ("draw_parts", "score_noisily"),
+    triton_attention: ("_attend_texts", "_attend_rows"),
+    noise_kernels: ("draw_parts", "join_parts", "score_noisily", "rank"),
+    walk_kernels: ("walk", "move", "gather"),
+    growth_kernel: ("_select",),
 }
-_BANDWIDTH, _FLOPS = 0.8 * 3.35e12, 0.6 * 989e12  # of an H100 SXM: bytes and operations a second that are reached
-_LAUNCH_S, _IN_GRAPH_S, _WAIT_S, _BUS = 5e-6, 1.5e-6, 15e-6, 20e9  # of a kernel, of one in a graph, of a wait; bytes/s
+_BANDWIDTH, _FLOPS = 0.8 * 3.35e12, 0.6 * 989e12  # bytes and operations a second that an H100 SXM reaches
+# seconds of a kernel's launch, of a kernel in a graph, of a wait; bytes/s
+_LAUNCH_S, _IN_GRAPH_S, _WAIT_S, _BUS = 5e-6, 1.5e-6, 15e-6, 20e9
 SGLANG = 373.25
 """Tokens a second of SGLang with EAGLE-3 on one H100, by its documentation: Llama-3.1-8B, MT-bench, one request."""
 
 
 def run(device: str) -> Iterator[Record]:
-    tracing = Tracing()
+    tracing, served = Tracing(), list[Record]()
     _replace_kernels(tracing)
     with torch.inference_mode(), tracing:
         runner = _target()
@@ -51,7 +58,33 @@ def run(device: str) -> Iterator[Record]:
         for method in HEADS:
             for temperature in (0.0, 1.0) if method == "eagle3" else (0.0,):
                 for requests in REQUESTS:
-                    yield tried(f"{method}, T={temperature:g}", _round, tracing, runner, method, requests, temperature)
+                    name = f"{method}, T={temperature:g}"
+                    served.append(tried(name, _round, tracing, runner, method, requests, temperature))
+                    yield served[-1]
+    yield {"check": "table", "table": _table(served)}
+
+
+def _table(served: list[Record]) -> list[str]:
+    """Format the rounds as the lines of a table."""
+    lines = ["| | requests | launches | waits: draft | the rest | MB up | MB down |", "| --- |" + " ---: |" * 6]
+    for one in [one for one in served if "waits" in one]:
+        draft, rest = one["waits"]["draft"], sum(one["waits"].values()) - one["waits"]["draft"]
+        up, down = (f"{one[name] / 1e6:.2f}" for name in ("bytes_up", "bytes_down"))
+        lines.append(f"| {one['check']} | {one['requests']} | {one['launches']} | {draft} | {rest} | {up} | {down} |")
+    return lines
+
+
+def _downloaded(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Invent what `drafters.heads.growth.ahead` reads: layers whose nodes are the best candidates of those above."""
+    parts = [*downloaded(results)]
+    trees, above = len(parts[2]), torch.ones(len(parts[2]), 1, dtype=torch.float64)
+    for at in range(4, len(parts), 4):
+        width = len(parts[at]) // trees
+        following, prob = (part[:, :width].reshape(trees, -1) for part in parts[at - 2 : at])
+        chances = (above[..., None] * prob.view(trees, -1, width)).flatten(1)
+        above, best = (part[:, :width] for part in chances.sort(dim=1, descending=True, stable=True))
+        parts[at], parts[at + 1] = (best // width).flatten(), following.gather(1, best).flatten()
+    return tuple(parts)
 
 
 def _replace_kernels(tracing: Tracing) -> None:
@@ -60,8 +93,10 @@ def _replace_kernels(tracing: Tracing) -> None:
             setattr(module, name, Launched(name, tracing))
     graphs._GRAPHS = (DEVICE.type,)
     graphs._warm_up = lambda *_: None
+    ahead.downloaded = _downloaded
+    rounds.wait = lambda device: tracing.wait("the round's end")
     graphs._captured = tracing.captured
-    graphs._split_up = lambda packed, like: [invented(one.held) for one in like]
+    device_module._split_up = lambda packed, like: [invented(one.held) for one in like]
 
 
 def _target() -> Runner:
@@ -91,10 +126,10 @@ def _weight(_: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _forwards(tracing: Tracing, runner: Runner) -> Record:
-    """Kernels of a forward of 16 rows, and of each layer."""
+    """Count the kernels of a forward of 16 rows, and of each layer."""
     cache = runner.new_cache(64)
     tree = TokenTree.chain(1, [2] * 15, [1.0] * 15)
-    runner.run([Segment.of_tree(tree, cache)])  # captures
+    runner.run([Segment.of_tree(tree, cache)])  # captures the graphs
     with tracing.counting() as counts:
         runner.run([Segment.of_tree(tree, cache)])
     cache.release()
@@ -105,14 +140,14 @@ def _forwards(tracing: Tracing, runner: Runner) -> Record:
 
 
 def _round(tracing: Tracing, runner: Runner, method: str, requests: int, temperature: float) -> Record:
-    rounds = Rounds(tracing.counting, runner, LLAMA_8B, head_of(method, LLAMA_8B, _weight), requests, temperature)
+    served = Rounds(tracing.counting, runner, LLAMA_8B, head_of(method, LLAMA_8B, _weight), requests, temperature)
     for _ in range(_ROUNDS):
-        steps = rounds.drafter.steps
-        parts, rows = rounds.step()
-    steps = max(1, rounds.drafter.steps - steps)
+        steps = served.drafter.steps
+        parts, rows = served.step()
+    steps = max(1, served.drafter.steps - steps)
     assert runner.pool is not None
-    kv_bytes = sum(cache.length for cache in rounds.caches) * runner.pool.shape.block_bytes // 16
-    rounds.close()
+    kv_bytes = sum(cache.length for cache in served.caches) * runner.pool.shape.block_bytes // 16
+    served.close()
     every = (parts.draft, parts.forward, parts.draws, parts.told)
     seconds = _seconds(parts.draft), _seconds(parts.forward, kv_bytes), _seconds(parts.draws) + _seconds(parts.told)
     return {
@@ -138,7 +173,7 @@ def _round(tracing: Tracing, runner: Runner, method: str, requests: int, tempera
 
 
 def _seconds(counts: Counts, read: int = 0) -> float:
-    """An estimate for an H100. read: bytes that attention reads."""
+    """Estimate the seconds that an H100 takes. read: bytes that attention reads."""
     device = max(
         (counts.weights + read) / _BANDWIDTH, counts.flops / _FLOPS, counts.graph_kernels * _IN_GRAPH_S
     )  # fmt: skip

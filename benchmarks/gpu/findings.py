@@ -11,20 +11,20 @@ Record = dict[str, Any]
 Step = Callable[[str], Iterator[Record]]
 """A step, given "cuda" or "cpu". On a CPU shapes are small: it shows that the step runs, and no speed."""
 
-_LINES = 12  # of a traceback
+_LINES = 12  # lines of a traceback
 
 
 def tried(name: str, check: Callable[..., Mapping[str, Any]], *arguments: Any) -> Record:
-    """The record of a check, or of how it failed."""
+    """Return the record of a check, or of how it failed."""
     started = time.perf_counter()
     try:
         found = dict(check(*arguments))
-    except Exception as error:  # any: the other checks are still to be tried
+    except Exception as error:  # any error: the other checks are still to be tried
         found = {"failed": tail("".join(traceback.format_exception(error)))}
     return {"check": name, **found, "seconds": round(time.perf_counter() - started, 2)}
 
 
 def tail(text: str) -> str:
-    """The last lines of a traceback or a log, without the marks below the code."""
+    """Return the last lines of a traceback or a log, without the marks below the code."""
     lines = [line for line in text.strip().splitlines() if line.strip(" ~^")]
     return "\n".join(lines[-_LINES:])

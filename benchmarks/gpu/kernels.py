@@ -1,8 +1,9 @@
-"""The Triton attention against float64, and a row's bits alone, in a tree with others, and over three chunks."""
+"""Compares the Triton attention with float64, and a row's bits alone, in a tree with others, and over three chunks;
+times it, and a graph's smallest kernels.
+"""
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator
 
@@ -14,20 +15,23 @@ from engine.core.batch import BLOCK, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
-from engine.model.cuda.triton_attention import CHUNK, DeviceRows, TritonAttention, grouped
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.cuda.padded_rows import PaddedRows
+from engine.model.cuda.triton_attention import CHUNK, DeviceRows, TritonAttention
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 
+from .candidates import plus_one
 from .findings import Record, tried
-from .times import median_us
+from .times import replay_us
 
-_SHAPES = {  # kv heads, query heads per kv head, head size
+_SHAPES = {  # heads of keys and values, query heads for each, head size
     "llama 8B": (8, 4, 128),
     "smollm2": (3, 3, 64),
     "head size 96": (2, 1, 96),
     "head size 256": (2, 2, 256),
     "seven groups": (1, 7, 128),
 }
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the norm of the result
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # difference, as a share of the norm of the result
 
 
 def run(device: str) -> Iterator[Record]:
@@ -38,9 +42,11 @@ def run(device: str) -> Iterator[Record]:
             yield tried(f"{name} {dtype}".replace("torch.", ""), _check, shape, dtype, torch.device(device))
     for what in ("window", "soft cap", "sinks"):
         yield tried(what, _check, shapes["smollm2"], torch.bfloat16, torch.device(device), what)
+    yield tried("kernels that begin early", _chain, 2 if small else 300, torch.device(device))
     if not small:
         for length in (512, 4096, 16384):
-            yield tried(f"llama 8B, 64 rows behind {length}", _time, length)
+            for kind in ("chain", "tree"):
+                yield tried(f"llama 8B, 64 rows behind {length}, {kind}", _time, length, kind)
 
 
 class _Texts:
@@ -52,14 +58,14 @@ class _Texts:
         self.pool = KVPool(KVShape(1, self.kv_heads, self.head_dim, dtype), blocks, device)
         self.pool.keys.fill_(torch.nan)
         self.pool.values.fill_(torch.nan)
-        self.pool.take(7)  # so that no text begins at block 0
+        self.pool.allocate(7)  # so that no text begins at block 0
         self._generator = torch.Generator().manual_seed(0)
 
     def random(self, *size: int) -> Tensor:
         return torch.randn(size, generator=self._generator).to(self.device, self.dtype)
 
     def cache(self, keys: Tensor, values: Tensor) -> KVCache:
-        """A request that holds these, [slots, kv_heads, head_dim]."""
+        """Return a request that holds these, [slots, kv_heads, head_dim]."""
         cache = KVCache(self.pool)
         cache.reserve(len(keys))
         block, lane = np.divmod(np.arange(len(keys)), BLOCK)
@@ -70,14 +76,13 @@ class _Texts:
         return cache
 
     def attend(self, segments: list[Segment], queries: Tensor, rule: Rule) -> Tensor:
-        """queries, result: [rows, heads, head_dim]."""
+        """Attend with the kernel. queries, result: [rows, heads, head_dim]."""
         batch = Batch.of(segments)
-        attention = TritonAttention(self.pool, self.q_per_kv)
-        chunks = -(-(int(batch.positions.max()) + 1) // CHUNK)
-        return attention(_rows_of(batch, attention, chunks, self.device), chunks, 0, rule, queries)
+        attention = TritonAttention(self.pool, self.q_per_kv, len(batch))
+        return attention(_rows_of(batch, attention, self.device), 0, rule, queries)
 
     def expected(self, keys: Tensor, values: Tensor, query: Tensor, rule: Rule) -> Tensor:
-        """[heads, head_dim] float64: of a query that sees these."""
+        """Return [heads, head_dim] float64: the attention of a query that sees these keys and values."""
         k, v = (part.double().repeat_interleave(self.q_per_kv, 1) for part in (keys, values))
         if rule.window:
             k, v = k[-rule.window :], v[-rule.window :]
@@ -89,15 +94,13 @@ class _Texts:
         return torch.einsum("hk,khd->hd", scores.softmax(-1)[:, : len(k)], v)
 
 
-def _rows_of(batch: Batch, attention: TritonAttention, chunks: int, device: torch.device) -> DeviceRows:
-    arrays = (batch.prefix_lens, batch.ancestor_ptr, batch.ancestor_slots, batch.tables, batch.table_of)
-    given = (*arrays, grouped(batch.table_of, attention.together(len(batch), chunks)))
-    # never empty: a pointer to nothing is no address to compute with
-    return DeviceRows(*(torch.from_numpy(a if len(a) else np.zeros(1, np.int32)).to(device) for a in given))
+def _rows_of(batch: Batch, attention: TritonAttention, device: torch.device) -> DeviceRows:
+    rows = PaddedRows.of(batch, 0, len(batch), len(batch), attention).seen
+    return DeviceRows(*(part.to(device) for part in rows))
 
 
 def _check(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, what: str = "") -> Record:
-    """A text of just over two chunks, and a tree after it whose spine is the text's next positions."""
+    """Check a text of just over two chunks, and a tree after it whose spine is the text's next positions."""
     started = time.perf_counter()
     texts = _Texts(shape, dtype, device, blocks=400)
     heads, past, drafted = shape[0] * shape[1], 2 * CHUNK + 5, 6
@@ -111,6 +114,7 @@ def _check(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
     read = texts.cache(keys, values)
     read.length = past
     together = texts.attend([Segment.of_text([0] * drafted, read, "all")], queries[past:], rule)
+    few = TritonAttention(texts.pool, shape[1]).choose_products()
     errors = []
     for i in range(drafted):
         seen = slice(0, past + i + 1)
@@ -132,6 +136,7 @@ def _check(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
         "alone": all(torch.equal(one, row) for one, row in zip(alone, together, strict=True)),
         "in_tree": torch.equal(beside[2:][spine], together),
         "finite": bool(together.isfinite().all()),
+        "few_rows_multiplied_alike": few,
         "seconds_with_compiling": round(time.perf_counter() - started, 2),
     }
 
@@ -145,7 +150,7 @@ def _alone(texts: _Texts, keys: Tensor, values: Tensor, queries: Tensor, at: int
 
 
 def _spine_with_siblings(length: int) -> tuple[TokenTree, list[int]]:
-    """A path of that many nodes with a sibling before each but the first; and the path's nodes."""
+    """Return a path of that many nodes with a sibling before each but the first; and the path's nodes."""
     parents, spine = [-1], [0]
     for _ in range(length - 1):
         parents += [spine[-1], spine[-1]]
@@ -153,18 +158,37 @@ def _spine_with_siblings(length: int) -> tuple[TokenTree, list[int]]:
     return TokenTree.from_lists([*range(len(parents))], parents, [1.0] * len(parents)), spine
 
 
-def _time(length: int) -> Record:
-    """Of one layer's attention, 64 rows of one request, and the bytes of keys and values that it has to read."""
-    device, random_ = torch.device("cuda"), random.Random(0)
+def _chain(count: int, device: torch.device) -> Record:
+    """Measure the microseconds of each of so many small kernels in a graph, as they are and as each begins while the
+    last ends.
+    """
+    found: Record = {}
+    for name, early in (("us", False), ("us_early", True)):
+        x = torch.zeros(4096, device=device)
+        if device.type == "cpu":
+            plus_one(x, False)
+            continue
+        found[name] = replay_us(lambda x=x, early=early: plus_one(x, early), count)
+    return found
+
+
+def _time(length: int, kind: str) -> Record:
+    """Time one layer's attention over 64 rows of one request, count the bytes of keys and values that it has to read,
+    and time the same launches for rows that see nothing.
+    """
+    device = torch.device("cuda")
     texts = _Texts(_SHAPES["llama 8B"], torch.bfloat16, device, blocks=2 * length // BLOCK)
     keys, values = (torch.randn(length, 8, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
     cache = texts.cache(keys, values)
     cache.length = length - 64
-    batch = Batch.of([Segment.of_text([random_.randrange(9)] * 64, cache, "all")])
-    attention, queries = TritonAttention(texts.pool, 4), texts.random(64, 32, 128)
-    chunks, rule = -(-length // CHUNK), Rule(128**-0.5)
-    rows = _rows_of(batch, attention, chunks, device)
+    parents = [-1, *(node // 4 if kind == "tree" else node for node in range(63))]
+    batch = Batch.of([Segment.of_tree(TokenTree.from_lists([1] * 64, parents, [1.0] * 64), cache)])
+    attention, queries, rule = TritonAttention(texts.pool, 4, 64), texts.random(64, 32, 128), Rule(128**-0.5)
+    rows = _rows_of(batch, attention, device)
+    nothing = DeviceRows(*(torch.zeros_like(part) for part in rows))
     return {
-        "us": median_us(lambda: attention(rows, chunks, 0, rule, queries)),
+        "few": attention.choose_products(),
+        "us": replay_us(lambda: attention(rows, 0, rule, queries), 20),
+        "us_empty": replay_us(lambda: attention(nothing, 0, rule, queries), 20),
         "read_once_mb": round(keys.nbytes * 2 / 1e6, 1),
     }

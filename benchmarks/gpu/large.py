@@ -1,5 +1,5 @@
-"""A model of an 8B shape with random weights. Is it exact and captured, how long do verifications take behind
-short and long texts, and which kernels take that time? Random weights say nothing of text or acceptance.
+"""A model of an 8B shape with random weights. Is it exact and captured, how long do verifications take after short and
+long texts, and which kernels take that time? Random weights say nothing of text or acceptance.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM
 
 from engine.core.tree import TokenTree
-from engine.model.cuda.graphs import Recorded, wait
+from engine.device import wait
+from engine.model.cuda.graphs import Recorded
 from engine.model.target import Target
 
 from .findings import Record, tried
 from .models import LLAMA_8B, TOY, random_weight
 from .rounds import REQUESTS, Rounds, head_of
+from .times import median_us
 
-_SIZES = (1, 8, 16, 32, 64, 65, 128)  # nodes
+_SIZES = (1, 8, 16, 32, 64, 65, 128)  # nodes of a tree
 _BEHIND = (512, 4096, 16384)
 _REPEATS = 10
-_WARM_UPS = 3  # rounds
-_KERNELS = 8  # named in a breakdown
+_WARM_UPS = 3  # rounds that are not timed
+_KERNELS = 8  # kernels named in a breakdown
+_DRAFT_STEPS = 6
 _ROUNDS = (("eagle3", 0.0), ("eagle3", 1.0), ("block", 0.0))
 
 
@@ -55,6 +58,7 @@ def run(device: str) -> Iterator[Record]:
                 requests,
             )
     if device == "cuda":
+        yield tried("a forward beside draft steps", torch.inference_mode()(_beside), target)
         yield {"check": "memory", "peak_gb": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
 
 
@@ -79,7 +83,7 @@ def _load(device: str, model: dict[str, Any]) -> Record:
 
 
 def _prefill(target: Target, cache: Any, past: int) -> Record:
-    """Twice: the first time graphs are captured on the way."""
+    """Time the reading of a prompt, twice: the first time graphs are captured on the way."""
     tokens = [(7 + 31 * i) % target.vocab_size for i in range(past)]
     other = target.new_cache(past)
     seconds = []
@@ -93,7 +97,9 @@ def _prefill(target: Target, cache: Any, past: int) -> Record:
 
 
 def _verify(target: Target, cache: Any, sizes: tuple[int, ...]) -> Record:
-    """Of chains, whose rows all read the same slots, and of trees, where a row reads its own ancestors."""
+    """Time verifications of chains, whose rows all read the same slots, and of trees, where a row reads its own
+    ancestors.
+    """
     chains = {nodes: TokenTree.chain(1, [2] * (nodes - 1), [1.0] * (nodes - 1)) for nodes in sizes}
     trees = {nodes: _bushy(nodes) for nodes in sizes if nodes > 1}
     return {
@@ -103,13 +109,13 @@ def _verify(target: Target, cache: Any, sizes: tuple[int, ...]) -> Record:
 
 
 def _bushy(nodes: int) -> TokenTree:
-    """Four children a node, layer by layer."""
+    """Return a tree of four children a node, layer by layer."""
     parents = [-1] + [(node - 1) // 4 for node in range(1, nodes)]
     return TokenTree.from_lists([*range(1, nodes + 1)], parents, [1.0] * nodes)
 
 
 def _breakdown(target: Target, cache: Any) -> Record:
-    """Milliseconds of the kernels of a verification of 64 nodes, the longest first, and of all together."""
+    """Return milliseconds of the kernels of a verification of 64 nodes, the longest first, and of all together."""
     tree = TokenTree.chain(1, [2] * 63, [1.0] * 63)
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(_REPEATS):
@@ -126,14 +132,14 @@ def _breakdown(target: Target, cache: Any) -> Record:
 
 
 def _rounds(target: Target, method: str, temperature: float, requests: int) -> Record:
-    """Median milliseconds of the parts of a round of so many requests."""
+    """Return median milliseconds of the parts of a round of so many requests."""
     assert target.pool is not None
-    for part in (target.pool.keys, target.pool.values):  # what is not written yet may be no number
+    for part in (target.pool.keys, target.pool.values):  # memory that was not written yet may hold NaN
         part.zero_()
     device, config = target.device, target.model.config
     head = head_of(method, config, partial(random_weight, device=device.type))
     rounds = Rounds(partial(_timed, device), target, config, head, requests, temperature)
-    for _ in range(_WARM_UPS):  # graphs are captured
+    for _ in range(_WARM_UPS):  # graphs are captured here
         rounds.step()
     steps, done = rounds.drafter.steps, [rounds.step() for _ in range(_REPEATS)]
     steps = rounds.drafter.steps - steps
@@ -152,9 +158,42 @@ def _rounds(target: Target, method: str, temperature: float, requests: int) -> R
     }
 
 
+def _beside(target: Target) -> Record:
+    """Microseconds of the graphs of a forward of 64 rows and of six draft steps, one after the other and on two streams
+    at once.
+    """
+    head: Any = head_of("eagle3", target.model.config, partial(random_weight, device="cuda"))
+    rounds = Rounds(partial(_timed, target.device), target, target.model.config, head, 1, 0.0)
+    rounds.step()
+    forward: Any = target.forward
+    verify, step = forward.recorded[64, tuple(rounds.drafter.feature_layers)]._graph, head.stack._recorded[16]._graph
+    aside = torch.cuda.Stream()
+
+    def in_turns() -> None:
+        verify.replay()
+        for _ in range(_DRAFT_STEPS):
+            step.replay()
+
+    def at_once() -> None:
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(_DRAFT_STEPS):
+                step.replay()
+        verify.replay()
+        torch.cuda.current_stream().wait_stream(aside)
+
+    found = {
+        "in_turns_us": median_us(in_turns),
+        "at_once_us": median_us(at_once),
+        "forward_us": median_us(verify.replay),
+    }
+    rounds.close()
+    return found
+
+
 @contextmanager
 def _timed(device: torch.device) -> Iterator[list[float]]:
-    """The seconds of what is inside, the wait for the device included."""
+    """Collect the seconds of what runs inside, the wait for the device included."""
     seconds: list[float] = []
     started = time.perf_counter()
     yield seconds
@@ -163,7 +202,7 @@ def _timed(device: torch.device) -> Iterator[list[float]]:
 
 
 def _median_ms(work: Callable[[], Any], target: Target) -> float:
-    """Of a call, the host's part included, after two warm-up calls."""
+    """Return the median of a call, the host's part included, after two warm-up calls."""
     times = []
     for _ in range(_REPEATS + 2):
         wait(target.device)

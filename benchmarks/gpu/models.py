@@ -1,17 +1,13 @@
-"""Random models and heads: their texts mean nothing, but have to be the same every time."""
+"""Random models and heads, whose texts mean nothing."""
 
 from __future__ import annotations
 
-import json
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig
 
 from engine.core.methods import METHODS
 
@@ -23,42 +19,6 @@ TOY = LlamaConfig(
     hidden_size=64, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
     max_position_embeddings=512, vocab_size=512,
 )  # fmt: skip
-
-
-def save_small(folder: Path, small: bool) -> str:
-    """A model and a tokenizer of bytes, as a Hugging Face directory. Its logits are far apart, as trained ones are."""
-    torch.manual_seed(0)
-    size: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1408}
-    if small:
-        size = {"hidden_size": 32, "num_hidden_layers": 6, "intermediate_size": 64}
-    config = LlamaConfig(
-        **size, vocab_size=264, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=2048,
-        initializer_range=0.1, bos_token_id=None, eos_token_id=0, pad_token_id=0, tie_word_embeddings=True,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    alphabet = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|end|>", pad_token="<|end|>",
-        chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}",
-    )  # fmt: skip
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-def save_head(method: str, target: LlamaConfig, folder: Path, device: str) -> str:
-    """A draft head with random weights for a target of that configuration, in the public layout of its method."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config, shapes, more = layout_of(method, target)
-    tensors = {name: random_weight(name, shape, device).cpu() for name, shape in shapes.items()} | more
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf8")
-    if method in ("medusa", "hydra"):
-        torch.save(tensors, folder / f"{method}_lm_head.pt")
-    else:
-        save_file(tensors, folder / "model.safetensors")
-    return str(folder)
 
 
 def random_weight(name: str, shape: tuple[int, ...], device: str) -> Tensor:
@@ -111,7 +71,7 @@ def _eagle(c: LlamaConfig) -> Layout:
 
 
 def _block(c: LlamaConfig) -> Layout:
-    """DFlash: five layers over blocks of 16."""
+    """Return the layout of DFlash: five layers over blocks of 16."""
     hidden, count, read = c.hidden_size, 5, [1, c.num_hidden_layers // 2]
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, len(read) * hidden),
@@ -153,12 +113,12 @@ def _hydra(c: LlamaConfig) -> Layout:
 
 
 def layout_of(method: str, target: LlamaConfig) -> Layout:
-    """Of a head for a target of that configuration."""
+    """Return the layout of a head for a target of that configuration."""
     return _LAYOUTS[method](target)
 
 
 def kind_of(method: str) -> Any:
-    """A method's class of heads."""
+    """Return a method's class of heads."""
     module, _, name = (METHODS[method].drafter or "").partition(":")
     return getattr(import_module(module), name)
 

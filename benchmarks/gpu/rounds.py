@@ -1,5 +1,5 @@
 """Rounds of several requests with a random model, as the engine runs them: each request drafts a tree, one forward
-verifies all trees, tokens are drawn, and the drafter is told. Of each tree the same number of nodes is accepted.
+verifies all trees, tokens are drawn, and the drafter is told. The same number of nodes is accepted in every tree.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from engine.core.batch import Segment
 from engine.core.drafter_protocol import Verdict
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
+from engine.device import wait
+from engine.model.cuda.receipt import Receipt
+from engine.model.drawn_tree import DrawnTree
 from engine.model.runner import Runner
 from engine.sampling.sampler import Sampler, verify
-from engine.verifier.known_tokens import known_tokens, row_states
 
 from .models import kind_of, layout_of
 
 REQUESTS = (1, 8, 32)
 _PAST = 512  # positions of each text, where the model reads twice as many
-_ACCEPTED = 2  # nodes of each tree below its root
+_ACCEPTED = 2  # accepted nodes of each tree below its root
 M = TypeVar("M")
 
 
 Weights = Callable[[str, tuple[int, ...]], Tensor]
-"""A tensor of that name and shape, bfloat16."""
+"""Makes a tensor of that name and shape, bfloat16."""
 
 
 def head_of(method: str, config: LlamaConfig, make: Weights) -> Head:
-    """A draft head of a model of that configuration, on the device of its weights."""
+    """Build a draft head of a model of that configuration, on the device of its weights."""
     embedding = make("embed_tokens.weight", (config.vocab_size, config.hidden_size))
     weights = TargetWeights(embedding, embedding, config.num_hidden_layers)
     head: Head = kind_of(method)(_Made(method, config, make), weights, embedding.device)
@@ -90,7 +92,7 @@ class Rounds(Generic[M]):
         return np.zeros((rows, len(self.drafter.feature_layers), self.hidden_size), np.uint16)
 
     def step(self) -> tuple[Parts[M], int]:
-        """One round: what was measured of its parts, and the rows verified."""
+        """Run one round; return what was measured of its parts, and the rows verified."""
         measuring, layers = self.measuring, self.drafter.feature_layers
         with measuring() as draft:
             trees = self.drafter.propose_many([(number, ()) for number in self.numbers])
@@ -108,18 +110,17 @@ class Rounds(Generic[M]):
         return Parts(draft, forward, draws, told), len(logits)
 
     def _draw(self, trees: Sequence[TokenTree], logits: Tensor, hidden_states: Tensor | None) -> list[Verdict]:
-        """As `engine.verifier.step_result` does. Of each tree the same number of nodes is accepted."""
-        begins = accumulate(map(len, trees), initial=0)
-        known = [
-            None if tokens is None else _accepting(tree, len(tokens), self.runner.vocab_size - 1)
-            for tree, tokens in zip(trees, known_tokens(trees, self.samplers, logits), strict=True)
-        ]
-        states = row_states(hidden_states, trees, known)
+        """Draw as the verifier does: all is launched after the forward, and waited for once."""
+        begins = [*accumulate(map(len, trees), initial=0)]
+        parts = zip(trees, self.samplers, begins, self.caches, strict=False)
+        receipt = Receipt([DrawnTree(*part) for part in parts], logits, hidden_states, self.runner.pool, len(logits))
+        wait(logits.device)
+        absent = self.runner.vocab_size - 1
+        receipt.take([token for tree in trees for token in _accepting(tree, absent)])
         verdicts = []
-        for tree, begin, sampler, tokens in zip(trees, begins, self.samplers, known, strict=False):
-            path, drawn = verify(tree, logits[begin : begin + len(tree)], sampler, tokens)
-            sent = None if states is None else states.of([begin + node for node in path])
-            verdicts.append(Verdict(tree, path, drawn, sent))
+        for i, (tree, begin, sampler) in enumerate(zip(trees, begins, self.samplers, strict=False)):
+            path, drawn = verify(tree, logits[begin : begin + len(tree)], sampler, receipt.known(i))
+            verdicts.append(Verdict(tree, path, drawn, receipt.states_of(i, path)))
         return verdicts
 
     def close(self) -> None:
@@ -128,11 +129,11 @@ class Rounds(Generic[M]):
             cache.release()
 
 
-def _accepting(tree: TokenTree, count: int, absent: int) -> list[int]:
-    """What may be drawn at the tree's nodes, for the most confident ones to be accepted, as many as is usual. absent: a
-    token that no tree has.
+def _accepting(tree: TokenTree, absent: int) -> list[int]:
+    """Return what may be drawn at the tree's nodes, so that the most confident ones are accepted, as many as is usual.
+    absent: a token that no tree has.
     """
-    drawn = [absent] * count
+    drawn = [absent] * len(tree)
     for node in tree.path(int(np.flatnonzero(tree.depths == min(_ACCEPTED, tree.depths.max()))[0]))[1:]:
         drawn[int(tree.parents[node])] = int(tree.tokens[node])
     return drawn

@@ -1,21 +1,31 @@
-"""Tokens per second of a real checkpoint, plain and drafted, with 1, 8 and 32 requests at once."""
+"""Tokens per second of a real checkpoint, plain and drafted, with 1, 8 and 32 requests at once; and how much of a token
+is the device's.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
+
+import torch
 
 from drafters import requirements
 from drafters.registry import check
 from engine import config as configuration
 from engine.api import Engine
+from engine.core.batch import Segment
 from engine.core.errors import TalonError
 from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+from engine.device import wait
+from engine.model.target import Target
 from engine.weights.resolve import resolved
 
 from .findings import Record, tried
+from .times import median_us
 
 _METHODS = ("none", "suffix", "eagle3", "hybrid", "block")
 _AT_ONCE = (1, 8, 32)
@@ -24,6 +34,7 @@ _QUESTIONS = (
     "Write a Python function that adds two numbers.", "Tell me a story about a cat.", "How do I boil an egg?",
     "List five countries in Europe.",
 )  # fmt: skip
+_REPEATS = 30
 DEFAULT = "smollm2-135m"
 
 
@@ -33,10 +44,29 @@ def run(device: str, checkpoint: str = DEFAULT) -> Iterator[Record]:
     except TalonError as error:
         yield {"left_out": str(error)}
         return
+    yield tried("one token", torch.inference_mode()(_token), checkpoint, device)
     plain: list[list[int]] = []
     for method in _METHODS if device == "cuda" else _METHODS[:2]:
         settings = {"model": checkpoint, "device": device, "dtype": "bfloat16", "method": method}
         yield tried(method, _measure, settings, device, plain)
+
+
+def _token(checkpoint: str, device: str) -> Record:
+    """Return milliseconds of a forward of one row after 64 others, with the host's part, and of its graph alone."""
+    found = resolved(configuration.load({"model": checkpoint, "method": "none", "device": device, "dtype": "bfloat16"}))
+    target = Target.of_config(found)
+    cache = target.new_cache(80)
+    target.prefill(cache, [*range(64)])
+    times = []
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        target.run([Segment.of_tree(TokenTree.root_only(1), cache)])
+        wait(target.device)
+        times.append(1000 * (time.perf_counter() - started))
+    record = {"exact": target.exact, "sizes": target.forward_sizes, "whole_ms": round(median(times), 3)}
+    graphs: Any = getattr(target.forward, "recorded", {})
+    graph = getattr(graphs.get((min(target.forward_sizes), ())), "_graph", None)
+    return record if graph is None else record | {"device_ms": round(median_us(graph.replay) / 1000, 3)}
 
 
 def _measure(settings: dict[str, Any], device: str, plain: list[list[int]]) -> Record:
@@ -48,7 +78,7 @@ def _measure(settings: dict[str, Any], device: str, plain: list[list[int]]) -> R
 
 
 async def _answer(settings: dict[str, Any], device: str, plain: list[list[int]]) -> Record:
-    """Rates by requests at once. The texts of the first engine, one request at a time, are kept in `plain`."""
+    """Return rates by requests at once. The texts of the first engine, one request at a time, are kept in `plain`."""
     tokens = 128 if device == "cuda" else 16
     found: Record = {}
     async with await Engine.start(settings) as engine:

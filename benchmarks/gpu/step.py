@@ -19,7 +19,7 @@ def main() -> None:
     for record in step.run(device, *options):
         print(json.dumps(record), flush=True)
     sys.stdout.flush()
-    os._exit(0)  # neither threads nor CUDA's libraries are waited for
+    os._exit(0)  # does not wait for threads and CUDA's libraries
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Times of work on a GPU, by its own events."""
+"""Measures times of work on a GPU, by its own events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WARM_UPS = 3
 
 
 def median_us(work: Callable[[], Any], repeats: int = 20) -> float:
-    """The median time of one call, in microseconds, launches included."""
+    """Return the median time of one call, in microseconds, launches included."""
     times: list[float] = []
     for _ in range(_WARM_UPS + repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -26,7 +26,9 @@ def median_us(work: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def replay_us(work: Callable[[], Any], calls: int, repeats: int = 10) -> float:
-    """The time of one of `calls` calls, captured together as a graph, in microseconds: launches cost nothing then."""
+    """Return the time of one of `calls` calls, captured together as a graph, in microseconds: launches cost nothing
+    then.
+    """
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):

@@ -1,9 +1,9 @@
 """A device without memory, on which work is counted: kernels, bytes to and from the host, and waits of the host.
 
 Its tensors have shapes, types and a device, but no values, so a model of any size fits. What the host reads is
-invented: numbers that fall along a row, as sorted chances do, or that rise, as different tokens do. Work that a CUDA
-graph would capture is traced once, and may not wait for the host; operands on two devices are an error, as on a GPU. A
-process that imports this has one device more, for good.
+invented: numbers that fall along a row, as sorted probabilities do, or that rise, as different tokens do. Work that a
+CUDA graph would capture is traced once, and may not wait for the host; operands on two devices are an error, as on a
+GPU. A process that imports this has one device more, for good.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.lin
 
 @dataclass
 class Counts:
-    """launches: of kernels, one by one. replays: of graphs; graph_kernels: in these. waits: of the host for the device,
-    whether to read a result or until it has taken what it was sent. up, down: bytes to the device and back. weights:
-    bytes of matrices that products read; flops: of products. names: kernels by name, those in graphs too.
+    """What was done on the device.
+
+    launches: of kernels, one by one. replays: of graphs; graph_kernels: in these. waits: of the host for the device, to
+    read a result, or until it has taken what it was sent. up, down: bytes to the device and back. weights: bytes of
+    matrices that products read; flops: of products. names: kernels by name, those in graphs too.
     """
 
     launches: int = 0
@@ -63,7 +65,7 @@ class Counts:
 
 
 class TracedTensor(Tensor):  # type: ignore[misc]
-    """held: the same without a device of its own, on "meta"."""
+    """A tensor of the device without memory. held: the same without a device of its own, on "meta"."""
 
     held: Tensor
 
@@ -94,7 +96,7 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
 
     @contextmanager
     def counting(self) -> Iterator[Counts]:
-        """Counts what is done within, and nothing else."""
+        """Count what is done within, and nothing else."""
         before, self.counts = self.counts, Counts()
         try:
             yield self.counts
@@ -107,7 +109,7 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
         self.counts.waits += 1
 
     def captured(self, work: graphs.Work, inputs: Sequence[Tensor], device: torch.device, memory: object) -> Any:
-        """Stands for `engine.model.cuda.graphs._captured`."""
+        """Stand for `engine.model.cuda.graphs._captured`."""
         with self.counting() as counts:
             self.capturing = True
             try:
@@ -142,7 +144,7 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
         of_host = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, TracedTensor)]
         for leaf in of_host:
             if leaf.dim() == 0:
-                continue  # a number
+                continue  # a number is no tensor
             if func not in _INDEXED:
                 raise RuntimeError(f"{func}: operands on two devices")
             self.wait(f"{func} with an index on the host")
@@ -179,7 +181,8 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
             result, source, soon = args[0], args[1], bool(args[2:] and args[2])
             to_host, of_host = result.device.type == "cpu", source.device.type == "cpu"
         if to_host:
-            self.wait(func)
+            if not soon:
+                self.wait(func)
             self.counts.down += source.nbytes
             found = invented(source.held).to(result.dtype)
             return found if func is _aten._to_copy.default else result.copy_(found)
@@ -213,12 +216,12 @@ class Launched:
 
 
 def on_device(of: Tensor) -> TracedTensor:
-    """A tensor of that shape and type on the device."""
+    """Return a tensor of that shape and type on the device."""
     return TracedTensor(torch.empty_like(of, device="meta"))
 
 
 def invented(of: Tensor) -> Tensor:
-    """[...] as the host would read it."""
+    """Return [...] as the host would read it."""
     width = of.shape[-1] if of.dim() else 1
     row = torch.arange(width)
     if of.dtype == torch.bool:

@@ -1,4 +1,4 @@
 """What is asked: questions, passages, schemas, and the scores of answers.
 
-Imports the engine alone.
+The folder imports the engine alone.
 """

@@ -20,7 +20,9 @@ KINDS = ("nq", "rag", "qa")
 
 
 class Item(msgspec.Struct, frozen=True):
-    """passages: those in its prompt (none: `qa`). references: accepted answers; empty: none are known."""
+    """A question that needs knowledge. passages: those in its prompt (none: `qa`). references: accepted answers; empty:
+    none are known.
+    """
 
     question_id: str
     kind: str
@@ -37,7 +39,9 @@ class _Row(msgspec.Struct):
 
 
 def read_items(path: Path, limit: int | None = None) -> tuple[list[Item], list[str]]:
-    """The first `limit` items of each kind, and every passage of the file. Rows of other categories are left out."""
+    """Return the first `limit` items of each kind, and every passage of the file. Rows of other categories are left
+    out.
+    """
     items: list[Item] = []
     passages: dict[str, None] = {}
     seen: Counter[str] = Counter()
@@ -67,7 +71,7 @@ def read_items(path: Path, limit: int | None = None) -> tuple[list[Item], list[s
 
 
 def prompt_of(question: str, passages: list[str]) -> str:
-    """The question alone, or after passages, in the wording of nq_open's prompts."""
+    """Return the question alone, or after passages, in the wording of nq_open's prompts."""
     if not passages:
         return question
     shown = "".join(f"Passage: {passage}\n\n" for passage in passages)
@@ -86,7 +90,7 @@ def _item(row: _Row) -> Item:
 
 
 def quoted(answer: str, passages: Sequence[str], words: int = 4) -> float | None:
-    """Share of the answer's runs of `words` words that occur in the passages; None if it is shorter."""
+    """Return the share of the answer's runs of `words` words that occur in the passages; None if it is shorter."""
     runs = _runs(answer, words)
     known = set().union(*(_runs(passage, words) for passage in passages))
     return sum(run in known for run in runs) / len(runs) if runs else None
@@ -98,32 +102,32 @@ def _runs(text: str, words: int) -> list[tuple[str, ...]]:
 
 
 def _flat(references: Any) -> list[str]:
-    """Accepted answers: some files hold lists of lists."""
+    """Return accepted answers: some files hold lists of lists."""
     if isinstance(references, str):
         return [references]
     return [text for reference in references for text in _flat(reference)]
 
 
 def normalised(text: str) -> str:
-    """Lower case, no punctuation, no articles, single spaces."""
+    """Return the text in lower case, with no punctuation, no articles, and single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:
-    """1 if the answer is one of the references, else 0."""
+    """Return 1 if the answer is one of the references, else 0."""
     return float(normalised(answer) in {normalised(reference) for reference in references})
 
 
 def subspan_match(answer: str, references: Sequence[str]) -> float:
-    """1 if the answer's first line contains one of the references, else 0: best-subspan exact match of *Lost in the
-    Middle*, where an answer that copies the whole passage must not count.
+    """Return 1 if the answer's first line contains one of the references, else 0: best-subspan exact match of *Lost in
+    the Middle*, where an answer that copies the whole passage must not count.
     """
     first_line = normalised(answer.strip().partition("\n")[0])
     return float(any(normalised(reference) in first_line for reference in references))
 
 
 def f1(answer: str, references: Sequence[str]) -> float:
-    """The best harmonic mean of precision and recall over words."""
+    """Return the best harmonic mean of precision and recall over words."""
     return max(_f1(normalised(answer).split(), normalised(reference).split()) for reference in references)
 
 

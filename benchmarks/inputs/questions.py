@@ -18,7 +18,7 @@ from engine.text.encode import encode_text
 
 
 class Question(msgspec.Struct, frozen=True):
-    """turns: the user's messages in order, each after the answer to the one before."""
+    """A question of a file. turns: the user's messages in order, each after the answer to the one before."""
 
     question_id: str
     category: str
@@ -30,7 +30,9 @@ class Question(msgspec.Struct, frozen=True):
         return self.turns[0]
 
     def encoded(self, tokenizer: Any, answers: Sequence[str]) -> list[int]:
-        """Token ids of the conversation after these answers; for a model without a chat template, of the bare text."""
+        """Return the token ids of the conversation after these answers; for a model without a chat template, of the
+        bare text.
+        """
         if not answers:
             return encode_text(tokenizer, self.prompt)
         said = [*zip(self.turns, answers, strict=False)]
@@ -65,7 +67,7 @@ def naming(suite: str, question: Question, turn: int = 1) -> Iterator[None]:
 
 
 def check_prompts(asked: Iterable[AskedQuestion], max_tokens: int, context: int) -> None:
-    """Refuse a prompt that leaves no room for its answer now, not after hours of others."""
+    """Refuse a prompt that leaves no space for its answer now, not after hours of others."""
     for one in asked:
         with naming(one.suite, one.question):
             check_room(one.prompt, max_tokens, context)
@@ -80,7 +82,7 @@ class _Row(msgspec.Struct):
     prompt: str = ""
 
     def question(self, number: int) -> Question:
-        """number: the line's."""
+        """Return the question. number: of the line."""
         turns = self.turns or [self.prompt]
         if not all(turns):
             raise BadLine(number, "has neither turns nor a prompt, or an empty one")
@@ -88,13 +90,13 @@ class _Row(msgspec.Struct):
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
-    """The first `limit` questions of a file. Raises RequestError naming the line that is wrong."""
+    """Return the first `limit` questions of a file. Raises RequestError naming the line that is wrong."""
     questions: dict[str, Question] = {}
     try:
         with path.open("rb") as file:
             for number, row in islice(json_lines(file, _Row), limit):
                 question = row.question(number)
-                if question.question_id in questions:  # it distinguishes rows of results
+                if question.question_id in questions:  # the id distinguishes rows of results
                     raise BadLine(number, f"another one has the question_id {question.question_id!r}")
                 questions[question.question_id] = question
     except OSError as error:
@@ -110,6 +112,6 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
 
 
 def mixed_questions(files: Sequence[Path], limit: int | None = None) -> list[tuple[str, Question]]:
-    """One question of each file with the file's name, then the next of each."""
+    """Return one question of each file with the file's name, then the next of each."""
     suites = [[(file.stem, question) for question in read_questions(file, limit)] for file in files]
     return [one for row in zip_longest(*suites) for one in row if one is not None]

@@ -24,7 +24,7 @@ SAMPLE_PROMPTS = (
 
 
 def write_sample_prompts(file: Path) -> Path:
-    """As a question file."""
+    """Write the prompts as a question file."""
     lines = [json.dumps({"question_id": str(number), "prompt": one}) for number, one in enumerate(SAMPLE_PROMPTS, 1)]
     file.write_text("\n".join(lines) + "\n", encoding="utf8")
     return file

@@ -1,1 +1,1 @@
-"""`talon check --kernels`: every kernel of attention and of products against its definition in float64."""
+"""`talon check --kernels` compares every kernel of attention and of products with its definition in float64."""

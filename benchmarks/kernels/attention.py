@@ -1,4 +1,4 @@
-"""An attention kernel against softmax attention in float64, alone and beside others, and with an infinity."""
+"""Compares an attention kernel with softmax attention in float64, alone and beside others, and with an infinity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from engine.kernels.attention.every_kernel import AttentionKernel
 from engine.kernels.attention.kv_codes import enter_codes_kernel
 from engine.kernels.fused import ENTER, enter_kernel
 from engine.kernels.threads import address_of
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 
 _PAST, _HEADS, _GROUPS, _DIMS = 45, 2, 3, 64
 _TREE = TokenTree.from_lists([0, 1, 2, 3, 4, 5], [-1, 0, 0, 1, 2, 0], [1.0] * 6)
@@ -22,7 +23,7 @@ _SPOILED = 1  # the node whose values are infinite
 
 
 def difference(kernel: AttentionKernel) -> str:
-    """What is wrong with the kernel's results; "" if nothing is."""
+    """Return what is wrong with the kernel's results; "" if nothing is."""
     given = torch.randn(_PAST + len(_TREE), (_GROUPS + 2) * _HEADS, _DIMS, generator=torch.Generator().manual_seed(0))
     given = given.to(kernel.dtype)
     spoiled = given.clone()
@@ -46,7 +47,7 @@ def difference(kernel: AttentionKernel) -> str:
 
 
 def _attended(kernel: AttentionKernel, rule: Rule, given: Tensor, text: int = 0) -> Tensor:
-    """The kernel's results [rows, heads, dims] for the tree's nodes, or for the last `text` rows as text. given:
+    """Return the kernel's results [rows, heads, dims] for the tree's nodes, or for the last `text` rows as text. given:
     [positions, heads * groups queries, then keys, then values, dims].
     """
     pool = KVPool(kernel.shape(1, _HEADS, _DIMS), 8)
@@ -65,7 +66,7 @@ def _attended(kernel: AttentionKernel, rule: Rule, given: Tensor, text: int = 0)
 
 
 def _entered(pool: KVPool, cache: KVCache, given: Tensor) -> Tensor:
-    """Write keys and values to the pool as a layer does; returns the queries [heads, positions, groups, dims]."""
+    """Write keys and values to the pool as a layer does; return the queries [heads, positions, groups, dims]."""
     shape, count, work = pool.shape, len(given), np.zeros(1, ENTER)
     places = np.arange(count, dtype=np.int32)
     slots = (cache.table[places // BLOCK] * BLOCK + places % BLOCK).astype(np.int32)
@@ -82,7 +83,7 @@ def _entered(pool: KVPool, cache: KVCache, given: Tensor) -> Tensor:
 
 
 def _definition(rule: Rule, given: Tensor) -> Tensor:
-    """Softmax attention in float64, of the numbers as they are given."""
+    """Compute softmax attention in float64, of the numbers as they are given."""
     queries, keys, values = given.double().split([_GROUPS * _HEADS, _HEADS, _HEADS], dim=1)
     out = torch.zeros(len(_TREE), _HEADS * _GROUPS, _DIMS, dtype=torch.float64)
     for node in range(len(_TREE)):

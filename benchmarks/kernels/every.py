@@ -1,4 +1,4 @@
-"""Every kernel by the instructions that it needs, and what came of it on this processor."""
+"""Checks every kernel by the instructions that it needs, on this processor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from . import attention, products
 
 
 class KernelCheck(NamedTuple):
-    """difference: what is wrong with its results, "" if nothing is; None: this processor cannot run it."""
+    """The result of a kernel's check. difference: what is wrong with its results, "" if nothing is; None: this
+    processor cannot run it.
+    """
 
     kernel: str
     instructions: str
@@ -45,7 +47,7 @@ def _difference(case: _Case) -> str | None:
         return None
     try:
         return case.difference()
-    except Exception as error:  # whatever a compiler raises
+    except Exception as error:  # a compiler may raise anything
         return f"cannot be compiled ({first_line(error)})"
 
 

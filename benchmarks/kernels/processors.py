@@ -1,5 +1,5 @@
 """Lesser processors, as far as this one can stand for them: kernels are compiled in a process that knows fewer
-instructions. What a kernel's code is depends on them, also where it needs none of them.
+instructions. A kernel's code depends on them, also where it needs none of them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _BEYOND_AVX2 = ("amx", "avx512", "avx10", "evex")
 
 
 class Processor(NamedTuple):
-    """needs: an instruction set that this processor must have to stand for it. without: prefixes of the names of those
-    that it does not have. llvm: what LLVM calls it.
+    """A lesser processor that this one can stand for. needs: an instruction set that this processor must have to stand
+    for it. without: prefixes of the names of those that it does not have. llvm: what LLVM calls it.
     """
 
     name: str
@@ -39,7 +39,7 @@ PROCESSORS = (
 
 
 def check_as(processor: Processor) -> list[KernelCheck] | None:
-    """What came of the kernels that this processor runs when it stands for that one; None if it cannot."""
+    """Check the kernels that this processor runs when it stands for that one; None if it cannot."""
     known = features()
     if f"+{processor.needs}" not in known:
         return None

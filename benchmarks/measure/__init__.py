@@ -1,4 +1,4 @@
 """Measurements of engines: speed, load, quality, exactness.
 
-Imports `benchmarks.inputs` and `benchmarks.report`.
+The folder imports `benchmarks.inputs` and `benchmarks.report`.
 """

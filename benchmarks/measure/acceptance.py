@@ -22,10 +22,9 @@ from engine.config import Config, load
 from engine.core.errors import ConfigError
 from engine.core.methods import METHODS
 from engine.core.tree import TokenTree
+from engine.costs.cost_model import CostModel
+from engine.costs.forward_time import NOTHING, ForwardTime
 from engine.model.target import Target
-from engine.verifier.cost_model import CostModel
-from engine.verifier.forward_time import NOTHING, ForwardTime
-from engine.verifier.step_input import paying
 
 from ..report.tables import Table
 from .contestants import AS_PUBLISHED
@@ -66,7 +65,7 @@ class Accepted(msgspec.Struct, frozen=True):
     simulated_ms: float | None = None
 
     def by_suite(self, suites: Sequence[str]) -> list[Accepted]:
-        """The rounds of each suite, then all of them."""
+        """Return the rounds of each suite, then all of them."""
         parts = [msgspec.structs.replace(self, rounds=[r for r in self.rounds if r.suite == s]) for s in suites]
         return [*parts, self]
 
@@ -81,17 +80,17 @@ class Accepted(msgspec.Struct, frozen=True):
 
     @property
     def draft_s(self) -> float:
-        """Median of a round."""
+        """The median time of a round's draft."""
         return median(r.draft_s for r in self.rounds)
 
     @property
     def speed_up(self) -> float:
-        """Over plain decoding, after the first round, rounds consisting of drafting and the forward alone."""
+        """The speed-up over plain decoding after the first round; rounds consist of drafting and the forward alone."""
         later = [r for r in self.rounds if not r.is_first] or self.rounds
         return sum(r.emitted * r.plain_s for r in later) / sum(r.draft_s + r.verify_s for r in later)
 
     def by_position(self) -> list[float]:
-        """The share of right tokens at each position, given that all before were right."""
+        """Return the share of right tokens at each position, given that all before were right."""
         found = []
         for position in range(1, POSITIONS + 1):
             asked = [r for r in self.rounds if r.emitted >= position and min(r.depth, r.room) >= position]
@@ -102,7 +101,7 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 def simulation(found: Sequence[Accepted]) -> str:
-    """What a title says where forwards are simulated; "" where they are this machine's."""
+    """Return what a title says where forwards are simulated; "" where they are this machine's."""
     simulated_ms = found[0].simulated_ms
     return "" if simulated_ms is None else f", simulated forwards of {simulated_ms:g} ms"
 
@@ -121,7 +120,9 @@ class Way:
 
 
 def ways(methods: Sequence[str]) -> list[Way]:
-    """A head drafts in three ways. Merged heads (`name+suffix`) and methods without a model: cut only."""
+    """List the ways of each method. A head drafts in three ways; merged heads (`name+suffix`) and methods without a
+    model draft cut trees only.
+    """
     found = []
     for name in methods:
         head, _, memory = name.partition("+")
@@ -141,7 +142,7 @@ def ways(methods: Sequence[str]) -> list[Way]:
 
 
 def layers_read(ways: Sequence[Way], config: Config) -> set[int]:
-    """The hidden states that their heads read. ConfigError or ModelError for what cannot be compared."""
+    """Return the hidden states that their heads read. ConfigError or ModelError for what cannot be compared."""
     settings = {way.method: load(config, dict(way.keys)) for way in ways if way.is_cut}
     for one in settings.values():
         check(one)
@@ -160,7 +161,7 @@ class Follower:
     """A method that drafts, in one way, for one answer after the other. costs: of this machine's forwards."""
 
     def __init__(self, way: Way, config: Config, seconds: Mapping[int, float]):
-        """seconds: of a forward, by its rows."""
+        """Load the method. seconds: of a forward, by its rows."""
         self.way, self.costs = way, CostModel(ForwardTime(dict(seconds)))
         self.drafter = build(load(config, dict(way.keys)))
 
@@ -169,7 +170,7 @@ class Follower:
 
         def propose(request: int) -> TokenTree:
             tree = self.drafter.propose(request)
-            return tree.keep(paying([tree.confidence], costs)[0]) if self.way.is_cut else tree
+            return tree.keep(costs.paying_nodes([tree.confidence])[0]) if self.way.is_cut else tree
 
         followed = follow(self.drafter, request, known, propose, lambda: costs.rates(1, alone=False))
         for number, (verdict, draft_s) in enumerate(followed):
@@ -189,8 +190,8 @@ def accept_all(
     progress: Progress,
     simulated_ms: float | None = None,
 ) -> list[Accepted]:
-    """Every answer by all methods in turn, since a machine's speed changes. answers: of one temperature; round_s: times
-    a forward of each of some numbers of rows; simulated_ms: the same for all of them instead.
+    """Let all methods draft for every answer in turn, since a machine's speed changes. answers: of one temperature;
+    round_s: times a forward of each of some numbers of rows; simulated_ms: the same for all of them instead.
     """
 
     def forward_s() -> Mapping[int, float]:
@@ -211,7 +212,7 @@ def accept_all(
 
 
 def time_forwards(target: Target) -> dict[int, float]:
-    """Seconds that the target takes to verify some numbers of nodes after 256 tokens, by rows."""
+    """Return the seconds that the target takes to verify some numbers of nodes after 256 tokens, by rows."""
     cache = target.new_cache(256 + _ROWS[-1])
     target.prefill(cache, [1] * 256)
     found = {}
@@ -227,7 +228,9 @@ def time_forwards(target: Target) -> dict[int, float]:
 
 
 def positions_table(found: Sequence[Accepted]) -> Table:
-    """A line for each head: what a chain accepts at each position, what a tree does, and what they take to draft."""
+    """Make a line for each head: what a chain accepts at each position, what a tree does, and what they
+    take to draft.
+    """
     rows = []
     for chain in (one for one in found if one.way == "chain"):
         tree = next(o for o in found if (o.method, o.temperature, o.way) == (chain.method, chain.temperature, "tree"))
@@ -248,13 +251,13 @@ def positions_table(found: Sequence[Accepted]) -> Table:
 
 
 def suites_table(found: Sequence[Accepted], way: str) -> Table:
-    """Tokens a round, suite by suite."""
+    """Make the table of tokens a round, suite by suite."""
     title = f"Tokens a round, {_TITLES[way]}"
     return _by_suite(title, found, way, lambda one: f"{one.mat:.2f}", "nodes", lambda one: f"{one.nodes:.1f}")
 
 
 def speeds_table(found: Sequence[Accepted], way: str) -> Table:
-    """The computed speed-up, suite by suite."""
+    """Make the table of computed speed-ups, suite by suite."""
     draft_ms = ("draft ms", lambda one: f"{1e3 * one.draft_s:.1f}")
     title = f"Computed speed-up over plain decoding, {_TITLES[way]}"
     return _by_suite(title, found, way, lambda one: f"{one.speed_up:.2f}x", *draft_ms)
@@ -264,7 +267,7 @@ Cell = Callable[[Accepted], str]
 
 
 def _by_suite(title: str, found: Sequence[Accepted], way: str, cell: Cell, last: str, last_cell: Cell) -> Table:
-    """A line for each method: `cell` of each suite and of all rounds, then the column `last`."""
+    """Make a line for each method: `cell` of each suite and of all rounds, then the column `last`."""
     suites = list(dict.fromkeys(r.suite for one in found for r in one.rounds))
     rows = []
     for one in (one for one in found if one.way == way):
@@ -274,13 +277,13 @@ def _by_suite(title: str, found: Sequence[Accepted], way: str, cell: Cell, last:
 
 
 def tables(found: Sequence[Accepted]) -> list[Table]:
-    """All that hold anything."""
+    """Return all tables that hold anything."""
     all_ = [positions_table(found), *(table(found, way) for table in (suites_table, speeds_table) for way in _TITLES)]
     return [table for table in all_ if table.rows]
 
 
 def write(out: Path, found: Sequence[Accepted], shown: Sequence[Table]) -> None:
-    """The rounds, the tables and a picture go to the folder."""
+    """Write the rounds, the tables and a picture to the folder."""
     (out / "acceptance.json").write_bytes(msgspec.json.encode(found))
     (out / "acceptance.md").write_text("\n\n".join(f"{t.title}\n\n{t.markdown()}" for t in shown) + "\n", "utf8")
     try:
@@ -290,8 +293,8 @@ def write(out: Path, found: Sequence[Accepted], shown: Sequence[Table]) -> None:
 
 
 def _draw(found: Sequence[Accepted], path: Path) -> None:
-    """For each temperature what chains accept at each position, if there are any, tokens a round in each way, and cut
-    trees' speed-up.
+    """Draw for each temperature what chains accept at each position, if there are any, tokens a round in each way, and
+    cut trees' speed-up.
     """
     from ..report.plots import grouped, lines, panels, save
 

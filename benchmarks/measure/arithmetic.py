@@ -1,4 +1,6 @@
-"""How many multiply-adds a second the instructions of products reach here: a loop of nothing else, on all threads."""
+"""Measures how many multiply-adds a second the instructions of products reach here: a loop of nothing else, on all
+threads.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,15 @@ from engine.kernels.gemm.matmul import Unit, units
 from engine.kernels.simd import features
 from engine.kernels.threads import Kernel, address_of, kernel, num_threads
 
-_SUMS = 12  # independent ones, so that no instruction waits for the one before
+_SUMS = 12  # independent sums, so that no instruction waits for the one before
 _LOOPS = 100_000
 _WORD = ir.IntType(64)
 
 
 class Loop(NamedTuple):
-    """lines: the instructions that add to the sums in register `{0}`, of the width `{1}`. adds: how much they do."""
+    """A loop of multiply-adds. lines: the instructions that add to the sums in register `{0}`, of the width `{1}`.
+    adds: how many multiply-adds they do.
+    """
 
     lines: tuple[str, ...]
     width: str
@@ -39,11 +43,11 @@ LOOPS = (
     Loop((_DOT,), "ymm", 32),
     Loop((_PAIRS, "vpmaddwd %{1}13, %{1}14, %{1}15", "vpaddd %{1}15, %{1}{0}, %{1}{0}"), "ymm", 32),
 )
-"""bfloat16, float32 in 512 and in 256 bits, and the three ways of integer products."""
+"""Loops for bfloat16, float32 in 512 and in 256 bits, and the three ways of integer products."""
 
 
 def loop_of_type(dtype: torch.dtype) -> Loop | None:
-    """Of the unit that multiplies that type; None if that is not one of vectors."""
+    """Return the loop of the unit that multiplies that type; None if that is not a vector unit."""
     unit = next(iter(units(dtype)), None)
     if unit is Unit.VECTORS:
         return LOOPS[0]
@@ -55,7 +59,7 @@ def loop_of_integers() -> Loop | None:
 
 
 def multiply_adds_per_s(loop: Loop) -> float:
-    """On all of torch's threads."""
+    """Return the multiply-adds a second on all of torch's threads."""
     record, threads = np.zeros(1, _RECORD), torch.get_num_threads()
     run = _kernel_of(LOOPS.index(loop))
     started = time.perf_counter()

@@ -76,7 +76,9 @@ class Asking:
         self.order = random.Random(sampling.seed)
 
     async def ask(self, suite: str, question: Question, resting: Collection[str]) -> list[Row]:
-        """All turns of a question, as rows; later turns follow plain decoding's answers, for every contestant."""
+        """Ask all turns of a question, and return them as rows; later turns follow plain decoding's answers, for every
+        contestant.
+        """
         names = [name for name in self.contestants if name == PLAIN or name not in resting]
         rows: list[Row] = []
         answers: list[str] = []
@@ -99,7 +101,7 @@ class Asking:
 
 
 def row_of(suite: str, question: Question, name: str, sampling: SamplingParams, repeat: int, run: TimedAnswer) -> Row:
-    """The measurements of one answer."""
+    """Return the measurements of one answer."""
     log = run.log[1:]
     rounds_ms, tokens_ms = [r.round_us / 1000 for r in log], run.token_ms
     return Row(
@@ -125,7 +127,7 @@ def row_of(suite: str, question: Question, name: str, sampling: SamplingParams, 
         accepted=dict(Counter(str(len(r.tokens)) for r in log)),
         token_ms_p50=median(tokens_ms) if tokens_ms else None,
         token_ms_p95=_p95(tokens_ms) if tokens_ms else None,
-        # trees drafted ahead were drafted during other rounds, so this is only known without overlap
+        # trees drafted ahead were drafted during other rounds, so this is known without overlap only
         other_ms=mean(max(0, r.round_us - r.forward_us - r.draft_us) for r in log) / 1000 if log else None,
         depth=mean(r.depth for r in log) if log else None,
         exact=run.exact,
@@ -139,7 +141,7 @@ def row_of(suite: str, question: Question, name: str, sampling: SamplingParams, 
 def compared(
     row: Row, text: list[int], plain: list[int], prompt: list[int], sampling: SamplingParams, referee: Referee
 ) -> Row:
-    """The row with the result of comparing its text with plain decoding's."""
+    """Return the row with the result of comparing its text with plain decoding's."""
     if row.method.startswith("hf") and sampling.temperature > 0:  # transformers draws with other random numbers
         return row
     difference = Difference.between(text, plain)

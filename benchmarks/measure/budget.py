@@ -19,7 +19,7 @@ Ratios = Mapping[str, Sequence[float]]
 
 
 class Budget:
-    """minutes: None means as long as it takes."""
+    """The time that a measurement may take. minutes: None means as long as it takes."""
 
     def __init__(self, minutes: float | None):
         self._ends = None if minutes is None else time.monotonic() + 60 * minutes
@@ -33,7 +33,7 @@ class Budget:
         return self._ends is not None and time.monotonic() >= self._ends
 
     def share(self, parts: int) -> Budget:
-        """An even share of what is left, for the first of `parts` parts."""
+        """Return an even share of what is left, for the first of `parts` parts."""
         return Budget(None if self._ends is None else max(0.0, self._ends - time.monotonic()) / 60 / parts)
 
 
@@ -44,7 +44,7 @@ def is_narrow(ratios: Sequence[float]) -> bool:
 def spend(
     questions: Mapping[str, Sequence[Asked]], ratios: Callable[[str], Ratios], budget: Budget
 ) -> Iterator[tuple[str, Asked, set[str]]]:
-    """The next suite and question, and the contestants whose interval there is narrow already, which may rest.
+    """Yield the next suite and question, and the contestants whose interval there is narrow already, which may rest.
 
     The suites take turns. With a budget, once each was asked `LEAST` questions, the next comes from the suite where it
     narrows an interval most. Each suite is asked at least one question, whatever the budget.

@@ -1,5 +1,5 @@
-"""`talon check`: whether every method, mode, transport and number of threads gives the text of plain decoding, on your
-model and your prompts.
+"""`talon check` shows whether every method, mode, transport and number of threads gives the text of plain decoding, on
+your model and your prompts.
 
 Plain decoding answers one request at a time; the others run as many at once as asked for. Every engine answers
 everything at every temperature and is closed before the next one starts: memory stays flat.
@@ -51,12 +51,14 @@ class Grid:
     spread: bool = False
 
     def settings(self) -> list[Setting]:
-        """All settings. Plain decoding has no drafter to run in turns or ahead, so it appears in one mode only."""
+        """Return all settings. Plain decoding has no drafter to run in turns or ahead, so it appears in
+        one mode only.
+        """
         some = itertools.product(self.methods, self.modes, self.transports, self.threads)
         return [one for one in itertools.starmap(Setting, some) if one.method != PLAIN or one.mode == self.modes[0]]
 
     def questions_of(self, setting: Setting, count: int) -> range:
-        """Which of `count` questions are answered under a setting."""
+        """Return which of `count` questions are answered under a setting."""
         if not self.spread:
             return range(count)
         settings = [one for one in self.settings() if one.method == setting.method]
@@ -75,7 +77,7 @@ class CheckLog:
     """Finished comparisons, saved to a file as they come; those in the file are not repeated."""
 
     def __init__(self, path: Path | None, about: dict[str, Any]):
-        """about: what is compared. ConfigError if the file is about something else."""
+        """Open the log. about: what is compared. ConfigError if the file is about something else."""
         self.path, self.done = path, list[Comparison]()
         if path is None:
             return
@@ -117,7 +119,7 @@ class Check:
         self.exact = True
 
     async def read_plain(self, progress: Progress) -> None:
-        """Plain decoding's texts, one request at a time."""
+        """Read plain decoding's texts, one request at a time."""
         config = settings_of(PLAIN, self.config)
         self.plain = await self._texts(config, range(len(self.asked)), 1, "plain decoding", progress)
 
@@ -213,7 +215,7 @@ async def run_check(
     """Compare every setting on every question. log: a file with the comparisons of an earlier, interrupted run."""
     questions = {file.stem: read_questions(file, limit) for file in files}
     config = resolved(config)  # a head is found by the model's files
-    for setting in grid.settings():  # before anything is answered
+    for setting in grid.settings():  # refused before anything is answered
         registry.check(
             load(settings_of(setting.method, config), {"mode": setting.mode, "transport": setting.transport})
         )
@@ -241,6 +243,6 @@ def _about(
     ids = {suite: [question.question_id for question in some] for suite, some in questions.items()}
     sampled = {"temperatures": list(grid.temperatures), "max_tokens": sampling.max_tokens, "seed": sampling.seed}
     about = {"model": config.model, "dtype": config.dtype, "questions": ids, **sampled}
-    if grid.spread:  # then what is compared depends on the other settings too
+    if grid.spread:  # the comparisons then depend on the other settings too
         about["spread"] = [list(grid.modes), list(grid.transports), list(grid.threads)]
     return about

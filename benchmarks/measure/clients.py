@@ -73,14 +73,14 @@ def _check_address(url: str) -> None:
     try:
         address = urlsplit(url)
         whole = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
-    except ValueError:  # a port that is none, say
+    except ValueError:  # an invalid port, for example
         whole = False
     if not whole:
         raise ConfigError(f"--server {url}: is no address: give one like http://127.0.0.1:8000")
 
 
 def table(url: str, levels: Sequence[LevelOfClients]) -> Table:
-    """A line for each level; p50/p95 of the time to the first token and of the pauses between chunks."""
+    """Make a line for each level; p50/p95 of the time to the first token and of the pauses between chunks."""
     lines = []
     for level in levels:
         refused = ", ".join(f"{count} x {status}" for status, count in sorted(level.refused.items()))
@@ -95,7 +95,7 @@ def table(url: str, levels: Sequence[LevelOfClients]) -> Table:
 
 
 def failures(levels: Sequence[LevelOfClients]) -> list[str]:
-    """A line for each reason why answers broke off at a level."""
+    """Return a line for each reason why answers broke off at a level."""
     return [
         f"{at_once(level.clients)}: {count} failed: {reason}"
         for level in levels
@@ -110,7 +110,9 @@ class _Clients:
     sampling: SamplingParams
 
     async def ask(self, one: Asked, level: LevelOfClients, started_s: float) -> None:
-        """One answer, streamed. Tokens per chunk are not reported: the answer's tokens are spread over its chunks."""
+        """Ask for one answer, streamed. Tokens per chunk are not reported: the answer's tokens are spread over its
+        chunks.
+        """
         suite, question = one
         body = {
             "model": self.model,
@@ -156,13 +158,15 @@ async def _at_once(clients: _Clients, asked: Iterator[Asked], count: int) -> Lev
 
 
 def _reason(error: dict[str, Any]) -> str:
-    """What went wrong, of an event that is no chunk of an answer. OpenAI's form is {"error": {"message": ...}}."""
+    """Return what went wrong, of an event that is no chunk of an answer. OpenAI's form is {"error":
+    {"message": ...}}.
+    """
     inner = error.get("error", error)
     return str(inner.get("message", inner) if isinstance(inner, dict) else inner)
 
 
 def _spread(tokens: int, chunks: int) -> list[int]:
-    """The first chunk has one token, the prefill's; the others share the rest."""
+    """Spread the tokens over the chunks: the first has one token, the prefill's; the others share the rest."""
     if chunks < 2:
         return [tokens] * chunks
     marks = [1 + round((tokens - 1) * chunk / (chunks - 1)) for chunk in range(chunks)]

@@ -83,7 +83,7 @@ class TalonContestant:
 
 
 def peak_rss_mb(pid: int) -> float | None:
-    """Peak resident memory of a process, as Linux counts it (shared libraries included)."""
+    """Return the peak resident memory of a process, as Linux counts it (shared libraries included)."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf8").splitlines()
     except OSError:
@@ -118,7 +118,7 @@ CONTESTANTS: dict[str, dict[str, Any]] = {name: AS_PUBLISHED | {"method": name} 
     "talon-eagle3": {"method": "eagle3", "mode": "sequential"},
     "hybrid": {"method": "hybrid", "mode": "sequential"},
     "talon": {"method": "hybrid", "mode": "auto"},
-    # what each of our parts adds to eagle3
+    # What each of our parts adds to eagle3.
     "+adaptive": AS_PUBLISHED | {"method": "eagle3", "drafter.growth.policy": "adaptive"},
     "+noise": {"method": "eagle3", "mode": "sequential", "verifier.cut": False},
     "+calibration": {"method": "hybrid", "drafter.memories": [], "mode": "sequential", "verifier.cut": False},
@@ -134,7 +134,7 @@ ABLATION = ("eagle3", "+adaptive", "+noise", "+calibration", "+merge", "+budget"
 
 
 def every() -> list[str]:
-    """All contestants but the steps of the ablation."""
+    """Return all contestants but the steps of the ablation."""
     return [name for name in CONTESTANTS if not name.startswith("+")] + list(TRANSFORMERS)
 
 
@@ -147,12 +147,12 @@ def check_name(name: str) -> None:
 
 
 def keys_of(name: str, as_served: bool = False) -> dict[str, Any]:
-    """The configuration keys that a contestant stands for; of a method as served it is the method alone."""
+    """Return the configuration keys that a contestant stands for; of a method as served it is the method alone."""
     return {"method": name} if as_served and name in METHODS else CONTESTANTS[name]
 
 
 def without_effect(names: Sequence[str], given: Mapping[str, Any], as_served: bool) -> list[str]:
-    """A line for each key that the user gives and that contestants define otherwise."""
+    """Return a line for each key that the user gives and that contestants define otherwise."""
     lines, fixed = [], {name: keys_of(name, as_served) for name in names if name in CONTESTANTS}
     for key, value in given.items():
         others = [name for name, keys in fixed.items() if keys["method"] != "none" and keys.get(key, value) != value]
@@ -162,8 +162,8 @@ def without_effect(names: Sequence[str], given: Mapping[str, Any], as_served: bo
 
 
 async def start_contestant(name: str, config: Config, heads: Path | None = None) -> Contestant:
-    """The contestant `name`, on the model of `config`. heads: a folder with eagle, eagle3, medusa, hydra and sps; None:
-    drafter.path names their weights.
+    """Start the contestant `name`, on the model of `config`. heads: a folder with eagle, eagle3, medusa, hydra and sps;
+    None: drafter.path names their weights.
     """
     if name in TRANSFORMERS:
         assistant = None
@@ -194,7 +194,7 @@ async def start_each(
     warm_up: Callable[[Started], Awaitable[Any]],
     console: Console,
 ) -> dict[str, Started]:
-    """What can be started here, warmed up; for the others, a line says what they lack. Plain decoding's error is
+    """Start and warm up what can be started here; for the others, a line says what they lack. Plain decoding's error is
     raised, and what was started by then is closed.
     """
     started: dict[str, Started] = {}
@@ -222,7 +222,7 @@ async def start_each(
 async def start_contestants(
     names: Sequence[str], config: Config, heads: Path | None, warm_up: list[int], console: Console
 ) -> dict[str, Contestant]:
-    """The contestants that can be started here. warm_up: a prompt."""
+    """Start the contestants that can be started here. warm_up: a prompt."""
 
     async def start(name: str) -> Contestant:
         return await start_contestant(name, config, heads)

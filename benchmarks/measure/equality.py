@@ -62,7 +62,9 @@ class Comparison(msgspec.Struct):
 
 
 def table(comparisons: Sequence[Comparison]) -> Table:
-    """As wide as a terminal: the number of threads only if it was chosen, `transformers` by its short name."""
+    """Make a table as wide as a terminal: the number of threads only if it was chosen, `transformers` by its short
+    name.
+    """
     rows: list[list[str]] = []
     chosen = any(c.setting.threads for c in comparisons)
     for c in comparisons:
@@ -88,7 +90,7 @@ def table(comparisons: Sequence[Comparison]) -> Table:
 
 
 def verdict(comparisons: Sequence[Comparison]) -> str:
-    """The result in one line."""
+    """Return the result in one line."""
     equal, ties = sum(c.equal for c in comparisons), sum(c.ties for c in comparisons)
     wrong = sum(len(c.errors) for c in comparisons)
     near = f"; {ties} differ where rounding decides between two tokens (ties)" if ties else ""
@@ -96,7 +98,7 @@ def verdict(comparisons: Sequence[Comparison]) -> str:
 
 
 def errors(comparisons: Iterable[Comparison]) -> list[str]:
-    """A line for every text that differs by more than a tie."""
+    """Return a line for every text that differs by more than a tie."""
     return [
         f"{c.setting}, T = {c.temperature:g}, {one.suite} {one.question_id}: {one.difference} ({one.words}), "
         f"compared with {c.reference}"

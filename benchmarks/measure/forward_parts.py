@@ -18,12 +18,12 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
+from engine.device import wait
 from engine.kernels.attention.attention import attention_kernels
 from engine.kernels.gemm.matmul_kernels import product_kernel
 from engine.kernels.gemm.product import PackedLinear, Product
 from engine.kernels.layer.experts import experts_kernel
 from engine.kernels.threads import Kernel, Program, Timed
-from engine.model.cuda.graphs import wait
 from engine.model.decoder import LeanDecoder
 from engine.model.masked import MaskedForward
 from engine.model.target import Target
@@ -36,7 +36,7 @@ _GPU_PRODUCTS = ("gemm", "gemv", "cutlass", "xmma", "nvjet")
 
 
 def multiplied(target: Target) -> int:
-    """Number of weights that every row of a forward is multiplied with."""
+    """Return the number of weights that every row of a forward is multiplied with."""
     forward = target.forward
     if isinstance(forward, LeanDecoder):
         products = [product for layer in forward.layers for product in layer.products]
@@ -51,14 +51,14 @@ def multiplied(target: Target) -> int:
 
 
 def forward_name(target: Target) -> str:
-    """The kind of forward that the target runs."""
+    """Return the kind of forward that the target runs."""
     if isinstance(target.forward, MaskedForward):
         return "stock forward with masks"
     return "lean decoder" if isinstance(target.forward, LeanDecoder) else "stock forward with exact attention"
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds until the work is done."""
+    """Return the seconds until the work is done."""
     wait(device)
     started = time.perf_counter()
     work()
@@ -67,7 +67,9 @@ def timed(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def split(target: Target, work: Callable[[], Any]) -> Seconds:
-    """Seconds of each part of one forward of the target. Profiling slows it down: scale to the unprofiled time."""
+    """Return the seconds of each part of one forward of the target. Profiling slows it down: scale to the unprofiled
+    time.
+    """
     if isinstance(target.forward, LeanDecoder):
         clock = Clock()
         with clock.watching():
@@ -87,7 +89,7 @@ class Clock:
         self._inner = 0.0
 
     def seconds(self) -> Seconds:
-        """Seconds of each part but the gaps. Adding them up during a forward would look like a gap."""
+        """Return the seconds of each part but the gaps. Adding them up during a forward would look like a gap."""
         seconds, parts = dict(self._called), _parts_of_kernels()
         for address, took in chain.from_iterable(timed.seconds() for timed in self._steps):
             seconds[parts.get(address, "other")] += took
@@ -116,7 +118,7 @@ class Clock:
 
 
 def _profiled(work: Callable[[], Any], device: torch.device) -> tuple[Seconds, float]:
-    """Seconds of each part as torch's profiler sees them, and in total."""
+    """Return the seconds of each part as torch's profiler sees them, and in total."""
     seconds: Seconds = dict.fromkeys(PARTS[:-1], 0.0)
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
@@ -134,14 +136,14 @@ def _profiled(work: Callable[[], Any], device: torch.device) -> tuple[Seconds, f
 
 
 def _parts_of_kernels() -> dict[int, str]:
-    """Parts of kernels by address; all others belong to "other"."""
+    """Return the parts of kernels by address; all others belong to "other"."""
     products = {kernel.address: "products" for kernel in [product_kernel(), experts_kernel()]}
     kernels = [kernel for dtype in (torch.bfloat16, torch.float32) for kernel in attention_kernels(dtype, False)]
     return products | {kernel.address: "attention" for kernel in kernels}
 
 
 def _recorded(call: Callable[..., None]) -> Callable[..., None]:
-    """Makes calls of our own kernels in a stock forward visible to torch's profiler."""
+    """Make calls of our own kernels in a stock forward visible to torch's profiler."""
     parts = _parts_of_kernels()
 
     def watched(kernel: Kernel, *args: Any) -> None:
@@ -160,7 +162,7 @@ def _add(event: Any, part: str | None, seconds: Seconds) -> None:
 
 
 def _of_operation(name: str) -> str | None:
-    """The part of an operation and all it calls; None where the operations it calls decide."""
+    """Return the part of an operation and all it calls; None where the operations it calls decide."""
     if "attention" in name:
         return "attention"
     return "products" if name.rpartition("::")[2] in _PRODUCTS else None

@@ -1,4 +1,4 @@
-"""Answers of the target, kept with its hidden states: drafters run over them without it.
+"""Answers of the target, kept with its hidden states, so that drafters run over them without it.
 
 The target's draw at a position depends on the text before it alone, so a round accepts the path that the answer
 follows, at any temperature, and what it emits is what the target would have emitted.
@@ -29,7 +29,9 @@ _ROOM = 64  # positions that the largest tree takes beyond the answer
 
 @dataclass(frozen=True)
 class KnownAnswer:
-    """layers: whose hidden states are kept. states: [prompt + answer - 1, layers, hidden] uint16, or None."""
+    """An answer of the target, with its hidden states. layers: whose hidden states are kept. states: [prompt + answer -
+    1, layers, hidden] uint16, or None.
+    """
 
     suite: str
     prompt: list[int]
@@ -39,7 +41,7 @@ class KnownAnswer:
     states: NDArray[np.uint16] | None = None
 
     def features(self, layers: Sequence[int], start: int, end: int) -> NDArray[np.uint16] | None:
-        """The states of some of the kept layers at these positions, as a `Verdict` carries them."""
+        """Return the states of some of the kept layers at these positions, as a `Verdict` carries them."""
         if not layers or self.states is None:
             return None
         return self.states[start:end, [self.layers.index(layer) for layer in layers]]
@@ -52,7 +54,7 @@ def record(
     sampling: SamplingParams,
     progress: Progress,
 ) -> list[KnownAnswer]:
-    """The target's answers. Prompts that leave no room in the context are left out; ConfigError if all do."""
+    """Record the target's answers. Prompts that leave no space in the context are left out; ConfigError if all do."""
     task = progress.add_task(f"answers, T = {sampling.temperature:g}", total=sum(map(len, suites.values())))
     drafter, found = PromptLookup(), []
     drafter.feature_layers = tuple(sorted(set(layers)))
@@ -81,7 +83,8 @@ def follow(
     propose: Callable[[int], TokenTree],
     rates: Callable[[], Rates] = Rates,
 ) -> Iterator[tuple[Verdict, float]]:
-    """Every round after the prefill, before the drafter has seen its verdict, and the seconds that drafting took.
+    """Yield every round after the prefill, before the drafter has received its verdict, and the seconds that drafting
+    took.
 
     propose: called with the request, returns the tree to verify. rates: what the cost model estimates at present.
     Drafters that read the target's likeliest tokens (`Drafter.successors`) cannot follow; a model never rests.
@@ -109,7 +112,7 @@ def follow(
 
 
 def accepted(tree: TokenTree, answer: Sequence[int]) -> list[int]:
-    """The nodes, root first, that the answer follows; at its end one token is left for the bonus."""
+    """Return the nodes, root first, that the answer follows; at its end one token is left for the bonus."""
     path = [0]
     for token in answer[:-1]:
         if (child := tree.child(path[-1], token)) is None:
@@ -121,7 +124,7 @@ def accepted(tree: TokenTree, answer: Sequence[int]) -> list[int]:
 def answer(
     target: Target, drafter: Drafter, prompt: list[int], sampling: SamplingParams, budget: int
 ) -> Iterator[Verdict]:
-    """Every round of one request, drafter and target in turn; the first verdict is the prefill's."""
+    """Yield every round of one request, drafter and target in turn; the first verdict is the prefill's."""
     sampling = sampling.over(own_defaults(target.facts.generation, target.name))
     cache = target.new_cache(len(prompt) + sampling.max_tokens + budget)
     sampler = Sampler(sampling, prompt, target.eos_tokens, target.vocab_size)

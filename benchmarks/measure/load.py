@@ -38,7 +38,7 @@ from .warm_up import PROMPT, SAMPLING
 
 CAPACITY_AT = 16
 """Arrivals are shares of the requests a second that plain decoding answers with this many at once."""
-_MOST = 20  # repeats
+_MOST = 20  # most repeats
 _ROUNDS = 4  # requests at a level, for each place: with fewer, the prompts that start together weigh too much
 
 Texts = Mapping[tuple[int, ...], list[int]]
@@ -56,7 +56,9 @@ class Part:
 
 
 def settings_of(name: str, config: Config, heads: Path | None = None) -> Config:
-    """A method as served, with its trees cut to the round's budget; a contestant's name stands for its own keys."""
+    """Return the configuration of a method as served, with its trees cut to the round's budget; a contestant's name
+    stands for its own keys.
+    """
     if name in TRANSFORMERS:
         raise ConfigError(f"method={name!r}: answers one request at a time; leave it out with --concurrency")
     if name not in METHODS:
@@ -89,7 +91,7 @@ async def run_load(
     with progress_bar(console) as progress, plan.row_file(ROWS) as results:
         different = {tuple(one.prompt): one for part in questions.values() for one in part}
         budget = Budget(plan.minutes)
-        repeated = 0 if budget.bounded else plan.repeats  # how many the minutes allow is not known
+        repeated = 0 if budget.bounded else plan.repeats  # the number that the minutes allow is not known
         total = len(different) + len(names) * repeated * wanted
         bench = _Bench(plan.sampling, results, rows, progress, total)
         async with engines([PLAIN], plan.config, None, console) as alone:
@@ -184,7 +186,9 @@ class _Bench:
 async def engines(
     names: Sequence[str], config: Config, heads: Path | None, console: Console
 ) -> AsyncIterator[dict[str, Engine]]:
-    """An engine for each method that can be started here, warmed up; for the others, a line says what they lack."""
+    """Start an engine for each method that can be started here, warmed up; for the others, a line says
+    what they lack.
+    """
     started = await start_each(
         names,
         lambda name: Engine.start(settings_of(name, config, heads)),
@@ -199,9 +203,9 @@ async def engines(
 
 
 def arrivals(rows: Sequence[LoadRow], repeat: int, share: float, count: int) -> list[float]:
-    """When `count` requests arrive, in seconds: a Poisson process at that share of plain decoding's capacity.
+    """Return when `count` requests arrive, in seconds: a Poisson process at that share of plain decoding's capacity.
 
-    The same for every method of a repeat.
+    The times are the same for every method of a repeat.
     """
     rate = share * requests_per_second(
         [r for r in rows if (r.method, r.concurrency, r.repeat) == (PLAIN, CAPACITY_AT, repeat)]
@@ -211,14 +215,16 @@ def arrivals(rows: Sequence[LoadRow], repeat: int, share: float, count: int) -> 
 
 
 def _parts(levels: Sequence[int], shares: Sequence[float], suites: int) -> dict[Part, int]:
-    """What is measured in a repeat, levels before shares, and with how many requests."""
+    """Return what is measured in a repeat, levels before shares, and with how many requests."""
     needed = [*levels, *([CAPACITY_AT] if shares and CAPACITY_AT not in levels else [])]
     counts = {Part(level=level): max(_ROUNDS * level, suites) for level in needed}
     return counts | {Part(share=share): _ROUNDS * CAPACITY_AT for share in shares}
 
 
 def _known(part: Part, rows: Sequence[LoadRow]) -> bool:
-    """Whether it need not be measured again; arrivals always need plain decoding's capacity of the same repeat."""
+    """Return whether it need not be measured again; arrivals always need plain decoding's capacity of the
+    same repeat.
+    """
     if part.level is None or any(row.arrivals is not None for row in rows):
         return False
     found = [some for (_, setting, _), some in ratios(rows).items() if setting == at_once(part.level)]
@@ -226,7 +232,7 @@ def _known(part: Part, rows: Sequence[LoadRow]) -> bool:
 
 
 def _slices(mixed: Sequence[AskedQuestion], counts: Sequence[int]) -> Iterator[list[AskedQuestion]]:
-    """As many questions as each count says, none repeated before all were taken."""
+    """Yield as many questions as each count says, none repeated before all were taken."""
     endless = itertools.cycle(mixed)
     for count in counts:
         yield list(itertools.islice(endless, count))

@@ -1,4 +1,4 @@
-"""How fast this machine reads memory and multiplies, measured at the time of the benchmark."""
+"""Measures how fast this machine reads memory and multiplies, at the time of the benchmark."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from numba import carray
 from torch import Tensor
 
+from engine.device import wait
 from engine.kernels.amx import LINE_BYTES, fetch
 from engine.kernels.gemm.onednn import pack, packed_product
 from engine.kernels.simd import FLOAT32, add, load, splat, store
 from engine.kernels.threads import address_of, kernel, num_threads, thread_id
-from engine.model.cuda.graphs import wait
 from engine.model.loading import has_native_bfloat16
 
 from .arithmetic import loop_of_integers, loop_of_type, multiply_adds_per_s
@@ -25,7 +25,7 @@ from .arithmetic import loop_of_integers, loop_of_type, multiply_adds_per_s
 _MOST_READ = 4 << 30  # bytes; larger than any cache, so a larger buffer is read no slower
 _COLUMNS = 1024
 _ROWS, _SIDE = {"cpu": 512, "cuda": 4096}, {"cpu": 2048, "cuda": 8192}
-_AHEAD = 40 * LINE_BYTES  # of a thread's position; kernels of coded matrices prefetch as far
+_AHEAD = 40 * LINE_BYTES  # bytes ahead of a thread's position; kernels of coded matrices prefetch as far
 
 READ = np.dtype([(name, "i8") for name in ("buffer", "lines", "sums")])
 
@@ -43,7 +43,7 @@ def read_kernel(address: Any) -> None:
 
 
 class Limits:
-    """The best rates seen so far; `measure` again next to what they are compared with, since a machine's speed varies.
+    """The best rates found so far; `measure` again next to what they are compared with, since a machine's speed varies.
     multiply_adds_per_s: in the model's type; int8_multiply_adds_per_s: of integer products, 0 where there are none.
 
     weight_bytes: the buffer that is read has this size, so that it stays in a cache if the weights do.
@@ -59,7 +59,7 @@ class Limits:
         self._read = torch.ones(-(-min(weight_bytes, _MOST_READ) // (4 * _COLUMNS)), _COLUMNS, device=device)
         self._vector = torch.ones(_COLUMNS, device=device)
         rows, side = _ROWS[device.type], _SIDE[device.type]
-        if device.type == "cpu" and not has_native_bfloat16():  # then the products are in float32
+        if device.type == "cpu" and not has_native_bfloat16():  # products are then in float32
             dtype = torch.float32
         self._multiply_adds = rows * side * side
         self._multiply = _multiplication(
@@ -95,6 +95,6 @@ class Limits:
 
 
 def _multiplication(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """The product as in a forward: with a packed matrix where there is one."""
+    """Return the product as in a forward: with a packed matrix where there is one."""
     packed = pack(weight)
     return partial(F.linear, x, weight) if packed is None else partial(packed_product, x, packed, None)

@@ -21,7 +21,9 @@ from ..report.out_folder import RowFile
 
 @dataclass(frozen=True)
 class MeasurementPlan:
-    """names: of contestants. limit: questions of each file, or of each kind. samplings: one after the other, `repeats`
+    """A measurement that was asked for.
+
+    names: of contestants. limit: questions of each file, or of each kind. samplings: one after the other, `repeats`
     times, each time with new engines: a drafter that remembers answers must not see a question twice. minutes: for all
     of it; None: until everything has been asked. heads: a folder with the drafters' weights. resume: what an earlier
     run into the same folder has asked is not asked again.
@@ -48,15 +50,15 @@ class MeasurementPlan:
         return list(dict.fromkeys([PLAIN, *self.names]))
 
     def resolved(self) -> MeasurementPlan:
-        """With the model's files found, which may take a download."""
+        """Find the model's files, which may take a download."""
         return dataclasses.replace(self, config=resolved(self.config))
 
     def encoded(self, suite: str, question: Question) -> AskedQuestion:
         return AskedQuestion(suite, question, encode_text(tokenizer_of(self.config), question.prompt))
 
     def row_file(self, name: str, others: Sequence[str] = ()) -> RowFile:
-        """A file of the folder for rows; with the first one, what is run and on which machine is recorded. others:
-        further packages that are measured, with their versions.
+        """Return a file of the folder for rows; with the first one, what is run and on which machine is recorded.
+        others: further packages that are measured, with their versions.
         """
         return RowFile(
             self.out / name, lambda: write_about(self.out, self.config, self.samplings, self.repeats, others)

@@ -31,7 +31,7 @@ from ..report.progress import progress_bar
 from ..report.tables import Table
 
 _PROMPT = 420  # tokens that are read of a prompt
-_PROMPT_ROWS = 64  # of these, how many are compared: logits of all would fill the memory
+_PROMPT_ROWS = 64  # of these, so many are compared: logits of all would fill the memory
 Item = TypeVar("Item")
 _KINDS: tuple[Activations, ...] = ("bfloat16", "int8")
 
@@ -62,7 +62,9 @@ class Precision(NamedTuple):
 def measure_precision(
     config: Config, files: Sequence[Path], limit: int | None, max_tokens: int, console: Console
 ) -> list[Precision]:
-    """For each way of taking rows. A model without matrices in blocks has one. One model is in memory at a time."""
+    """Measure each way of taking rows. A model without matrices in blocks has one way. One model is in memory at a
+    time.
+    """
     config = resolved(config)
     tokenizer = tokenizer_of(config)
     prompts = [encode_text(tokenizer, q.prompt)[-_PROMPT:] for file in files for q in read_questions(file, limit)]
@@ -99,7 +101,7 @@ class _Sums:
         self._sums = torch.zeros(2, 3, dtype=torch.float64)  # of answers and prompts: positions, others, divergences
 
     def add(self, expected: Tensor, logits: Tensor, answered: int) -> None:
-        """expected, logits: [positions, vocab], the last `answered` of an answer."""
+        """Add a text. expected, logits: [positions, vocab], the last `answered` of an answer."""
         p, q = expected.log_softmax(-1), logits.log_softmax(-1)
         divergence = (p.exp() * (p - q)).sum(-1).double()
         differs = (expected.argmax(-1) != logits.argmax(-1)).double()
@@ -119,13 +121,13 @@ def _told(progress: Progress, name: str, items: Sequence[Item]) -> Iterator[Item
 
 
 def _rows(text: Text) -> slice:
-    """The positions whose logits are compared."""
+    """Return the positions whose logits are compared."""
     end = len(text.prompt) - 1
     return slice(max(0, end - _PROMPT_ROWS), end + len(text.answer))
 
 
 def _answer(target: Target, prompt: list[int], max_tokens: int) -> list[int]:
-    """The likeliest tokens."""
+    """Return the likeliest tokens."""
     cache, answer = target.new_cache(len(prompt) + max_tokens), list[int]()
     logits, _ = target.prefill(cache, prompt)
     while len(answer) < max_tokens:
@@ -140,7 +142,7 @@ def _answer(target: Target, prompt: list[int], max_tokens: int) -> list[int]:
 
 
 def _logits(target: Target, text: Text) -> Tensor:
-    """[positions, vocab] in the model's type."""
+    """Return [positions, vocab] in the model's type."""
     tokens = text.prompt + text.answer
     cache = target.new_cache(len(tokens))
     logits, _ = target.run([Segment.of_text(tokens, cache, wanted="all")])
@@ -149,7 +151,7 @@ def _logits(target: Target, text: Text) -> Tensor:
 
 
 def _expected(config: Config, texts: Sequence[Text], progress: Progress) -> Iterator[Tensor]:
-    """[positions, vocab] float32 of each text."""
+    """Yield [positions, vocab] float32 of each text."""
     model = load_model(str(unquantised(Path(config.model))), "float32", find_device("cpu"))
     if (gguf := open_gguf(Path(config.model))) is not None:
         weights = weights_of(gguf, model)

@@ -1,4 +1,4 @@
-"""`talon profile`: what a forward of the target spends its time on, compared with the machine's limits."""
+"""`talon profile` shows what a forward of the target spends its time on, compared with the machine's limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.core.batch import BLOCK, Segment
 from engine.core.errors import ConfigError
 from engine.core.tree import TokenTree
 from engine.model.target import Target
-from engine.verifier.placement import share_cores
+from engine.placement import share_cores
 from engine.weights.resolve import target_folder
 
 from ..report.progress import progress_bar
@@ -42,13 +42,13 @@ class ForwardTimes(msgspec.Struct):
 
     @property
     def outside(self) -> float:
-        """Share of the forward that is not products."""
+        """The share of the forward that is not products."""
         return 1 - self.products_ms / self.total_ms
 
 
 class Profile(msgspec.Struct):
-    """weights_mb: the matrices that a forward reads, as stored in memory. behind: tokens of text before the rows.
-    kv_mb: what keys and values of 1,000 tokens take, 0 if these are not pooled.
+    """The measurements of a target's forwards. weights_mb: the matrices that a forward reads, as stored in memory.
+    behind: tokens of text before the rows. kv_mb: what keys and values of 1,000 tokens take, 0 if these are not pooled.
     """
 
     model: str
@@ -69,7 +69,7 @@ class Profile(msgspec.Struct):
 
 
 def profile_target(target: Target, rows: list[int], behind: int, repeats: int, console: Console) -> Profile:
-    """Every number of rows in turn, with the machine's limits in between, `repeats` times; medians.
+    """Time every number of rows in turn, with the machine's limits in between, `repeats` times, and take medians.
 
     Each forward is run twice a turn: once unprofiled, for its total time, and once profiled, for its parts.
     """
@@ -96,7 +96,7 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
                 progress.advance(task)
     target.release(cache)
     integers = limits.int8_multiply_adds_per_s or None
-    block_bytes = 0 if target.pool is None else target.pool.shape.block_bytes
+    block_bytes = 0 if target.pool is None else target.pool.block_bytes
     held = block_bytes * -(-behind // BLOCK)
     return Profile(
         target.name,
@@ -128,18 +128,20 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
 
 
 def _tree(rows: int) -> TokenTree:
-    """Two candidates below each node, as in wide trees."""
+    """Return a tree of two candidates below each node, as in wide trees."""
     return TokenTree.from_lists([1 + i % 2 for i in range(rows)], [(i - 1) // 2 for i in range(rows)], [1.0] * rows)
 
 
 def _scaled(splits: list[Seconds], total: float) -> dict[str, float]:
-    """Milliseconds of each part: its share of the profiled forwards (medians), times the unprofiled time."""
+    """Return milliseconds of each part: its share of the profiled forwards (medians), times the unprofiled time."""
     shares = {part: median(seconds[part] / sum(seconds.values()) for seconds in splits) for part in PARTS}
     return {f"{part}_ms": total * share / sum(shares.values()) for part, share in shares.items()}
 
 
 def table(profile: Profile) -> Table:
-    """Milliseconds of each number of rows, and the limits of memory and of both kinds of arithmetic."""
+    """Make the table of milliseconds of each number of rows, and the limits of memory and of both kinds
+    of arithmetic.
+    """
     integers = profile.int8_multiply_adds_per_s is not None
     columns = ("rows", "total ms", *PARTS, "outside", "memory", profile.dtype, *(["int8"] if integers else []))
     lines = []
@@ -156,7 +158,7 @@ def _figure(ms: float) -> str:
 
 
 def draw(profile: Profile, out: Path, console: Console) -> None:
-    """What a forward spends its time on, a bar for each number of rows, and the machine's limits."""
+    """Draw what a forward spends its time on, a bar for each number of rows, and the machine's limits."""
     try:
         from ..report.plots import panels, save, stacked
     except ImportError as error:

@@ -54,18 +54,18 @@ class Library:
         text.write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
         embedding = TargetWeights.read(config.model).embedding.float().numpy()
         dense, self.datastore = folder / "dense", folder / "datastore"
-        # passages are not split: the index then numbers them as we do
+        # Passages are not split: the index then numbers them as we do.
         build_dense(self.tokenizer, embedding, [text], dense, passage_tokens=10**9)
         build(self.tokenizer, [text], self.datastore)
         self.index = DenseIndex(dense, self.tokenizer)
 
     def find(self, question: str, count: int) -> list[str]:
-        """The `count` passages most similar to the question, the best first."""
+        """Return the `count` passages most similar to the question, the best first."""
         tokens = self.tokenizer.encode(question, add_special_tokens=False)
         return [self.passages[passage.number] for passage in self.index.query(tokens, count)]
 
     def recall(self, items: Sequence[Item], found: Mapping[Item, list[str]]) -> Retrieval:
-        """How often a question's own passage was found."""
+        """Count how often a question's own passage was found."""
         own = [[text in item.passages for text in found[item]] for item in items if item.passages]
         size = max(1, len(own))
         return Retrieval(
@@ -120,7 +120,9 @@ async def run_qa(plan: MeasurementPlan, count: int, console: Console) -> tuple[R
 
 @dataclass(frozen=True)
 class _Asking:
-    """found: of every question, the passages most like it. prompts: of every setting."""
+    """Asks the questions of all settings. found: of every question, the passages most like it. prompts: of every
+    setting.
+    """
 
     plan: MeasurementPlan
     library: Library | None
@@ -129,7 +131,8 @@ class _Asking:
     console: Console
 
     async def answers(self, setting: str, budget: Budget, done: Set[tuple[str, str]]) -> AsyncIterator[QaRow]:
-        """One setting: contestants start afresh, since some remember answers, and take turns question by question.
+        """Ask in one setting: contestants start afresh, since some remember answers, and take turns question by
+        question.
 
         done: kinds and ids of the questions that an earlier run has asked.
         """
@@ -155,7 +158,7 @@ class _Asking:
                     runs: dict[str, TimedAnswer] = {}
                     for name in order.sample(asked, len(asked)):
                         runs[name] = await contestants[name].answer(prompt, sampling)
-                    for name in asked:  # plain decoding first: whoever reads a part of the file can compare with it
+                    for name in asked:  # plain decoding first: a reader of a part of the file can compare with it
                         run = runs[name]
                         row = row_of(setting, item, name, run, tokenizer, self.found[item])
                         row = compared(row, run, runs[PLAIN], prompt, sampling, referee)
@@ -168,7 +171,7 @@ class _Asking:
                 await contestant.close()
 
     def _check_prompts(self, context: int | None) -> None:
-        """Those of every setting, before the first is asked."""
+        """Check the prompts of every setting, before the first is asked."""
         if context is None:
             return
         asked = (
@@ -179,7 +182,7 @@ class _Asking:
         check_prompts(asked, self.plan.sampling.max_tokens, context)
 
     async def _start(self) -> dict[str, Contestant]:
-        """The contestants; those that draft from the passages are given them."""
+        """Start the contestants; those that draft from the passages are given them."""
         plan, config = self.plan, self.plan.config
         if self.library is not None:
             config = configuration.load(config, {"drafter.datastore": str(self.library.datastore)})
@@ -187,7 +190,9 @@ class _Asking:
 
 
 def _earlier(plan: MeasurementPlan) -> list[QaRow]:
-    """The rows of an earlier run, which may have been stopped in the middle of a line, and of its last question."""
+    """Return the rows of an earlier run, which may have been stopped in the middle of a line, and of its
+    last question.
+    """
     path = plan.out / ROWS
     if not path.exists():
         return []
@@ -206,7 +211,7 @@ def _question_of(row: QaRow) -> tuple[str, str, str]:
 
 
 def row_of(setting: str, item: Item, name: str, run: TimedAnswer, tokenizer: Any, found: Sequence[str]) -> QaRow:
-    """The measurements of a method's answer, not yet compared with plain decoding's."""
+    """Return the measurements of a method's answer, not yet compared with plain decoding's."""
     text = tokenizer.decode(run.token_ids, skip_special_tokens=True).strip()
     accepted = item.references
     scores = (

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from engine.model.target import Target
 
 TIE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
-"""By the type a target computes in: the float32 gap of logits that rounding may reverse."""
+"""The float32 gap of logits that rounding may reverse, by the type in which a target computes."""
 
 
 class Referee:
@@ -41,18 +41,18 @@ class Referee:
 
     @cached_property
     def dtype(self) -> str:
-        """What the target computes in while it is compared."""
+        """The type in which the target computes while it is compared."""
         from engine.model.loading import dtype_of, name_of
 
         return name_of(dtype_of(self.config))
 
     def is_tie(self, prompt: list[int], one: list[int], other: list[int], sampling: SamplingParams) -> bool:
-        """Whether rounding alone can have made the two answers different."""
+        """Return whether rounding alone can have made the two answers different."""
         return score_gap(self.judge, prompt, one, other, sampling) < TIE[self.dtype]
 
 
 def score_gap(target: Target, prompt: list[int], one: list[int], other: list[int], sampling: SamplingParams) -> float:
-    """The float32 gap between the scores of the two tokens at the first difference; inf if one text ends there.
+    """Return the float32 gap between the scores of the two tokens at the first difference; inf if one text ends there.
 
     The draw takes the token with the largest score: the logit under the repetition penalty, plus at T > 0 the noise of
     that position, times T.
@@ -75,8 +75,8 @@ def score_gap(target: Target, prompt: list[int], one: list[int], other: list[int
 
 
 def most_turned(exact: Any, rounded: Any, prompt: list[int], text: list[int]) -> float:
-    """The largest gap between two logits that rounding reverses along a text: wherever another token is the likeliest
-    for `rounded`, how much less likely it is for `exact`. Both are transformers' models of the same weights.
+    """Return the largest gap between two logits that rounding reverses along a text: wherever another token is the
+    likeliest for `rounded`, how much less likely it is for `exact`. Both are transformers' models of the same weights.
     """
     ids = torch.tensor([prompt + text], device=exact.device)
     with torch.inference_mode():

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from engine.config import Config
 from engine.core.params import SamplingParams, left_open, own_defaults
 from engine.model.loading import dtype_of, find_device, load_model, name_of
-from engine.verifier.placement import share_cores
+from engine.placement import share_cores
 
 from .timed_answer import TimedAnswer
 
@@ -33,7 +33,8 @@ class TransformersContestant:
     async def start(
         cls, config: Config, assistant: str | None = None, prompt_lookup: bool = False
     ) -> TransformersContestant:
-        def load() -> tuple[Any, dict[str, Any]]:  # as its own users would: without our CPU layout of the weights
+        # loaded as its own users would: without our CPU layout of the weights
+        def load() -> tuple[Any, dict[str, Any]]:
             device, dtype = find_device(config.device), dtype_of(config)
 
             def read(name: str) -> Any:
@@ -86,8 +87,8 @@ class TransformersContestant:
 
 
 def end_of_answers(stored: GenerationConfig) -> GenerationConfig:
-    """What ends an answer, from a model's generation_config.json. All else is set explicitly, as for Talon: the two are
-    compared on what both can do.
+    """Return what ends an answer, from a model's generation_config.json. All else is set explicitly, as for Talon: the
+    two are compared on what both can do.
     """
     return GenerationConfig(
         bos_token_id=stored.bos_token_id, eos_token_id=stored.eos_token_id, pad_token_id=stored.pad_token_id
@@ -104,9 +105,9 @@ class _Clock:
         self.arrivals.append((time.perf_counter(), tokens.numel()))
 
     def token_ms(self) -> list[float]:
-        """As `TimedAnswer.token_ms`."""
+        """Return token_ms of `TimedAnswer`."""
         pairs = zip(self.arrivals[1:], self.arrivals[2:], strict=False)
         return [1000 * (now - before) / count for (before, _), (now, count) in pairs for _ in range(count)]
 
     def end(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""

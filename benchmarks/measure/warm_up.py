@@ -12,5 +12,5 @@ SAMPLING = SamplingParams(max_tokens=24)
 
 
 def warm_up_prompt(config: Config) -> list[int]:
-    """The prompt's token ids. config: resolved."""
+    """Return the prompt's token ids. config: resolved."""
     return encode_text(tokenizer_of(config), PROMPT)

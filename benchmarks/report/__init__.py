@@ -1,4 +1,4 @@
 """Rows to pages: records, statistics, tables and plots.
 
-Imports no measurement.
+The folder imports no measurement.
 """

@@ -35,7 +35,7 @@ def write_about(
 
 
 def _instructions() -> str:
-    """What multiplies on a CPU: it decides how much a further row costs."""
+    """Return what multiplies on a CPU: it decides how much a further row costs."""
     from engine.kernels.gemm.matmul import units
 
     return next((unit.value for unit in units()), "no kernels of our own")

@@ -1,4 +1,4 @@
-"""From the turns of Talon and other engines to a table."""
+"""Makes a table from the turns of Talon and other engines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Turn(msgspec.Struct, frozen=True):
 
     @property
     def group(self) -> str:
-        """What is like it: engines are compared that read the same bits and multiply alike."""
+        """The group that the engine is compared in: engines that read the same bits and multiply alike."""
         return f"{self.weights} by {self.activations}"
 
     @property
@@ -51,12 +51,12 @@ Contestant = tuple[str, str]
 
 
 def rates(turns: Sequence[Turn], one: Contestant, level: int) -> dict[int, float]:
-    """Tokens a second by repeat."""
+    """Return tokens a second by repeat."""
     return {turn.repeat: turn.rate for turn in turns if (turn.group, turn.label, turn.at_once) == (*one, level)}
 
 
 def ratios(turns: Sequence[Turn]) -> Ratios:
-    """Tokens a second over those of Talon's plain decoding in the same group, by repeat."""
+    """Return tokens a second over those of Talon's plain decoding in the same group, by repeat."""
     found: dict[Where, dict[Any, float]] = {}
     plain = {(t.group, t.at_once, t.repeat): t.rate for t in turns if t.talon and t.contestant == PLAIN}
     for turn in turns:
@@ -70,7 +70,9 @@ def _where(group: str, label: str, level: int) -> Where:
 
 
 def speeds(turns: Sequence[Turn]) -> dict[Contestant, dict[int, float]]:
-    """Median tokens a second by contestant and requests at once: group by group, the fastest of one request first."""
+    """Return median tokens a second by contestant and requests at once: group by group, the fastest of one request
+    first.
+    """
     levels = sorted({turn.at_once for turn in turns})
     groups = [*dict.fromkeys(turn.group for turn in sorted(turns, key=lambda turn: not turn.talon))]
     found = {
@@ -81,8 +83,8 @@ def speeds(turns: Sequence[Turn]) -> dict[Contestant, dict[int, float]]:
 
 
 def table(turns: Sequence[Turn]) -> Table:
-    """A row for each contestant, those of a group together: median tokens a second, the least and the most of its turns
-    if there are several, and the median of their ratios to Talon's plain decoding of the group.
+    """Make a row for each contestant, those of a group together: median tokens a second, the least and the most of its
+    turns if there are several, and the median of their ratios to Talon's plain decoding of the group.
     """
     over = ratios(turns)
     levels = sorted({turn.at_once for turn in turns})
@@ -99,7 +101,7 @@ def table(turns: Sequence[Turn]) -> Table:
 
 
 def _spread(some: Collection[float]) -> str:
-    """The median, and the least and the most of several."""
+    """Return the median, and the least and the most of several."""
     if not some:
         return "-"
     return f"{median(some):.1f}" + (f", {min(some):.1f}-{max(some):.1f}" if len(some) > 1 else "")

@@ -1,4 +1,6 @@
-"""From the rows of one request at a time to figures and tables: speed-ups with their intervals, and looping answers."""
+"""Makes figures and tables from the rows of one request at a time: speed-ups with their intervals, and
+looping answers.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def prompt(self) -> tuple[str, str, float, int]:
-        """What plain decoding's row of the same prompt and repeat has too."""
+        """The key that plain decoding's row of the same prompt and repeat has too."""
         return self.suite, self.question_id, self.temperature, self.repeat
 
 
@@ -110,7 +112,7 @@ class Summary:
     """
 
     def __init__(self, method: str, rows: Sequence[Row]):
-        """rows: of all contestants."""
+        """Summarise a method. rows: of all contestants."""
         self.method = method
         asked = dict.fromkeys(row.suite for row in rows if row.method == method)
         self.suites = [[row for row in rows if (row.suite, row.method) == (suite, method)] for suite in asked]
@@ -123,7 +125,7 @@ class Summary:
         self.low, self.high = map(float, np.quantile(samples, [0.025, 0.975]))
 
     def mean(self, name: str) -> float | None:
-        """The mean of the suites' means of a field; None if it is unknown."""
+        """Return the mean of the suites' means of a field; None if it is unknown."""
         values = [[v for row in some if (v := getattr(row, name)) is not None] for some in self.suites]
         return mean(map(mean, found)) if (found := [some for some in values if some]) else None
 
@@ -139,7 +141,7 @@ class Summary:
 
     @property
     def same_text(self) -> str:
-        """How many texts equal plain decoding's, of those that can be compared; ties apart."""
+        """The number of texts that equal plain decoding's, of those that can be compared; ties apart."""
         rows = [row for some in self.suites for row in some]
         compared = [row.output_equal for row in rows if row.output_equal is not None]
         ties = sum(row.tie for row in rows)
@@ -147,20 +149,20 @@ class Summary:
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether some 8 tokens in a row occur more than 4 times."""
+    """Return whether some 8 tokens in a row occur more than 4 times."""
     grams = Counter(tuple(tokens[i : i + _LOOP_LENGTH]) for i in range(len(tokens) - _LOOP_LENGTH + 1))
     return max(grams.values(), default=0) > _LOOP_COUNT
 
 
 def tokens_a_round(rows: Iterable[Row]) -> float | None:
-    """Mean tokens of all these answers' rounds; None if none of them was made of rounds."""
+    """Return the mean tokens of all these answers' rounds; None if none of them was made of rounds."""
     found = [(int(tokens), rounds) for row in rows for tokens, rounds in row.accepted.items()]
     return sum(tokens * rounds for tokens, rounds in found) / sum(rounds for _, rounds in found) if found else None
 
 
 def speed_ups(rows: Iterable[Row], method: str, rate: str = "tokens_per_second") -> list[float]:
-    """Per prompt, the method's tokens/s over plain decoding's in the same repeat. rate: the rows' property that is
-    compared, for prompts of which it is known.
+    """Return, per prompt, the method's tokens/s over plain decoding's in the same repeat. rate: the rows' property that
+    is compared, for prompts of which it is known.
     """
     rows = list(rows)
     plain = {row.prompt: getattr(row, rate) for row in rows if row.method == PLAIN}
@@ -169,7 +171,7 @@ def speed_ups(rows: Iterable[Row], method: str, rate: str = "tokens_per_second")
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """The speed-ups by temperature, suite and contestant."""
+    """Return the speed-ups by temperature, suite and contestant."""
     found: dict[Where, dict[Any, float]] = {}
     plain = {row.prompt: row.tokens_per_second for row in rows if row.method == PLAIN}
     for row in rows:
@@ -180,18 +182,18 @@ def ratios(rows: Sequence[Row]) -> Ratios:
 
 
 def summaries(rows: Sequence[Row]) -> list[Summary]:
-    """One for each contestant, the fastest first."""
+    """Return a summary for each contestant, the fastest first."""
     found = [Summary(name, rows) for name in dict.fromkeys(row.method for row in rows)]
     return sorted(found, key=lambda one: -one.speed_up)
 
 
 def first_turns(rows: Sequence[Row]) -> list[Row]:
-    """Without the later turns of conversations, which repeat what was said."""
+    """Leave out the later turns of conversations, which repeat what was said."""
     return [row for row in rows if row.turn == 1]
 
 
 def without_loops(rows: Sequence[Row]) -> list[Row]:
-    """The prompts on which plain decoding does not loop: a loop flatters methods that copy from the text."""
+    """Keep the prompts on which plain decoding does not loop: a loop flatters methods that copy from the text."""
     looping = {row.prompt for row in rows if row.method == PLAIN and row.loops}
     return [row for row in rows if row.prompt not in looping]
 
@@ -230,13 +232,13 @@ _ROUNDS: dict[str, Column] = {
 
 
 def speed_table(rows: Sequence[Row]) -> Table:
-    """A line for each contestant, the fastest first: what a user sees."""
+    """Make a line for each contestant, the fastest first: what a user sees."""
     title = "All answers, loops included" if any(row.loops for row in rows) else "All answers"
     return _table(title, summaries(rows), _SPEED)
 
 
 def round_table(rows: Sequence[Row]) -> Table:
-    """What their rounds consist of."""
+    """Make the table of what their rounds consist of."""
     return _table("Rounds", [one for one in summaries(rows) if one.mean("round_ms_p50") is not None], _ROUNDS)
 
 
@@ -245,7 +247,9 @@ def _table(title: str, lines: Sequence[Summary], columns: dict[str, Column]) -> 
 
 
 def turn_table(rows: Sequence[Row]) -> Table:
-    """Each turn of multi-turn conversations: tokens of the prompt, those already in the cache, tokens accepted."""
+    """Make a line for each turn of multi-turn conversations: tokens of the prompt, those already in the cache, tokens
+    accepted.
+    """
     later = {row.suite.partition(",")[0] for row in rows if row.turn > 1}
     lines = []
     for suite, method in dict.fromkeys((row.suite, row.method) for row in rows if row.suite.partition(",")[0] in later):

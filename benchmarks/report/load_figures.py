@@ -1,4 +1,4 @@
-"""From the rows of `talon bench --concurrency` to its tables: throughput, latency, and texts that differ."""
+"""Makes the tables of `talon bench --concurrency` from its rows: throughput, latency, and texts that differ."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ class LoadRow(msgspec.Struct, frozen=True):
 
     @property
     def pauses_s(self) -> list[float]:
-        """Between emissions. Tokens that come together have one pause, the one that a reader of the stream sees."""
+        """The seconds between emissions. Tokens that come together have one pause, the one that a reader of the stream
+        sees.
+        """
         times = [at for at, _ in self.emitted]
         return [now - before for before, now in itertools.pairwise(times)]
 
@@ -64,19 +66,19 @@ class LoadRow(msgspec.Struct, frozen=True):
 
 
 def tokens_per_second(rows: Sequence[LoadRow]) -> float:
-    """Over all requests, while all places are taken: until the first place is left empty."""
+    """Return tokens a second over all requests, while all places are taken: until the first place is left empty."""
     last_asked_s = max(row.asked_s for row in rows)
     full_s = min(row.ended_s for row in rows if row.ended_s > last_asked_s)
     return sum(count for row in rows for at, count in row.emitted if at <= full_s) / full_s
 
 
 def requests_per_second(rows: Sequence[LoadRow]) -> float:
-    """`tokens_per_second` in answers of average length."""
+    """Return `tokens_per_second` in answers of average length."""
     return tokens_per_second(rows) * len(rows) / sum(row.tokens for row in rows)
 
 
 def throughput(rows: Sequence[LoadRow], good: bool = False) -> float:
-    """Tokens a second from the first arrival to the last token; good: only of answers that came fast enough."""
+    """Return tokens a second from the first arrival to the last token; good: only of answers that came fast enough."""
     span_s = max(row.ended_s for row in rows) - min(row.asked_s for row in rows)
     return sum(row.tokens for row in rows if row.is_good or not good) / span_s
 
@@ -86,7 +88,7 @@ def at_once(level: int) -> str:
 
 
 def ratios(rows: Iterable[LoadRow]) -> Ratios:
-    """Tokens a second over plain decoding's at the same level, by repeat."""
+    """Return tokens a second over plain decoding's at the same level, by repeat."""
     speeds = _speeds(rows)
     found: dict[Where, dict[Any, float]] = {}
     for (level, method, repeat), speed in speeds.items():
@@ -97,7 +99,7 @@ def ratios(rows: Iterable[LoadRow]) -> Ratios:
 
 
 def _runs(rows: Iterable[LoadRow]) -> dict[tuple[int, str, int], list[LoadRow]]:
-    """By level, method and repeat."""
+    """Group the rows by level, method and repeat."""
     runs: dict[tuple[int, str, int], list[LoadRow]] = {}
     for row in rows:
         if row.concurrency is not None:
@@ -130,7 +132,9 @@ class Level(msgspec.Struct, frozen=True):
 
 
 def levels(rows: Iterable[LoadRow]) -> list[Level]:
-    """A line for each level and method, levels ascending, in the methods' order of first mention, plain first."""
+    """Return a line for each level and method, levels ascending, in the methods' order of first mention,
+    plain first.
+    """
     runs = _runs(rows)
     speeds = {run: tokens_per_second(some) for run, some in runs.items()}
     methods = sorted({method for _, method, _ in runs}, key=lambda method: (method != PLAIN, method))
@@ -139,7 +143,7 @@ def levels(rows: Iterable[LoadRow]) -> list[Level]:
         for method in methods:
             mine = [repeat for one, name, repeat in runs if (one, name) == (level, method)]
             if not (repeats := [repeat for repeat in mine if (level, PLAIN, repeat) in runs]):
-                continue  # a run that was interrupted
+                continue  # the run was interrupted
             answers = [row for repeat in repeats for row in runs[level, method, repeat]]
             over = [speeds[level, method, r] / speeds[level, PLAIN, r] for r in repeats]
             ones = [speeds[level, method, r] / speeds[1, PLAIN, r] for r in repeats if (1, PLAIN, r) in speeds]
@@ -162,7 +166,7 @@ def levels(rows: Iterable[LoadRow]) -> list[Level]:
 
 
 def level_table(lines: Sequence[Level]) -> Table:
-    """p50/p95 of the time to the first token and of the pauses between emissions."""
+    """Make the table of p50/p95 of the time to the first token and of the pauses between emissions."""
     return Table(
         "Requests at once (n)",
         ("n", "method", "tok/s", "speed-up", "95%", "over 1", "busy", "first ms", "pause ms", "same"),
@@ -186,7 +190,7 @@ def level_table(lines: Sequence[Level]) -> Table:
 
 
 def arrival_table(rows: Sequence[LoadRow]) -> Table:
-    """Requests that arrive at random."""
+    """Make the table of requests that arrive at random."""
     runs: dict[tuple[float, bool, str], dict[int, list[LoadRow]]] = {}
     for row in rows:
         if row.arrivals is not None:

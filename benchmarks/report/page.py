@@ -1,4 +1,4 @@
-"""report.md and report.html: what was run, on which machine, and all results. The page contains its pictures."""
+"""Writes report.md and report.html: what was run, on which machine, and all results. The page contains its pictures."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write(folder: Path) -> None:
 
 
 def _sections(run: Run) -> Iterator[tuple[str, list[Table]]]:
-    """The short ones first, the suites one by one last."""
+    """Yield the sections, the short ones first, the suites one by one last."""
     temperatures = {
         t: [row for row in run.single if row.temperature == t] for t in sorted({r.temperature for r in run.single})
     }
@@ -76,7 +76,7 @@ def _sections(run: Run) -> Iterator[tuple[str, list[Table]]]:
         if 0 < len(straight) < len(asked):
             share = f"{len({row.prompt for row in straight})} of {len({row.prompt for row in asked})}"
             yield f"T = {t:g}, prompts whose plain answer does not loop ({share})", _tables(straight)
-        if len(suites := _suites(some)) > 1:  # one was summarised above
+        if len(suites := _suites(some)) > 1:  # a single suite was summarised above
             for suite in suites:
                 yield f"T = {t:g}, {suite}", _tables([row for row in some if row.suite == suite])
 
@@ -90,7 +90,7 @@ def _tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def _draw(run: Run, folder: Path) -> list[tuple[str, str]]:
-    """Make the pictures; returns their names and titles, the most telling first."""
+    """Draw the pictures; return their names and titles, the most telling first."""
     made: list[tuple[str, str]] = []
 
     def name(file: str, title: str) -> Path:
@@ -114,7 +114,7 @@ def _draw(run: Run, folder: Path) -> list[tuple[str, str]]:
 
 
 def _run(folder: Path) -> list[str]:
-    """What was run. The machine is the one that ran it, which need not be this one."""
+    """Say what was run. The machine is the one that ran it, which need not be this one."""
     try:
         return (folder / ABOUT).read_text(encoding="utf8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Pictures. Okabe and Ito's colours, which people with any kind of colour vision can tell apart."""
+"""Draws pictures in Okabe and Ito's colours, which people with any kind of colour vision can tell apart."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ OURS, PUBLISHED, OTHERS = "#0072B2", "#999999", "#E69F00"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 LINES, MARKERS = ("-", "--", "-.", ":"), "os^Dv"
 HATCHES = ("", "//", "..", "xx", "\\\\")
-"""Used besides colours, so that bars differ in black and white too."""
+"""Patterns that are used besides colours, so that bars differ in black and white too."""
 _OURS = ("talon", "hybrid", "+")  # prefixes of our own methods' names
 _METHODS = {OURS: "Talon", PUBLISHED: "as published", OTHERS: "transformers"}
 _ENGINES = {OURS: "Talon", OTHERS: "others"}
 
 
 class Bar(NamedTuple):
-    """low, high: the ends of its interval."""
+    """A bar with its interval. low, high: the ends of its interval."""
 
     label: str
     value: float
@@ -40,7 +40,7 @@ class Bar(NamedTuple):
 
 
 def bars(shown: Mapping[str, Sequence[Bar]], xlabel: str, kinds: Mapping[str, str], path: Path, form: str) -> None:
-    """A panel of horizontal bars for each key, the first bar on top, with their intervals and figures (`form`).
+    """Draw a panel of horizontal bars for each key, the first bar on top, with their intervals and figures (`form`).
     kinds: what the colours mean.
     """
     columns = min(2, len(shown))
@@ -63,12 +63,12 @@ def bars(shown: Mapping[str, Sequence[Bar]], xlabel: str, kinds: Mapping[str, st
 
 
 def _errors(panel: Sequence[Bar]) -> list[list[float]]:
-    """Lengths of the error bars on both sides: a bound may equal the value, or miss it by rounding."""
+    """Return the lengths of the error bars on both sides: a bound may equal the value, or miss it by rounding."""
     return [[max(0.0, bar.value - bar.low) for bar in panel], [max(0.0, bar.high - bar.value) for bar in panel]]
 
 
 def lines(axis: Axes, curves: Mapping[str, tuple[Iterable[float], Iterable[float]]], **settings: Any) -> None:
-    """A line with markers for each curve, by its label. settings: of the axis."""
+    """Draw a line with markers for each curve, by its label. settings: of the axis."""
     for place, (name, (x, y)) in enumerate(curves.items()):
         dashes, marker = LINES[place % 4], MARKERS[place % 5]
         axis.plot([*x], [*y], dashes, color=COLOURS[place % 7], marker=marker, markersize=4, label=name)
@@ -77,7 +77,7 @@ def lines(axis: Axes, curves: Mapping[str, tuple[Iterable[float], Iterable[float
 
 
 def grouped(axis: Axes, names: Sequence[str], groups: Mapping[str, Mapping[str, float]], **settings: Any) -> None:
-    """Upright bars: at each name one for each group that has a value for it."""
+    """Draw upright bars: at each name one for each group that has a value for it."""
     width = 0.8 / max(1, len(groups))
     for place, (group, values) in enumerate(groups.items()):
         at = [names.index(name) + width * (place - (len(groups) - 1) / 2) for name in values]
@@ -89,7 +89,7 @@ def grouped(axis: Axes, names: Sequence[str], groups: Mapping[str, Mapping[str, 
 
 
 def stacked(axis: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float]], **settings: Any) -> None:
-    """Upright bars made of parts, with their sums."""
+    """Draw upright bars made of parts, with their sums."""
     bottom = [0.0] * len(names)
     for place, (part, heights) in enumerate(parts.items()):
         drawn = axis.bar(range(len(names)), heights, 0.6, bottom, label=part, **_looks(place))
@@ -100,7 +100,7 @@ def stacked(axis: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float
 
 
 def panels(lines: int, columns: int, width: float, height: float) -> tuple[Figure, Any]:
-    """A figure, and its axes, [lines, columns]."""
+    """Return a figure, and its axes, [lines, columns]."""
     return plt.subplots(lines, columns, figsize=(width, height), squeeze=False)
 
 
@@ -115,7 +115,9 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def speed_up_bars(suites: Mapping[str, Sequence[Row]], path: Path) -> None:
-    """Speed-up over plain decoding: a bar for each contestant, the fastest on top, in a panel for each set of rows."""
+    """Draw speed-ups over plain decoding: a bar for each contestant, the fastest on top, in a panel for each set of
+    rows.
+    """
     found = {
         title: [Bar(one.method, one.speed_up, one.low, one.high, _colour_of(one.method)) for one in summaries(rows)]
         for title, rows in suites.items()
@@ -128,7 +130,7 @@ def _colour_of(method: str) -> str:
 
 
 def accepted_lengths(rows: Sequence[Row], path: Path, most: int = 12) -> None:
-    """Share of rounds by tokens emitted, for the contestants that accept most."""
+    """Draw the share of rounds by tokens emitted, for the contestants that accept most."""
     drafting = [one for one in summaries(rows) if one.method != PLAIN and one.mean_accepted_tokens is not None]
     curves = {}
     for one in sorted(drafting, key=lambda one: -(one.mean_accepted_tokens or 0))[:5]:
@@ -144,7 +146,7 @@ def accepted_lengths(rows: Sequence[Row], path: Path, most: int = 12) -> None:
 
 
 def concurrency(levels: Sequence[Level], path: Path) -> None:
-    """Tokens a second of all requests together against the number at once, a line for each method."""
+    """Draw tokens a second of all requests together against the number at once, a line for each method."""
     curves = {}
     for method in dict.fromkeys(line.method for line in levels):
         mine = [line for line in levels if line.method == method]
@@ -158,7 +160,9 @@ def concurrency(levels: Sequence[Level], path: Path) -> None:
 
 
 def engines(turns: Sequence[Turn], path: Path) -> None:
-    """Total tokens a second, a panel for each number of requests at once and each group of engines with ours in it."""
+    """Draw total tokens a second, a panel for each number of requests at once and each group of engines with ours in
+    it.
+    """
     ours = {(turn.group, turn.label) for turn in turns if turn.talon}
     groups = [*dict.fromkeys(group for group, _ in speeds(turns) if group in dict(ours))]
     shown: dict[str, list[Bar]] = {}

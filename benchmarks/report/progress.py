@@ -1,4 +1,6 @@
-"""Progress of long work: a bar for each task on a terminal; elsewhere a line when it begins, and one a minute."""
+"""Shows the progress of long work: a bar for each task on a terminal; elsewhere a line when it begins, and one a
+minute.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the rows of `talon qa` to its tables: the speed-up of speculation, and how right the answers are."""
+"""Makes the tables of `talon qa` from its rows: the speed-up of speculation, and how right the answers are."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _RESAMPLES = 2000
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """exact: it is an accepted answer. f1: over words. subspan: it contains an accepted answer, as *Lost in the Middle*
-    scores answers in sentences.
+    """How right an answer is. exact: it is an accepted answer. f1: over words. subspan: it contains an accepted answer,
+    as *Lost in the Middle* scores answers in sentences.
     """
 
     exact: float
@@ -67,7 +67,7 @@ class Retrieval(msgspec.Struct):
 
 
 def ratios(rows: Sequence[QaRow]) -> Ratios:
-    """Speed-ups by setting, kind and method."""
+    """Return the speed-ups by setting, kind and method."""
     plain = {(row.setting, row.kind, row.question_id): row for row in rows if row.method == PLAIN}
     found: dict[Where, dict[Any, float]] = {}
     for row in rows:
@@ -80,7 +80,7 @@ def ratios(rows: Sequence[QaRow]) -> Ratios:
 
 
 def speed_table(rows: Sequence[QaRow]) -> Table:
-    """A line for each setting, kind of question and method."""
+    """Make a line for each setting, kind of question and method."""
     over, lines = ratios(rows), []
     for setting, kind, method in dict.fromkeys((row.setting, row.kind, row.method) for row in rows):
         mine = [row for row in rows if (row.setting, row.kind, row.method) == (setting, kind, method)]
@@ -105,7 +105,7 @@ def speed_table(rows: Sequence[QaRow]) -> Table:
 
 
 def score_table(rows: Sequence[QaRow]) -> Table:
-    """Plain decoding's scores, and how many methods have the same."""
+    """Make the table of plain decoding's scores, and how many methods have the same."""
     lines = []
     for setting, kind in dict.fromkeys((row.setting, row.kind) for row in rows):
         some = [row for row in rows if (row.setting, row.kind) == (setting, kind)]
@@ -131,7 +131,7 @@ def score_table(rows: Sequence[QaRow]) -> Table:
 
 
 def _share(scores: Sequence[Scores], take: Callable[[Scores], float]) -> str:
-    """The mean and its 95% interval, by bootstrap."""
+    """Return the mean and its 95% interval, by bootstrap."""
     if not scores:
         return "-"
     values = np.array([take(one) for one in scores])

@@ -15,31 +15,31 @@ import numpy as np
 from engine.core.errors import ConfigError
 
 AGREE = 0.05
-"""How far apart the ratios of two runs may be and still count as the same."""
+"""The ratios of two runs may be so far apart and still count as the same."""
 _RESAMPLES = 2000
 _LEAST = 3  # pairs that both runs must have before a difference is called a change
 
 Where = tuple[str, str, str]
 """The measurement, its setting and the contestant."""
 Ratios = Mapping[Where, Mapping[Hashable, float]]
-"""By prompt and repeat."""
+"""Ratios by prompt and repeat."""
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """95% interval of the median, by bootstrap."""
+    """Return the 95% interval of the median, by bootstrap."""
     low, high = np.quantile(resampled(values), [0.025, 0.975])
     return float(low), float(high)
 
 
 def resampled(values: Sequence[float], seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Medians of samples drawn with replacement: [resamples]."""
+    """Return medians of samples drawn with replacement: [resamples]."""
     sample = np.random.default_rng(seed).choice(np.asarray(values, float), (_RESAMPLES, len(values)))
     medians: np.ndarray[tuple[int], np.dtype[np.float64]] = np.median(sample, axis=1)
     return medians
 
 
 def width(values: Sequence[float]) -> float:
-    """The interval's width as a share of the median."""
+    """Return the interval's width as a share of the median."""
     low, high = interval(values)
     return (high - low) / median(values)
 
@@ -64,7 +64,7 @@ class Agreement(NamedTuple):
 
 
 def agreements(one: Ratios, other: Ratios) -> list[Agreement]:
-    """What both runs have, the most different first. other: the earlier run."""
+    """Return what both runs have, the most different first. other: the earlier run."""
     found = []
     for where, mine in one.items():
         if not (both := mine.keys() & other.get(where, {}).keys()):
@@ -77,7 +77,7 @@ def agreements(one: Ratios, other: Ratios) -> list[Agreement]:
 
 
 def compared(one: Ratios, other: Ratios, folder: Path) -> Iterable[str]:
-    """Which share of two runs agrees, then what does not, then what changed by more than noise."""
+    """Say which share of two runs agrees, then what does not, then what changed by more than noise."""
     pairs = agreements(one, other)
     if not pairs:
         raise ConfigError(f"against={folder}: has no contestant and setting in common with this run")

@@ -13,8 +13,8 @@ SERVED = {"talon-pld": "pld", "talon-suffix": "suffix", "hybrid": "hybrid"}
 
 
 def recommendation(rows: Sequence[Row], options: Sequence[str]) -> str:
-    """A sentence with its figures, and the line to paste. A method is recommended only if its whole interval is above
-    plain decoding's speed. options: of the command line that say what was measured, and are to be pasted too.
+    """Return a sentence with its figures, and the line to paste. A method is recommended only if its whole interval is
+    above plain decoding's speed. options: of the command line that say what was measured, and are to be pasted too.
     """
     served = [one for one in summaries(rows) if one.method in SERVED]
     best = next((one for one in served if one.low > 1.0), None)
@@ -28,7 +28,7 @@ def recommendation(rows: Sequence[Row], options: Sequence[str]) -> str:
 
 
 def activations_told(chosen: Sequence[Row], others: Sequence[Row]) -> str:
-    """What both kinds of activations give. chosen: the rows of `activations=auto`; others: of the other kind."""
+    """Say what both kinds of activations give. chosen: the rows of `activations=auto`; others: of the other kind."""
     kinds = [(rows[0].activations, _speeds(rows)) for rows in (chosen, others)]
     (auto, first), (other, second) = kinds
     return (

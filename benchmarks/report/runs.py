@@ -47,14 +47,14 @@ class Run:
         return [row for row in self.single if row.temperature == 0] or self.single
 
     def ratios(self) -> Ratios:
-        """Of all measurements."""
+        """Return the ratios of all measurements."""
         single, load = figures.ratios(self.single), load_figures.ratios(self.load)
         found = {**single, **load, **qa_figures.ratios(self.qa), **engine_figures.ratios(self.engines)}
         return {where: some for where, some in found.items() if where[-1] != PLAIN}
 
 
 def _read(path: Path, kind: type[Line]) -> list[Line]:
-    """The rows of a file that a benchmark wrote; none where there is no file."""
+    """Read the rows of a file that a benchmark wrote; none where there is no file."""
     try:
         with path.open(encoding="utf8") as lines:
             return [msgspec.json.decode(line, type=kind) for line in lines]

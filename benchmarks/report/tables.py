@@ -11,7 +11,7 @@ import rich.table
 
 @dataclass(frozen=True)
 class Table:
-    """words: how many of the first columns hold words, which are left-aligned."""
+    """A table of cells. words: how many of the first columns hold words, which are left-aligned."""
 
     title: str
     columns: Sequence[str]
@@ -40,7 +40,7 @@ class Table:
 
 
 def p50_p95(values: Sequence[float], scale: float = 1, form: str = ".0f") -> str:
-    """Median and 95th percentile."""
+    """Return median and 95th percentile."""
     if not values:
         return "-"
     ranked = sorted(values)
@@ -48,5 +48,5 @@ def p50_p95(values: Sequence[float], scale: float = 1, form: str = ".0f") -> str
 
 
 def known(value: float | None, form: str, scale: float = 1) -> str:
-    """A figure, or "-" where there is none."""
+    """Return a figure, or "-" where there is none."""
     return "-" if value is None else format(value * scale, form)

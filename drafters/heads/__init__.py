@@ -1,4 +1,4 @@
 """Draft heads: one file each, on common sessions, layers and checkpoints.
 
-Imports `engine.core`, `engine.kernels` and `engine.model`'s interfaces.
+The folder imports `engine.core`, `engine.kernels` and `engine.model`'s interfaces.
 """

@@ -1,7 +1,7 @@
-"""Reading draft heads in their public layouts, and what they borrow from the target: embeddings and output matrix.
+"""Reads draft heads in their public layouts, and what they borrow from the target: embeddings and output matrix.
 
-Every tensor is asked for by name and shape and none may be left over, so a head in another layout or for another
-model is refused before it serves a request. Pickles are only ever opened with `weights_only=True`.
+Every tensor is asked for by name and shape and none may be left over, so a head in another layout or for another model
+is refused before it serves a request. Pickles are only ever opened with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _SCALES = ".scales"
 class Checkpoint:
     """A directory with `config.json` and one file of tensors, taken out by name until none is left.
 
-    method: what to train instead, for the fix in each message (`talon train <method>`). field: who names the directory.
+    method: the method to train instead, for the fix in each message (`talon train <method>`). field: the key that names
+    the directory.
     """
 
     def __init__(self, path: str, method: str, files: Sequence[str] = WEIGHT_FILES, field: str = "drafter.path"):
@@ -75,14 +76,14 @@ class Checkpoint:
                 ) from None
 
     def number(self, key: str, default: int | None = None) -> int:
-        """A size or count from the config."""
+        """Return a size or count from the config."""
         value = self.config.get(key, default)
         if not isinstance(value, int) or value < 1:
             raise self.error(f"config.json: {key}={value!r} is not a positive count")
         return value
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor `name`, which must have `shape`."""
+        """Take the tensor `name`, which must have `shape`."""
         name = speculators.stored_name(name, self.speculator)
         if name not in self.tensors:
             raise self.error(f"tensor {name} is missing")
@@ -95,7 +96,7 @@ class Checkpoint:
         return self.take(name, *shape) if speculators.stored_name(name, self.speculator) in self.tensors else None
 
     def target_ids(self, draft_vocab: int, vocab: int) -> Tensor:
-        """[draft_vocab] int64, the target's ids of the outputs: offsets in `d2t`, checked against `t2d`."""
+        """Take [draft_vocab] int64, the target's ids of the outputs: offsets in `d2t`, checked against `t2d`."""
         if draft_vocab == vocab and "d2t" not in self.tensors:
             return torch.arange(vocab)
         ids = self.take("d2t", draft_vocab).long() + torch.arange(draft_vocab)
@@ -134,8 +135,9 @@ class Checkpoint:
 
 
 def coded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with each matrix of floats as codes of 8 bits and `NAME.scales`, one of 32 inputs, where its inputs
-    are a multiple of 32: half the bytes, and what a CPU makes of the matrices anyway (`drafters.heads.layers.Linear`).
+    """Return the tensors with each matrix of floats as codes of 8 bits and `NAME.scales`, one of 32 inputs, where its
+    inputs are a multiple of 32: half the bytes, and what a CPU makes of the matrices anyway
+    (`drafters.heads.layers.Linear`).
     """
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -149,7 +151,9 @@ def coded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """What a head borrows. embedding: [vocab, hidden]. lm_head: [vocab, hidden], the embedding if tied."""
+    """What a head borrows from the target. embedding: [vocab, hidden]. lm_head: [vocab, hidden], the
+    embedding if tied.
+    """
 
     embedding: Tensor
     lm_head: Tensor
@@ -176,7 +180,7 @@ class TargetWeights:
             lm_head = _find_tensor(folder, path, "lm_head.weight")
         if embedding is None:
             raise ModelError(f"model={path}: no tensor named *embed_tokens.weight; draft heads need its embeddings")
-        if lm_head is None and not config.get("tie_word_embeddings", True):  # as transformers takes it
+        if lm_head is None and not config.get("tie_word_embeddings", True):  # transformers' default
             raise ModelError(
                 f"model={path}: no tensor named lm_head.weight; the directory is incomplete, copy it again"
             )
@@ -184,7 +188,7 @@ class TargetWeights:
 
 
 def find_folder(path: str, field: str) -> Path:
-    """The directory itself, or the cached snapshot of a hub id."""
+    """Return the directory itself, or the cached snapshot of a hub id."""
     if Path(path).is_dir():
         return Path(path)
     try:
@@ -207,11 +211,11 @@ def read_config(folder: Path, field: str) -> dict[str, Any]:
 
 
 def read_tensors(file: Path, field: str) -> dict[str, Tensor]:
-    """All tensors of a .safetensors file or of a pickle that holds nothing but tensors."""
+    """Read all tensors of a .safetensors file or of a pickle that holds nothing but tensors."""
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
-                # copied out of the mapped file, which somebody may cut
+                # The tensors are copied out of the mapped file, which somebody may cut.
                 return {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118 (not a dict)
         tensors = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, SafetensorError) as error:
@@ -226,14 +230,14 @@ def read_tensors(file: Path, field: str) -> dict[str, Tensor]:
 
 
 def _dequantised(gguf: GgufFile, name: str) -> Tensor | None:
-    """A matrix of the file as bfloat16; None if there is none of that name."""
+    """Return a matrix of the file as bfloat16; None if there is none of that name."""
     if (tensor := gguf.tensor(name)) is None:
         return None
     return StoredMatrix.of(tensor.kind.name, gguf.read(tensor), tensor.shape[0]).values()
 
 
 def _find_tensor(folder: Path, path: str, suffix: str) -> Tensor | None:
-    """The one tensor whose name ends in `suffix`."""
+    """Return the one tensor whose name ends in `suffix`."""
     for index in sorted(folder.glob("*.index.json")):
         for name, file in json.loads(index.read_text(encoding="utf8"))["weight_map"].items():
             if name.endswith(suffix):

@@ -1,40 +1,53 @@
 """A head's decoder layers on CUDA, for all requests at once, with the attention and kernels of a target's lean layers.
 
 What `drafters.heads.stack` says holds here too: rows are flat, keys and values of all requests lie in one pool of
-blocks, and a row lists the slots of its ancestors. So one graph serves the steps of all requests: it differs in the
-number of rows and in the text length alone. A step reads and writes what a head keeps of its rows within the graph, and
-takes nothing from the host but the rows' numbers.
+blocks, and a row lists the slots of its ancestors. So one graph serves the steps of all requests and texts: it differs
+in the number of rows alone. A step reads and writes what a head keeps of its rows within the graph, and takes nothing
+from the host but the rows' numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
+from drafters.heads.growth.ahead import draft_ahead
+from drafters.heads.growth.policies import Dynamic
+from drafters.heads.growth.trie import Trie
 from drafters.heads.layers import DecoderLayer, Linear, RMSNorm
 from drafters.heads.stack import GrowingPool, StackLayer, StackSpec, norm_of
 from engine.core.batch import BLOCK, Batch, Int, Rows
+from engine.device import uploaded
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
-from engine.model.cuda.graphs import CaptureOwner, Recorded, uploaded
+from engine.model.cuda.graphs import CaptureOwner, Recorded
 from engine.model.cuda.layer_kernels import entered, gated, normed
 from engine.model.cuda.padded_rows import PaddedRows, longs
 from engine.model.cuda.triton_attention import TritonAttention
 
 SIZES = (4, 16, 64, 256, 512)
 """Rows of a graph. More, of prompts, are launched kernel by kernel."""
-_BLOCKS = 1024  # of the pool initially: when it grows, graphs are captured anew
+_BLOCKS = 1024  # blocks of the pool at least: when it grows, graphs are captured anew
+_POOL_SHARE = 16  # the pool takes one part in so many of free memory
+_POSITIONS = 1 << 17  # positions that are rotated without computing more, for which graphs are captured anew
+_LISTED = 1 << 16  # blocks and ancestors that the rows of a graph may list
 
 
 def padded_size(rows: int) -> int:
-    """The rows of the graph that serves so many, or as many if none does."""
+    """Return the rows of the graph that serves so many, or as many if none does."""
     return next((size for size in SIZES if size >= rows), rows)
+
+
+def first_blocks(block_bytes: int, device: torch.device) -> int:
+    """Return the blocks of a pool that is not to grow while requests are served."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    return max(_BLOCKS, free // _POOL_SHARE // block_bytes)
 
 
 class _Layer(NamedTuple):
@@ -70,13 +83,19 @@ class CudaStack:
         self._layers, self._norm = [_Layer.over(layer) for layer in spec.own_layers], norm_of(spec.norm)
         first = self.first = spec.first
         self.hidden = first.out.outputs
-        self.pool = GrowingPool(spec.kv_shape(), _BLOCKS, self.hidden, spec.dtype, first.device)
-        self._attention = TritonAttention(self.pool, first.heads // first.kv_heads)
+        shape = spec.kv_shape()
+        blocks = first_blocks(shape.block_bytes + BLOCK * self.hidden * spec.dtype.itemsize, first.device)
+        self.pool = GrowingPool(shape, blocks, self.hidden, spec.dtype, first.device)
+        self._attention = TritonAttention(self.pool, first.heads // first.kv_heads, SIZES[-1])
         self._rule = Rule(first.head_dim**-0.5)
-        self._recorded: dict[tuple[int, ...], Recorded] = {}  # by rows, attention chunks and ancestors listed
+        self._recorded: dict[int, Recorded] = {}  # by rows
         self._over = self.pool.keys  # what the graphs were captured over
         self.owner = CaptureOwner()
-        self.cos_sin = self.first.rotary.halves(256)
+        self.cos_sin = self.first.rotary.halves(_POSITIONS)
+
+    def draft_ahead(self, tries: Sequence[Trie], roots: Sequence[Tensor], policy: Dynamic) -> None:
+        """See `drafters.heads.growth.ahead`."""
+        draft_ahead(self, tries, roots, policy)
 
     def reader(self, fc: Linear, norm: RMSNorm, layers: Sequence[tuple[DecoderLayer, Linear]]) -> CudaReader:
         """Reads what such layers attend to beside their rows into the pool."""
@@ -90,31 +109,39 @@ class CudaStack:
 
     def run(self, above: Sequence[int], parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
         """See `Stack.run`."""
+        step = self.step(parts)
+        read = np.full(step.size, above[-1])
+        read[: step.count] = above
+        picked = np.asarray(range(step.count) if chosen is None else chosen)
+        return step.launch(step.rows, longs(read), picked)
+
+    def step(self, parts: Sequence[Rows]) -> StackStep:
+        """Prepare a forward over these rows; there is room for them from now on."""
         for part in parts:
             part.cache.reserve(part.first + len(part))
-        batch, device = Batch(parts), self.first.device
+        batch = Batch(parts)
         self.reserve_positions(batch.reach)
         if self._over is not self.pool.keys:
             self._recorded.clear()
             self._over = self.pool.keys
-        count, size = len(batch), padded_size(len(batch))
-        rows, chunks = PaddedRows.of(batch, 0, count, size, self._attention.together)
-        read, written = np.full(size, above[-1]), np.full(size, self.pool.blocks * BLOCK)  # padding writes to the end
-        read[:count], written[:count] = above, batch.slots
-        picked = np.asarray(range(count) if chosen is None else chosen)
-        if size not in SIZES:
-            return self._run(chunks, *uploaded((longs(picked), longs(read), longs(written), *rows), device))[0]
-        filled = np.zeros(size, np.int64)
-        filled[: len(picked)] = picked
-        key = size, chunks, len(rows.ancestor_slots)
-        if key not in self._recorded:
-            self._recorded[key] = Recorded(partial(self._run, chunks), device, owner=self.owner)
-        (out,) = self._recorded[key](longs(filled), longs(read), longs(written), *rows)
-        return out[: len(picked)].clone()  # the next call overwrites it
+        size = padded_size(len(batch))
+        rows = PaddedRows.of(batch, 0, len(batch), size, self._attention)
+        if (chunks := int(rows.parts[-1])) > self._attention.capacity:
+            self._attention.reserve(2 * chunks)
+            self._recorded.clear()
+        return StackStep(self, batch, rows)
 
-    def _run(self, chunks: int, chosen: Tensor, read: Tensor, written: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-        """The head's outputs of the chosen rows: the part that a CUDA graph captures. read, written: [rows], where each
-        row finds and leaves what is kept.
+    def launch(self, size: int, *given: Tensor) -> Tensor:
+        """Return what `_run` makes of these; the next call overwrites it."""
+        if size not in SIZES or len(given[-1]) > _LISTED:
+            return self._run(*uploaded(given, self.first.device))[0]
+        if size not in self._recorded:
+            self._recorded[size] = Recorded(self._run, self.first.device, owner=self.owner, room=_LISTED)
+        return self._recorded[size](*given)[0]
+
+    def _run(self, chosen: Tensor, read: Tensor, written: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Return the head's outputs of the chosen rows: the part that a CUDA graph captures. read, written: [rows],
+        where each row finds and leaves what is kept.
         """
         spec, padded, features = self.spec, PaddedRows(*rows), self.pool.features
         begun = spec.enters(features.index_select(0, read), padded.tokens)
@@ -127,13 +154,44 @@ class CudaStack:
             if index == 0 and spec.of_token is not None:
                 qkv += spec.of_token.index_select(0, padded.tokens)
             query = entered(self.pool, index, qkv, padded, self.cos_sin, layer.norms, layer.epsilon)
-            attended = self._attention(padded.seen, chunks, index, self._rule, query)
+            attended = self._attention(padded.seen, index, self._rule, query)
             x = normed(residual, layer.of.decoder.out(attended.flatten(1)), layer.inner_norm)
             delta = layer.of.decoder.down(gated(F.linear(x, layer.of.decoder.gate_up.weight)))
         x = residual.add_(delta).to(self.dtype) if self._norm is None else normed(residual, delta, self._norm)
         if spec.keeps:
             features.index_copy_(0, written, residual.to(features.dtype))
         return (spec.head(x.index_select(0, chosen)),)
+
+
+class StackStep:
+    """A forward over rows of a batch, on its way. size: with those that pad it."""
+
+    def __init__(self, stack: CudaStack, batch: Batch, rows: PaddedRows):
+        self.stack, self.batch, self.rows = stack, batch, rows
+        self.count, self.size = len(batch), len(rows.tokens)
+
+    def launch(self, rows: PaddedRows, read: Tensor, picked: NDArray[np.int64]) -> Tensor:
+        """Return the head's outputs of the rows picked. read: [size], where the rows find what they enter with."""
+        written = np.full(self.size, self.stack.pool.blocks * BLOCK)  # padding writes to the end
+        written[: self.count] = self.batch.slots
+        filled = np.zeros(self.size if self.size in SIZES else len(picked), np.int64)
+        filled[: len(picked)] = picked
+        out = self.stack.launch(self.size, longs(filled), read, longs(written), *rows)
+        return out[: len(picked)].clone()  # the next call overwrites it
+
+    def run(self, tokens: Tensor, read: Tensor, listed: Tensor) -> Tensor:
+        """Return the head's outputs of all rows; see `drafters.heads.growth.ahead.HeadStep`."""
+        return self.launch(self.rows._replace(tokens=tokens, listed=listed), read, np.arange(self.count))
+
+    @property
+    def tables(self) -> Tensor:
+        """The requests' block tables."""
+        return self.rows.listed[: int(self.rows.ancestor_ptr[0])]
+
+    @property
+    def places(self) -> Tensor:
+        """[count] int64: where in the pool the rows' features are."""
+        return longs(self.batch.slots)
 
 
 class CudaReader:
@@ -168,7 +226,7 @@ class CudaReader:
             self._recorded[size](filled, *map(longs, indexes))
 
     def _run(self, features: Tensor, written: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
-        """The part that a CUDA graph captures."""
+        """Run the part that a CUDA graph captures."""
         stack, rows = self.stack, _Places(*places)
         fused = self.fc(features)
         context = normed(fused.float(), fused, self.norm, added=False)

@@ -32,12 +32,17 @@ from engine.core.errors import DrafterMismatch
 
 
 def fused_layers(layers: int) -> tuple[int, int, int]:
-    """The hidden states EAGLE-3 reads: those entering layers 2, L // 2 and L - 3."""
+    """Return the hidden states that EAGLE-3 reads: those entering layers 2, L
+
+    2 and L - 3.
+    """
     return (2, layers // 2, layers - 3)
 
 
 class Eagle3Head(FeatureHead):
-    """The layer's output before `norm` is the next feature, of the same kind as `fuse` makes from true ones."""
+    """The EAGLE-3 head. The layer's output before `norm` is the next feature, of the same kind as `fuse` makes from
+    true ones.
+    """
 
     method = "eagle3"
     published_growth = Dynamic()
@@ -85,7 +90,7 @@ class Eagle3Head(FeatureHead):
 
     @staticmethod
     def _feature_layers(checkpoint: Checkpoint, layers: int) -> tuple[int, ...]:
-        """The three hidden states that the head was trained on, those entering these layers of the target."""
+        """Return the three hidden states that the head was trained on, those entering these layers of the target."""
         named = checkpoint.config.get("eagle_aux_hidden_state_layer_ids")
         read = fused_layers(layers) if named is None else named
         if not isinstance(read, list | tuple) or len(read) != 3 or not all(isinstance(layer, int) for layer in read):

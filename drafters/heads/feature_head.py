@@ -10,17 +10,27 @@ from torch import Tensor
 from drafters.heads import pooled_session
 from drafters.heads.feature_session import FeatureSession
 from drafters.heads.feature_weights import FeatureWeights
+from drafters.heads.growth.policies import Policy
 from drafters.heads.session import Session
 
 
 class FeatureHead(FeatureWeights):
-    """What the EAGLE heads have in common: everything but the layer itself."""
+    """Everything that the EAGLE heads have in common: all but the layer itself."""
 
     def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
         return super().roots(sessions) if self.stack is None else pooled_session.roots(self, sessions)
 
     def extend(self, asked: Sequence[tuple[Any, list[int], list[int]]]) -> list[tuple[list[int], Tensor | None]]:
         return super().extend(asked) if self.stack is None else pooled_session.extend(self, asked)
+
+    @property
+    def drafts_ahead(self) -> bool:
+        return hasattr(self.stack, "draft_ahead")
+
+    def draft_ahead(self, tries: Sequence[Any], policy: Policy) -> None:
+        stack: Any = self.stack  # one that has the method
+        roots = self.roots([trie.session for trie in tries])
+        stack.draft_ahead(tries, roots, policy)
 
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> Session:
         if self.stack is not None:

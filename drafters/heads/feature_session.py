@@ -28,17 +28,17 @@ class FeatureSession(Session):
         self.cache = head.new_cache(text + scratch)
         self.slots = 0  # cache slots that hold true features
         self.nodes = 1
-        # per node: its predicted feature, the position of its pair, and what it may attend to
+        # For each node: its predicted feature, the position of its pair, and what it may attend to.
         self.features = torch.empty(scratch + 1, head.hidden_size, device=head.device, dtype=head.dtype)
         self.positions = [0] * (scratch + 1)
-        # one row per node over the cache slots, so that a layer's mask is a slice and need not be assembled
+        # One row per node over the cache slots, so that a layer's mask is a slice and need not be assembled.
         self.visible = torch.zeros(scratch + 1, text + scratch, dtype=torch.bool, device=head.device)
         self._pending: list[tuple[int, Tensor, list[int]]] = []
         self._root_logits: Tensor | None = None
 
     def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
         assert features is not None
-        # computed when first needed: a verdict whose next tree is already drafted must not wait for it
+        # Computed when first needed: a verdict whose next tree is already drafted must not wait for it.
         self._pending.append((start, features, tokens))
         self.synced = start + len(tokens)
         self.nodes, self._root_logits = 1, None
@@ -66,7 +66,7 @@ class FeatureSession(Session):
         self.positions[first : first + n] = positions
         self.nodes += n
         nodes = list(range(first, first + n))
-        # one transfer for all three
+        # One transfer serves all three.
         rows, ids, at = torch.tensor([parents, tokens, positions], device=head.device).unbind()
         visible = self.visible[first : first + n]
         visible.copy_(self.visible.index_select(0, rows))

@@ -11,7 +11,7 @@ from drafters.heads.pooled_weights import PooledWeights
 
 
 class FeatureWeights(PooledWeights):
-    """What the sessions of an EAGLE head need of it, where it has no stack too."""
+    """What the sessions of an EAGLE head need of it, also where it has no stack."""
 
     lm_head: Linear
 
@@ -25,12 +25,12 @@ class FeatureWeights(PooledWeights):
         at: int,
         mask: Tensor | None,
     ) -> Tensor:
-        """[n, hidden_size]: the features guessed after (feature, token) pairs. at: as in `HeadCache.write`."""
+        """Return [n, hidden_size]: the features guessed after (feature, token) pairs. at: as in `HeadCache.write`."""
 
     @abstractmethod
     def logits(self, features: Tensor) -> Tensor:
-        """[n, hidden_size] -> [n, draft_vocab]."""
+        """Return logits [n, draft_vocab] of features [n, hidden_size]."""
 
     @abstractmethod
     def new_cache(self, capacity: int) -> HeadCache:
-        """A cache of the head's layer."""
+        """Return a cache of the head's layer."""

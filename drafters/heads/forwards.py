@@ -8,19 +8,20 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from drafters.heads.growth.policies import Dynamic, Policy
 from drafters.heads.growth.trie import Trie, TriePlace
 from drafters.heads.head import Head
 
 
 class Forwards:
-    """count, seconds: of the forwards so far, with what they predict."""
+    """Runs a head's forwards. count, seconds: of the forwards so far, with their predictions."""
 
     def __init__(self, head: Head):
         self.head = head
         self.count, self.seconds = 0, 0.0
 
     def begin(self, places: list[TriePlace]) -> list[int]:
-        """The node at the end of each path, from which a tree is to grow."""
+        """Return the node at the end of each path, from which a tree is to grow."""
         if not self.head.one_pass or not any(path for _, path in places):
             return self.descend(places)
         with self._counted():
@@ -30,8 +31,21 @@ class Forwards:
             nodes[row] = node
         return nodes
 
+    def draft_ahead(self, places: list[TriePlace], policy: Policy) -> None:
+        """Draft what the policy will ask for below node 0 of tries of which nothing is drafted, where a head does that
+        without waiting for each layer.
+        """
+        if not (isinstance(policy, Dynamic) and self.head.drafts_ahead):
+            return
+        new = dict.fromkeys(trie for trie, path in places if not path and 0 not in trie.seen)
+        if tries := [trie for trie in new if trie.ranking.top_k >= policy.top_k]:
+            started = time.perf_counter()
+            self.head.draft_ahead(tries, policy)
+            self.seconds += time.perf_counter() - started
+            self.count += policy.depth + 1
+
     def descend(self, places: list[TriePlace]) -> list[int]:
-        """The node at the end of each path, drafted where its request does not have it yet."""
+        """Return the node at the end of each path, drafted where its request does not have it yet."""
         self._draft_roots(dict.fromkeys(trie for trie, _ in places if 0 not in trie.seen))
         nodes = [0] * len(places)
         for level in range(max((len(path) for _, path in places), default=0)):
@@ -42,7 +56,7 @@ class Forwards:
         return nodes
 
     def nodes(self, triples: list[tuple[Trie, int, int]]) -> list[int]:
-        """The nodes of (trie, parent, token); missing ones are drafted in one forward."""
+        """Return the nodes of (trie, parent, token); missing ones are drafted in one forward."""
         new: dict[Trie, dict[tuple[int, int], None]] = {}
         for trie, parent, token in triples:
             if (parent, token) in trie.child:
@@ -56,7 +70,7 @@ class Forwards:
         return [trie.child[parent, token] for trie, parent, token in triples]
 
     def _blocks(self, places: list[TriePlace]) -> list[int]:
-        """The nodes where a one-pass head's blocks begin, -1 where a path is too long for one."""
+        """Return the nodes where a one-pass head's blocks begin, -1 where a path is too long for one."""
         tries = list(dict.fromkeys(trie for trie, _ in places))
         asked = [(trie.session, [path for other, path in places if other is trie]) for trie in tries]
         begun = {trie: iter(nodes) for trie, nodes in zip(tries, self.head.begin(asked), strict=True)}
@@ -69,7 +83,7 @@ class Forwards:
         return nodes
 
     def _draft_roots(self, tries: Iterable[Trie]) -> None:
-        """Draft what may follow node 0 of each."""
+        """Draft what may follow node 0 of each trie."""
         if not (new := list(tries)):
             return
         with self._counted():
@@ -77,7 +91,7 @@ class Forwards:
             self._note([(trie, [0], logits) for trie, logits in zip(new, roots, strict=True)])
 
     def _extend(self, new: dict[Trie, list[tuple[int, int]]]) -> None:
-        """Draft these nodes, each given by its parent and token: a one-pass head has all they need already."""
+        """Draft these nodes, each given by its parent and token: a one-pass head has everything for them already."""
         with self._counted(not self.head.one_pass):
             asked = [(trie.session, [p for p, _ in pairs], [t for _, t in pairs]) for trie, pairs in new.items()]
             extended = self.head.extend(asked)
@@ -95,7 +109,7 @@ class Forwards:
 
     @contextmanager
     def _counted(self, is_forward: bool = True) -> Iterator[None]:
-        """Times what is inside, and counts it if it is a forward."""
+        """Time what runs inside, and count it if it is a forward."""
         started = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - started

@@ -41,26 +41,37 @@ class Head(ABC):
 
     @abstractmethod
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> Session:
-        """A session for a text of at most `capacity` tokens, `prompt` first, with room for `scratch` drafted nodes."""
+        """Open a session for a text of at most `capacity` tokens, `prompt` first, with space for `scratch` drafted
+        nodes.
+        """
 
     # Calls for several sessions at once, which a head may compute in one forward.
 
     def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
-        """`Session.root` of each."""
+        """Return `Session.root` of each session."""
         return [session.root() for session in sessions]
 
     def extend(self, asked: Sequence[tuple[Any, list[int], list[int]]]) -> list[tuple[list[int], Tensor | None]]:
-        """`Session.extend` of each: (session, parents, tokens). Logits last until the next call."""
+        """Return `Session.extend` of each (session, parents, tokens). Logits last until the next call."""
         return [session.extend(parents, tokens) for session, parents, tokens in asked]
 
     def rank(self, asked: Sequence[Unranked]) -> list[Candidates]:
-        """`Session.rank` of each."""
+        """Return `Session.rank` of each session."""
         if self.device.type == "cpu" or any(one.logits is None for one in asked):
             return [one.session.rank(*one[1:]) for one in asked]
         return Ranking.of_all([(one.ranking, one.logits, one.positions) for one in asked if one.logits is not None])
 
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether `draft_ahead` can be called."""
+        return False
+
+    def draft_ahead(self, tries: Sequence[Any], policy: Policy) -> None:
+        """Draft below node 0 of these tries all that the policy is likely to ask for, and enter it."""
+        raise NotImplementedError
+
     def begin(self, asked: Sequence[tuple[Any, list[list[int]]]]) -> list[list[int]]:
-        """Of each session the nodes at the end of some paths below node 0, all drafted together; -1 where no block
-        begins: where a path is too long, and with heads that `extend` one token at a time.
+        """For each session, return the last node of every path below node 0; all are drafted together. A node is -1
+        where no block begins: where a path is too long, and with heads that `extend` one token at a time.
         """
         return [[-1] * len(paths) for _, paths in asked]

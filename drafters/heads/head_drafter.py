@@ -27,7 +27,7 @@ from engine.model.loading import find_device
 _FORESEEN = 10  # candidates after each node, for ranking outcomes where the policy wants fewer
 _READ = 64  # positions of the text that warming up reads
 _USUAL_ROWS = 24  # a layer of a tree rarely has more nodes
-_TREES = 12  # of the policy's largest size that a request has room for: those of the likeliest outcomes
+_TREES = 12  # trees of the policy's largest size that fit into a request's session: those of the likeliest outcomes
 
 
 class HeadDrafter(Drafter):
@@ -42,13 +42,13 @@ class HeadDrafter(Drafter):
         self.feature_layers = head.feature_layers
         self.together = 8 if head.one_pass else 4
         self.error = ErrorScale()
-        self._resting: set[int] = set()  # requests for which it does
+        self._resting: set[int] = set()  # requests for which the head rests
         self._forwards = Forwards(head)
         self._requests: dict[int, Trie] = {}
 
     @classmethod
     def of_kind(cls, kind: type[Head], config: Config) -> HeadDrafter:
-        """The drafter that `config` describes, with a head of this kind."""
+        """Return the drafter that `config` describes, with a head of this kind."""
         path, options = weights_path(config), config.drafter
         target = TargetWeights.read(config.model)
         head = kind.load(path, target, find_device(config.device).type)
@@ -87,7 +87,7 @@ class HeadDrafter(Drafter):
     def propose_many(
         self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None, advice: Sequence[Advice] = ()
     ) -> list[TokenTree]:
-        """One tree for each outcome, grown in the same forward passes as far as there is room for all.
+        """Return one tree for each outcome, grown in the same forward passes as far as there is space for all.
 
         advice: one for each outcome, if another source takes part.
         """
@@ -102,8 +102,10 @@ class HeadDrafter(Drafter):
             group = self._fitting([(row, places[row]) for row in waiting])
             served = {places[row].trie for row in group}
             for trie, row in {places[row].trie: row for row in reversed(waiting)}.items():
-                if trie not in served:  # nothing to draft from, or no room for even one
+                if trie not in served:  # there is nothing to draft from, or no space for even one
                     trees[row] = TokenTree.root_only([*trie.text, *places[row].path][-1])
+            if not advice:
+                self._forwards.draft_ahead([places[row] for row in group], self.policy)
             roots = self._forwards.begin([places[row] for row in group])
             growths = {}
             for row, root in zip(group, roots, strict=True):
@@ -115,8 +117,8 @@ class HeadDrafter(Drafter):
 
     @torch.inference_mode()
     def warm_up(self, hidden_size: int) -> None:
-        """Draft for a dummy text, and measure what that takes. On a CPU a product's kernel is compiled when a number of
-        rows first occurs, 2 ms each; this must not happen during a request. hidden_size: the target's.
+        """Draft for a dummy text, and measure how long that takes. On a CPU a product's kernel is compiled when a
+        number of rows first occurs, 2 ms each; this must not happen during a request. hidden_size: the target's.
         """
         for warm in (False, True):
             self.start(0, [0] * _READ, SamplingParams(max_tokens=1, temperature=1.0))
@@ -166,7 +168,7 @@ class HeadDrafter(Drafter):
         known = max(0, session.synced - start)
         if known >= len(verdict.features):
             return
-        bits = torch.tensor(verdict.features[known:])  # copied: messages' arrays are read-only
+        bits = torch.tensor(verdict.features[known:])  # copied, because messages' arrays are read-only
         trie.commit(start + known, bits.view(torch.bfloat16))
 
     @torch.inference_mode()
@@ -176,19 +178,21 @@ class HeadDrafter(Drafter):
             ended.session.close()
 
     def count_unread(self, request: int) -> int:
-        """Positions of the text that the head has yet to read before it drafts next."""
+        """Return the positions of the text that the head has yet to read before it drafts next."""
         return self._requests[request].session.count_unread()
 
     def last_token(self, request: int) -> int:
         return self._requests[request].text[-1]
 
     def seen(self, request: int, continuation: Sequence[int]) -> list[Following]:
-        """What the head predicted after the text and after each token of `continuation`, as far as it has drafted."""
+        """Return what the head predicted after the text and after each token of `continuation`, as far as it has
+        drafted.
+        """
         return self._requests[request].seen_along(continuation)
 
     def _fitting(self, waiting: list[tuple[int, TriePlace]]) -> list[int]:
-        """For each request, the first rows whose trees are sure to fit into its session, which is cleared if room is
-        short. None for a request that has nothing to draft from, or no room for even one.
+        """Return, for each request, the first rows whose trees are sure to fit into its session, which is cleared if
+        space is short. None for a request that has nothing to draft from, or no space for even one.
         """
         room: dict[Trie, int] = {}
         fitting = []
@@ -199,7 +203,7 @@ class HeadDrafter(Drafter):
                     session.clear()
                     trie.forget_nodes()
                 room[trie] = session.room() if session.synced else -1
-            room[trie] = room[trie] - need if room[trie] >= need else -1  # nor any later row of the request
+            room[trie] = room[trie] - need if room[trie] >= need else -1  # later rows of the request do not fit either
             if room[trie] >= 0:
                 fitting.append(row)
         return fitting

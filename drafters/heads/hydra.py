@@ -36,7 +36,7 @@ class _Tower:
     output: Linear
 
     def __call__(self, features: Tensor, embeddings: Tensor) -> tuple[Tensor]:
-        """features: [n, hidden]; embeddings: [n, (1 + i) * hidden]. Returns [n, vocab]."""
+        """Return [n, vocab]. features: [n, hidden]; embeddings: [n, (1 + i) * hidden]."""
         x = torch.cat([features, embeddings], dim=1)
         for linear, residual in self.blocks:
             x = (x if residual is None else residual(x)) + F.silu(linear(x))
@@ -107,12 +107,12 @@ class HydraHead(Head):
         return [*zip(added, logits.split(list(map(len, added))), strict=True)]
 
     def _after(self, nodes: Sequence[tuple[HydraSession, int]]) -> Tensor:
-        """[nodes, vocab]: the logits after nodes of sessions; the next call overwrites them."""
+        """Return [nodes, vocab]: the logits after nodes of sessions; the next call overwrites them."""
         paths = [session.paths[node] for session, node in nodes]
         number = {session: i for i, session in enumerate(dict.fromkeys(session for session, _ in nodes))}
         features = torch.stack([session.feature for session in number])
         logits = torch.empty(0)
-        depths = sorted({len(path) for path in paths})  # one unless several outcomes are drafted at once
+        depths = sorted({len(path) for path in paths})  # there is one depth unless several outcomes are drafted at once
         for depth in depths:
             rows = [row for row, path in enumerate(paths) if len(path) == depth]
             tokens = torch.tensor([paths[row] for row in rows])
@@ -125,7 +125,7 @@ class HydraHead(Head):
         return logits
 
     def _logits(self, tower: _Tower, features: Tensor, tokens: Tensor) -> tuple[Tensor]:
-        """features: [n, hidden]; tokens: [n, 1 + i]."""
+        """Return a tower's logits. features: [n, hidden]; tokens: [n, 1 + i]."""
         return tower(features, F.embedding(tokens, self.embedding).flatten(1))
 
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> HydraSession:
@@ -155,7 +155,7 @@ class HydraSession(Session):
         return extended
 
     def add(self, parents: list[int], tokens: list[int]) -> list[int]:
-        """New nodes."""
+        """Add nodes, and return their numbers."""
         first = len(self.paths)
         self.paths += [(*self.paths[parent], token) for parent, token in zip(parents, tokens, strict=True)]
         return list(range(first, len(self.paths)))

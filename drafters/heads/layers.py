@@ -29,25 +29,28 @@ from engine.model.loading import has_native_bfloat16
 from engine.model.rotary import cosines_sines, hold_frequencies
 
 TakeTensor = Callable[..., Tensor]
-_ROWS_AT_ONCE = 4096  # of a table, so that a load takes little more memory than it keeps
+_ROWS_AT_ONCE = 4096  # rows of a table, so that a load takes little more memory than it keeps
 
 
 def draft_dtype(device: torch.device) -> torch.dtype:
-    """What heads compute in: bfloat16 where its products are fast, else float32."""
+    """Return the type that heads compute in: bfloat16 where its products are fast, else float32."""
     return torch.bfloat16 if device.type != "cpu" or multiplies(torch.bfloat16) else torch.float32
 
 
 def small_dtype(device: torch.device) -> torch.dtype:
-    """What heads compute in where torch does the products: `draft_dtype`, but float32 where bfloat16 is slow."""
+    """Return the type that heads compute in where torch does the products: `draft_dtype`, but float32 where bfloat16 is
+    slow.
+    """
     return draft_dtype(device) if device.type != "cpu" or has_native_bfloat16() else torch.float32
 
 
-# cuDNN's attention, torch's choice on an H100, builds a plan for every new length of a text: 30 to 50 ms, each round
+# cuDNN's attention, torch's choice on an H100, builds a plan for every new length of a text: 30 to 50 ms each round.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 class Linear:
-    """x [n, in] -> [n, out], with the weight laid out for few rows. weight: [out, in] as stored in checkpoints.
+    """A product x [n, in] -> [n, out], with the weight laid out for few rows. weight: [out, in] as stored in
+    checkpoints.
 
     gated: the matrix stacks the gate and up projections; the result is silu(gate) * up. A draft step over a few rows
     takes as long as reading its matrices, so on a CPU they are kept in 8 bits, and rows are rounded to 8 bits too,
@@ -55,7 +58,7 @@ class Linear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False, coded: bool = True):
-        """coded: False to keep the matrix as it is."""
+        """Lay the weight out. coded: False to keep the matrix as it is."""
         self.bias, self.gated = bias, gated
         self.inputs: int = weight.shape[1]
         self.outputs: int = len(weight) // (2 if gated else 1)
@@ -86,7 +89,7 @@ def _multiplied(weight: Tensor, bias: Tensor | None, gated: bool, coded: bool) -
 
 
 class PairLinear:
-    """(token, x [n, in]) -> [n, out]: a product over the token's embedding and x, concatenated.
+    """A product (token, x [n, in]) -> [n, out] over the token's embedding and x, concatenated.
 
     The embedding's part is computed once for each token: a step then reads a row of `of_token` [vocab, out] instead of
     half of the weight. Rows of other tokens than the likely ones are computed when they are first needed, and take no
@@ -96,8 +99,8 @@ class PairLinear:
     def __init__(
         self, embed: Callable[[Tensor], Tensor], vocab: int, likely: Tensor, weight: Tensor, bias: Tensor | None = None
     ):
-        """embed: the embeddings [n, e] of tokens [n]; likely: [m] tokens; weight: [out, e + in]. On other devices than
-        a CPU all tokens must be likely: a recorded step computes no further rows.
+        """Compute the likely tokens' rows. embed: the embeddings [n, e] of tokens [n]; likely: [m] tokens; weight:
+        [out, e + in]. On other devices than a CPU all tokens must be likely: a recorded step computes no further rows.
         """
         self._embed = embed
         width = embed(likely[:1]).shape[1]
@@ -125,7 +128,9 @@ class PairLinear:
 
 
 class RMSNorm:
-    """x * weight / sqrt(mean(x^2) + eps). Written out: on a CPU F.rms_norm takes 100 us for one row, this takes 10."""
+    """x * weight / sqrt(mean(x^2) + eps). It is written out: on a CPU F.rms_norm takes 100 us for one row, this takes
+    10.
+    """
 
     def __init__(self, weight: Tensor, eps: float):
         self.weight, self.eps = weight, torch.full((), eps, device=weight.device)
@@ -152,19 +157,19 @@ class Rotary:
         self.table = torch.cat([self.table, self._of(held, 2 * positions)])
 
     def halves(self, positions: int) -> Tensor:
-        """[positions, head_dim] float32: cosines of the first half of the dimensions, then sines."""
+        """Return [positions, head_dim] float32: cosines of the first half of the dimensions, then sines."""
         return torch.cat(cosines_sines(self.module, 0, positions, self.device), dim=1)
 
     def _of(self, first: int, end: int) -> Tensor:
-        """The table's part for positions `first` to `end`."""
+        """Return the table's part for positions `first` to `end`."""
         cos, sin = cosines_sines(self.module, first, end, self.device)
-        # the sign of rotate_half, so that `roll` suffices
+        # The sines have the sign of rotate_half, so that `roll` suffices.
         return torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)], dim=1)[:, :, None].to(
             self.dtype
         )
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x: [n, heads, head_dim]; positions: [n]."""
+        """Rotate x: [n, heads, head_dim], at positions: [n]."""
         cos, sin = self.table.index_select(0, positions).unbind(1)
         return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
@@ -187,7 +192,7 @@ class HeadCache:
 
 
 def qkv_weights(config: LlamaConfig, take: TakeTensor, inputs: int) -> tuple[Tensor, Tensor | None]:
-    """The weights of a layer's queries, keys and values: [(heads + 2 * kv_heads) * head_dim, inputs] and a bias.
+    """Take the weights of a layer's queries, keys and values: [(heads + 2 * kv_heads) * head_dim, inputs] and a bias.
 
     take: returns the checkpoint's tensor of a name and shape. inputs: width of the attention's input.
     """
@@ -214,7 +219,7 @@ class DecoderLayer:
         self.kv_heads: int = config.num_key_value_heads or self.heads
         self.head_dim: int = getattr(config, "head_dim", None) or hidden // self.heads
         self.device, self.dtype = device, dtype
-        # a CPU's attention over one row takes six times as long in bfloat16 as in float32, over ten rows a fifth more
+        # A CPU's attention over one row takes six times as long in bfloat16 as in float32, over ten rows a fifth more.
         self.attends_in = torch.float32 if device.type == "cpu" else dtype
         self.rotary = Rotary(config, device, self.attends_in)
         out_bias = take("self_attn.o_proj.bias", hidden) if getattr(config, "attention_bias", False) else None
@@ -223,16 +228,16 @@ class DecoderLayer:
         gate, up = take("mlp.gate_proj.weight", ffn, hidden), take("mlp.up_proj.weight", ffn, hidden)
         self.gate_up = Linear(torch.cat([gate, up]), gated=True)
         self.down = Linear(take("mlp.down_proj.weight", hidden, ffn))
-        self.query_norm: RMSNorm | None = None  # over each head, in families that have them
+        self.query_norm: RMSNorm | None = None  # over each head, in families that have such norms
         self.key_norm: RMSNorm | None = None
 
     def __call__(
         self, qkv: Tensor, residual: Tensor, positions: Tensor, cache: HeadCache, at: int, mask: Tensor | None
     ) -> Tensor:
-        """qkv: [n, (heads + 2 * kv_heads) * head_dim]; residual: [n, hidden]; at: as for `HeadCache.write`.
+        """Return [n, hidden]. qkv: [n, (heads + 2 * kv_heads) * head_dim]; residual: [n, hidden]; at: as for
+        `HeadCache.write`.
 
         mask: [n, slots returned] bool, what each row may attend to; None for one row that sees all of them.
-        Returns [n, hidden].
         """
         n, heads, kv = len(qkv), self.heads, self.kv_heads
         qkv = qkv.view(n, heads + 2 * kv, self.head_dim)
@@ -253,7 +258,7 @@ class DecoderLayer:
         return x + self.down(self.gate_up(self.norm(x)))
 
     def keys_values(self, kv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """kv: [n, 2 * kv_heads * head_dim] -> rotated keys and values, [kv_heads, n, head_dim] each."""
+        """Return rotated keys and values, [kv_heads, n, head_dim] each, of kv: [n, 2 * kv_heads * head_dim]."""
         kv = kv.view(len(kv), 2 * self.kv_heads, self.head_dim)
         key = kv[:, : self.kv_heads] if self.key_norm is None else self.key_norm(kv[:, : self.kv_heads])
         key = self.rotary(key.to(self.attends_in), positions)
@@ -261,12 +266,12 @@ class DecoderLayer:
 
 
 def causal_mask(n: int, past: int, device: torch.device) -> Tensor:
-    """[n, past + n] bool: each of n new rows sees the past and the new rows up to itself."""
+    """Return [n, past + n] bool: each of n new rows sees the past and the new rows up to itself."""
     return torch.ones(n, past + n, dtype=torch.bool, device=device).tril_(past)
 
 
 def llama_config(values: dict[str, Any], path: str) -> LlamaConfig:
-    """The head's `config.json` as a Llama configuration; heads of every family are Llama layers."""
+    """Read the head's `config.json` as a Llama configuration; heads of every family are Llama layers."""
     needed = ("hidden_size", "intermediate_size", "num_attention_heads")
     for key in needed:
         if not isinstance(values.get(key), int) or values[key] < 1:

@@ -40,7 +40,7 @@ class MedusaHead(Head):
         checkpoint.match("vocabulary", checkpoint.number("vocab_size", target.vocab_size), target.vocab_size)
         self.feature_layers = (target.layers,)
         self.target_ids = torch.arange(target.vocab_size, device=device)
-        # files of a full training run put the heads under this name
+        # Files of a full training run hold the heads under this name.
         checkpoint.tensors = {name.removeprefix("medusa_head."): t for name, t in checkpoint.tensors.items()}
 
         def take(name: str, *shape: int) -> Tensor:
@@ -69,7 +69,7 @@ class MedusaHead(Head):
         return cls(Checkpoint(path, "medusa", files), target, torch.device(device))
 
     def logits(self, features: Tensor) -> tuple[Tensor]:
-        """features: [n, hidden] -> [n, heads, vocab]."""
+        """Return logits [n, heads, vocab] of features [n, hidden]."""
         rows = []
         for blocks, output in zip(self.blocks, self.outputs, strict=True):
             x = features

@@ -1,4 +1,4 @@
-"""A head's layers as a program of its device, that computes the rows of all requests at once."""
+"""Makes a head's layers a program of its device, that computes the rows of all requests at once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ AnyStack: TypeAlias = "Stack | CudaStack"
 
 
 def new_stack(spec: StackSpec) -> AnyStack | None:
-    """None where there is none for such layers: sessions then compute request by request."""
+    """Return the stack, or None where there is none for such layers: sessions then compute request by request."""
     if spec.first.device.type != "cpu":
         try:
             from drafters.heads.cuda_stack import CudaStack
-        except ImportError:  # no Triton
+        except ImportError:  # Triton is missing
             return None
         return CudaStack(spec)
     return Stack(spec) if fits(spec.first) else None

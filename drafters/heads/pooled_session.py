@@ -17,7 +17,7 @@ from drafters.heads.pooled_weights import PooledWeights
 from drafters.heads.session import Session
 from drafters.heads.stack import PooledCache
 from engine.core.batch import Rows
-from engine.model.cuda.graphs import uploaded
+from engine.device import uploaded
 
 _READ = 512  # positions of texts that are read in one forward
 
@@ -34,11 +34,11 @@ class PooledSession(Session):
         self.positions = [0]  # by node, the position of its pair
         self.sees: list[list[int]] = [[]]  # by node, the slots after the text that it sees
         self._unread: list[tuple[int, Tensor, list[int]]] = []
-        self.logits: Tensor | None = None  # after the text
+        self.logits: Tensor | None = None  # logits after the text
 
     def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
         assert features is not None
-        # read when first needed: a verdict whose next tree is already drafted must not wait for it
+        # Read when first needed: a verdict whose next tree is already drafted must not wait for it.
         self._unread.append((start, features, tokens))
         self.synced = start + len(tokens)
         self.clear()
@@ -66,7 +66,7 @@ class PooledSession(Session):
         self.cache.release()
 
     def take(self, most: int) -> tuple[Tensor, Rows]:
-        """The next unread positions of the text, at most `most`: their true features and their rows."""
+        """Return the next unread positions of the text, at most `most`: their true features and their rows."""
         start, features, tokens = self._unread[0]
         features, tokens = features[:most], tokens[:most]
         slots = range(self.slots, self.slots + len(tokens))
@@ -74,7 +74,7 @@ class PooledSession(Session):
         return features, Rows(self.cache, self.slots, tokens, positions, [s + 1 for s in slots], [[]] * len(tokens))
 
     def took(self, rows: Rows) -> None:
-        """The head has read these positions."""
+        """Note that the head has read these positions."""
         start, features, tokens = self._unread.pop(0)
         count = len(rows)
         if count < len(tokens):
@@ -83,7 +83,7 @@ class PooledSession(Session):
         self.places[0], self.positions[0] = rows.slots[-1], rows.positions[-1]
 
     def grow(self, parents: list[int], tokens: list[int]) -> Rows:
-        """The rows of new nodes."""
+        """Add nodes, and return their rows."""
         place = self.slots + len(self.positions) - 1
         self.positions += [self.positions[parent] + 1 for parent in parents]
         self.sees += [[*self.sees[parent], place + row] for row, parent in enumerate(parents)]
@@ -99,7 +99,7 @@ class PooledSession(Session):
 
 
 def roots(head: PooledWeights, sessions: Sequence[PooledSession]) -> list[Tensor | None]:
-    """Each session's logits after its text, [1, draft_vocab]; unread positions are read first."""
+    """Return each session's logits after its text, [1, draft_vocab]; unread positions are read first."""
     while reading := [session for session in sessions if session.unread]:
         taken: list[tuple[PooledSession, Tensor, Rows]] = []
         room = _READ

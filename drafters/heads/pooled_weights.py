@@ -22,23 +22,23 @@ class PooledWeights(Head):
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's true features [n, layers, hidden] as the head's own kind, [n, hidden_size]."""
+        """Return the target's true features [n, layers, hidden] as the head's own kind, [n, hidden_size]."""
 
     @abstractmethod
     def new_stack(self) -> AnyStack | None:
-        """The head's layer and output matrix as a program, None where a stack does not fit."""
+        """Return the head's layer and output matrix as a program, None where a stack does not fit."""
 
     @abstractmethod
     def entered(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """What the stack's rows start from for these pairs."""
+        """Return what the stack's rows start from for these pairs."""
 
     @cached_property
     def stack(self) -> AnyStack | None:
         return self.new_stack()
 
     def guess(self, above: Sequence[int], parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
-        """Logits [chosen, draft_vocab] after pairs of features and the parts' tokens. above: [rows], the slots of the
-        pool where the features are kept; the guessed ones are kept in the rows' own slots afterwards.
+        """Return logits [chosen, draft_vocab] after pairs of features and the parts' tokens. above: [rows], the slots
+        of the pool where the features are kept; the guessed ones are kept in the rows' own slots afterwards.
         """
         assert self.stack is not None
         return self.stack.run(above, parts, chosen)

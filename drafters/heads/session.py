@@ -33,14 +33,14 @@ class Session(ABC):
 
     @abstractmethod
     def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
-        """True features [m, layers, hidden] of the text's positions from `start` on, on the CPU; tokens: the m that
-        follow them. None for a head without `feature_layers`.
+        """Commit true features [m, layers, hidden] of the text's positions from `start` on, on the CPU; tokens: the m
+        that follow them. features is None for a head without `feature_layers`.
 
         Drops all drafted nodes. `start` is `synced` unless features were lost in between; the head then lacks them.
         """
 
     def count_unread(self) -> int:
-        """Positions of the text that the next `root` reads first."""
+        """Return the positions of the text that the next `root` reads first."""
         return 0
 
     @abstractmethod
@@ -48,29 +48,29 @@ class Session(ABC):
         """Prepare to draft below node 0 and return its logits, [1, draft_vocab]; None where `rank` needs none."""
 
     def root_logits(self) -> Tensor:
-        """Node 0's logits, [1, draft_vocab], never None."""
+        """Return node 0's logits, [1, draft_vocab], never None."""
         logits = self.root()
         assert logits is not None
         return logits
 
     @abstractmethod
     def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor | None]:
-        """New nodes below known ones, in one forward: their ids and logits, [n, draft_vocab] (or [1, ...] for all);
-        None where `rank` needs none.
+        """Add nodes below known ones, in one forward: return their ids and logits, [n, draft_vocab] (or [1, ...] for
+        all); None where `rank` needs none.
         """
 
     def rank(self, ranking: Ranking, nodes: list[int], logits: Tensor | None, positions: list[int]) -> Candidates:
-        """What may follow these nodes. positions: of the tokens that they predict."""
+        """Return what may follow these nodes. positions: of the tokens that they predict."""
         assert logits is not None
         return ranking(logits, positions)
 
     @abstractmethod
     def room(self) -> int:
-        """How many more nodes can be drafted."""
+        """Return how many more nodes can be drafted."""
 
     @abstractmethod
     def clear(self) -> None:
         """Drop all nodes but node 0."""
 
     def close(self) -> None:  # noqa: B027
-        """The request is over."""
+        """End the request."""

@@ -18,13 +18,13 @@ PREFIXES = {
     "eagle": {"fc.": "fusion_fc.", "layers.0.": "transformer."},
     "eagle3": {"midlayer.": "layers.0."},
 }
-"""Per kind of head: the prefix of a public name -> its prefix in the file."""
+"""By kind of head: the prefix of a public name and its prefix in the file."""
 
 _LAYER = "transformer_layer_config"
 
 
 def stored_name(name: str, kind: str | None) -> str:
-    """The file's name for the tensor `name` of the public layout. kind: None for a file in the public layout."""
+    """Return the file's name for the tensor `name` of the public layout. kind: None for a file in the public layout."""
     for public, stored in PREFIXES.get(kind or "", {}).items():
         if name.startswith(public):
             return stored + name.removeprefix(public)
@@ -32,7 +32,7 @@ def stored_name(name: str, kind: str | None) -> str:
 
 
 def public_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The configuration as the public layout has it. Raises ValueError that names what cannot be read."""
+    """Return the configuration as the public layout has it. Raises ValueError that names what cannot be read."""
     kind, layer = config[TYPE], config.get(_LAYER)
     if kind not in PREFIXES:
         raise ValueError(f"{TYPE}={kind!r} is none of {', '.join(PREFIXES)}")

@@ -21,13 +21,14 @@ from torch import Tensor
 from drafters.heads.layers import DecoderLayer, Linear, RMSNorm
 from engine.core.batch import BLOCK, Batch, Int, Rows
 from engine.core.kv_shape import KVShape
-from engine.kernels.attention.attention import Attention, Rule, has_pairs
+from engine.kernels.attention.attention import Attention, LayerKeys, Rule, has_pairs
 from engine.kernels.gemm.matmul import Matmul
 from engine.kernels.layer.program import LayerProgram
 from engine.kernels.layer.weights import AttentionWeights, GatedMlp, LayerWeights, Norm
 from engine.kernels.simd import BFLOAT16, FLOAT32, LANES, add, int_at, load, store
 from engine.kernels.threads import address_of, kernel, num_threads, thread_id
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 
 _CPU = torch.device("cpu")
 _BLOCKS = 256  # of the pool initially; it grows
@@ -37,7 +38,7 @@ ADD_TOKENS = np.dtype([(name, "i8") for name in ("table", "tokens", "out", "rows
 
 @kernel(ADD_TOKENS)
 def add_tokens_kernel(address: Any) -> None:
-    """out [rows, columns] += table[tokens]. tokens: [rows] int32."""
+    """Compute out [rows, columns] += table[tokens]. tokens: [rows] int32."""
     work = carray(address, 1)[0]
     for row in range(thread_id(), work.rows, num_threads()):
         source = work.table + int_at(work.tokens + 4 * row) * work.columns * work.width
@@ -77,7 +78,7 @@ class ProgramLayer(Protocol):
 
 @dataclass(frozen=True)
 class StackLayer:
-    """input_norm: None where the first product multiplies the residual itself."""
+    """A layer of a stack. input_norm: None where the first product multiplies the residual itself."""
 
     qkv: Linear
     decoder: DecoderLayer
@@ -93,7 +94,7 @@ class StackLayer:
         return self.decoder.heads, self.decoder.kv_heads, self.decoder.head_dim
 
     def rotation(self, positions: int) -> Tensor:
-        """[positions, rotated] float32: cosines, then sines."""
+        """Return [positions, rotated] float32: cosines, then sines."""
         return self.decoder.rotary.halves(positions)
 
     @property
@@ -116,7 +117,7 @@ class StackLayer:
 
 
 def norm_of(norm: RMSNorm | Norm | None) -> Norm | None:
-    """A head's norm, as a program takes it."""
+    """Return a head's norm, as a program takes it."""
     return norm if not isinstance(norm, RMSNorm) else Norm(norm.weight.float().contiguous(), float(norm.eps))
 
 
@@ -124,9 +125,9 @@ class PooledCache(KVCache):
     """One request's keys and values in the pool of a stack."""
 
     def places(self, first: int, count: int) -> Int:
-        """[count]: places in the pool of the slots from `first` on."""
+        """Return [count]: places in the pool of the slots from `first` on."""
         self.reserve(first + count)
-        return self._slots(np.arange(first, first + count, dtype=np.int32))
+        return self.slots(np.arange(first, first + count, dtype=np.int32))
 
 
 Enters = Callable[[Tensor, Tensor], Tensor]
@@ -147,23 +148,23 @@ class GrowingPool(KVPool):
         if device.type != "cpu":
             self.features.zero_()  # what pads a forward reads any row
 
-    def take(self, wanted: int) -> list[int]:
+    def allocate(self, wanted: int) -> list[int]:
         if wanted > self.free:
             self._grow(max(2 * self.blocks, self.blocks + wanted))
-        return super().take(wanted)
+        return super().allocate(wanted)
 
     def _grow(self, blocks: int) -> None:
         larger = GrowingPool(self.shape, blocks, self.features.shape[1], self.features.dtype, self.features.device)
         larger.keys[:, : self.blocks], larger.values[:, : self.blocks] = self.keys, self.values
         larger.features[: len(self.features)] = self.features
-        self.keys, self.values, self.features = larger.keys, larger.values, larger.features
+        self.parts, self.features = larger.parts, larger.features
         self._free = [*range(blocks - 1, self.blocks - 1, -1), *self._free]
         self._references += [0] * (blocks - self.blocks)
         self.blocks = blocks
 
 
 def fits(decoder: DecoderLayer) -> bool:
-    """Whether a CPU can run such layers as a stack."""
+    """Return whether a CPU can run such layers as a stack."""
     sizes = (decoder.out.outputs, decoder.gate_up.outputs, decoder.head_dim * (decoder.heads + 2 * decoder.kv_heads))
     return all(size % LANES == 0 for size in sizes)
 
@@ -197,7 +198,7 @@ class StackSpec:
         return self.own_layers[0].decoder
 
     def kv_shape(self, pairs: bool = False) -> KVShape:
-        """Of the pool that holds what its layers read. pairs: see `KVShape`."""
+        """Return the shape of the pool that holds what its layers read. pairs: see `KVShape`."""
         _, kv_heads, head_dim = self.layers[0].heads
         return KVShape(len(self.layers), kv_heads, head_dim, self.dtype, pairs)
 
@@ -220,8 +221,8 @@ class Stack:
             self.cos_sin = self.first.rotation(2 * positions)
 
     def run(self, above: Sequence[int], parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
-        """The head's outputs for the chosen rows (None: all), [chosen, outputs]. above: [rows], the slots of the pool
-        that hold what each row enters with.
+        """Return the head's outputs for the chosen rows (None: all), [chosen, outputs]. above: [rows], the slots of the
+        pool that hold what each row enters with.
         """
         for part in parts:
             part.cache.reserve(part.first + len(part))
@@ -250,25 +251,26 @@ class Stack:
         return out
 
     def _program_for(self, capacity: int) -> LayerProgram:
-        """The program for up to `capacity` rows of all blocks that the pool has now."""
+        """Return the program for up to `capacity` rows of all blocks that the pool has now."""
         spec, self._blocks = self.spec, self.pool.blocks
         heads, kv_heads, head_dim = self.first.heads
         self._attention = Attention(self.pool, heads // kv_heads)
-        program = LayerProgram(self._attention, capacity, self.hidden, self.dtype, len(spec.layers))
+        program = LayerProgram([self._attention], capacity, self.hidden, self.dtype, len(spec.layers))
         if spec.entry is not None:
             program.buffer("entering", spec.entry.inputs)
             program.product(spec.entry, "entering", "delta", self.hidden)
             program.delta()
         for index, layer in enumerate(spec.layers):
             weights = layer.weights
-            program.norm(weights.input_norm)
+            program.begin_layer(weights.input_norm)
             program.product(layer.qkv, "x", "qkv", layer.qkv.outputs)
             if index == 0 and spec.of_token is not None:
                 out = program.buffers["qkv"]
                 self._adds["table"], self._adds["out"] = spec.of_token.data_ptr(), out.data_ptr()
                 self._adds["columns"], self._adds["width"] = out.shape[1], out.itemsize
                 program.add(add_tokens_kernel(), address_of(self._adds))
-            program.attention_and_mlp(index, weights, Rule(head_dim**-0.5))
+            keys = LayerKeys(self._attention, index, Rule(head_dim**-0.5))
+            program.attention_and_mlp(weights, keys, "qkv")
         program.norm(norm_of(spec.norm))
         program.head(spec.head, spec.head.outputs)
         # numpy takes less time than torch to copy a few rows

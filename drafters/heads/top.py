@@ -1,4 +1,4 @@
-"""The best of each row of scores, and the softmax's denominator, in a fraction of torch's time.
+"""Finds the best of each row of scores, and the softmax's denominator, in a fraction of torch's time.
 
 Of k groups' largest scores none is below the k-th largest of all groups, so only scores that reach it are ordered.
 """
@@ -28,11 +28,13 @@ from engine.kernels.simd import (
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
-_GROUPS = 4  # per score wanted
+_GROUPS = 4  # groups for each score wanted
 
 
 class Top(NamedTuple):
-    """values, indices: [rows, k], best first, ties by lower index; totals: [rows], sum of exp(score - best score)."""
+    """The best scores of each row. values, indices: [rows, k], best first, ties by lower index; totals: [rows], sum of
+    exp(score - best score).
+    """
 
     values: Tensor
     indices: Tensor
@@ -40,7 +42,7 @@ class Top(NamedTuple):
 
 
 def top(scores: Tensor, k: int) -> Top:
-    """scores: [rows, columns] of bfloat16 or float32, at least k columns."""
+    """Return the best k of each row. scores: [rows, columns] of bfloat16 or float32, at least k columns."""
     if not _is_quick(scores):
         return _in_torch(scores, k)
     values, indices = np.empty((len(scores), k), np.float32), np.empty((len(scores), k), np.int64)
@@ -50,7 +52,7 @@ def top(scores: Tensor, k: int) -> Top:
 
 
 def write_top(scores: Tensor, values: Floats, indices: Integers, totals: Floats) -> None:
-    """`top`, written to arrays: making three tensors takes as long as finding the best of a row."""
+    """Write `top` to arrays: making three tensors takes as long as finding the best of a row."""
     if _is_quick(scores):
         scores = scores if scores.stride(1) == 1 else scores.contiguous()
         _top(scores.data_ptr(), scores.stride(0), scores.itemsize, scores.shape[1], values, indices, totals)
@@ -109,7 +111,7 @@ def _top(scores: int, stride: int, width: int, columns: int, values: Any, indice
 
 @njit
 def enter(value: Any, column: int, best: Any, place: Any, count: int) -> int:
-    """Insert the value among the best, if it belongs there; returns how many there are."""
+    """Insert the value among the best, if it belongs there; return how many there are."""
     k = len(best)
     if count == k and not value > best[k - 1]:
         return count

@@ -1,4 +1,4 @@
 """A head and retrieval in one tree: the merge, and the calibration that makes confidences comparable.
 
-Imports `drafters.heads` and `engine.core`.
+The folder imports `drafters.heads` and `engine.core`.
 """

@@ -18,26 +18,26 @@ import numpy as np
 
 from drafters.heads.head_drafter import HeadDrafter
 from drafters.hybrid.merge import Merge
-from drafters.hybrid.rescues import NOTHING, Gains, Rescues
+from drafters.hybrid.rescues import Gains, Rescues
 from drafters.hybrid.retrieval_advice import RetrievalAdvice, followings
 from engine.config import Config
 from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict, Wanted
 from engine.core.outcomes import Following
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
+from engine.costs.constants import LONG_READING, NEXT_TO_NOTHING
 
-_LONG = 64  # positions of the text that take the head longer to read than a step
 _NUDGE = 1.05  # factor by which one measurement moves the time of a draft step
 
 
 class KnownDraft(NamedTuple):
-    """What was drafted for an outcome. retrieved: retrieval's tree. asked: whether the head drafted too; misses: next
-    tokens that retrieval was then expected to miss.
+    """What was drafted for an outcome. retrieved: retrieval's tree. head_drafted: whether the head drafted too;
+    expected_misses: next tokens that retrieval was then expected to miss.
     """
 
     retrieved: TokenTree
-    asked: bool = False
-    misses: float = 0.0
+    head_drafted: bool = False
+    expected_misses: float = 0.0
 
 
 class Unlearned(NamedTuple):
@@ -49,8 +49,8 @@ class Unlearned(NamedTuple):
 
 
 class HybridDrafter(Drafter):
-    """head: drafts with a model. memories: the retrieval drafters whose trees are merged in. budget: maximum nodes of a
-    tree.
+    """Merges a draft model and retrieval in one tree. head: drafts with a model. memories: the retrieval drafters whose
+    trees are merged in. budget: maximum nodes of a tree.
     """
 
     calibrated = rests = True
@@ -68,11 +68,11 @@ class HybridDrafter(Drafter):
         self._token_s, self._row_tokens = 0.01, 0.0  # what a token and a row are worth, by the verifier's cost model
         self._known: dict[int, dict[tuple[int, ...], KnownDraft]] = {}  # per request, by continuation
         self._unlearned: list[Unlearned] = []
-        self._unread: list[tuple[int, Verdict]] = []  # by the head
+        self._pending_verdicts: list[tuple[int, Verdict]] = []  # by the head
 
     @classmethod
     def of_parts(cls, parts: Sequence[Drafter], config: Config) -> HybridDrafter:
-        """parts: the drafters of the methods that `drafters.parts` names, in its order."""
+        """Join the parts. parts: the drafters of the methods that `drafters.parts` names, in its order."""
         head, *memories = parts
         assert isinstance(head, HeadDrafter)
         return cls(head, memories, config.drafter.budget)
@@ -104,22 +104,24 @@ class HybridDrafter(Drafter):
 
         trees = retrieved
         if drafting:
-            reads = sum(self.head.count_unread(request) for request in {wanted[row][0] for row in drafting}) > _LONG
+            unread = sum(self.head.count_unread(request) for request in {wanted[row][0] for row in drafting})
             started, steps = time.perf_counter(), self.head.steps
             grown = self.head.propose_many(
                 [wanted[row] for row in drafting], between_steps and so_far, [advice[row] for row in drafting]
             )
-            if (taken := self.head.steps - steps) and not reads:
+            if (taken := self.head.steps - steps) and unread <= LONG_READING:
                 self._time_steps((time.perf_counter() - started) / taken)
             trees = self._merged(
                 retrieved, {row: tree for row, tree in zip(drafting, grown, strict=True) if len(tree) > 1}
             )
         for row, (request, continuation) in enumerate(wanted):
-            self._known[request][tuple(continuation)] = KnownDraft(retrieved[row], row in drafting, advice[row].misses)
+            self._known[request][tuple(continuation)] = KnownDraft(
+                retrieved[row], row in drafting, advice[row].expected_misses
+            )
         return trees
 
     def _advice(self, wanted: Sequence[Wanted], trees: Sequence[TokenTree]) -> list[RetrievalAdvice]:
-        """Retrieval's part in the growth of each tree. The requests share the time of the head's forwards.
+        """Return retrieval's part in the growth of each tree. The requests share the time of the head's forwards.
 
         Whether the head drafts is the verifier's choice, which the head follows where retrieval has next to nothing.
         """
@@ -127,18 +129,18 @@ class HybridDrafter(Drafter):
         advice = []
         for (request, _), tree in zip(wanted, trees, strict=True):
             expected = expected_of(tree)
-            gain = self._gains.of(expected) if expected > NOTHING else inf
-            rescue = max(self._rescues.of(request), 2 * needed)
+            gain = self._gains.expected(expected) if expected > NEXT_TO_NOTHING else inf
+            rescue = max(self._rescues.expected(request), 2 * needed)
             advice.append(RetrievalAdvice(self.merge, tree, needed, gain, rescue, self.head.one_pass))
         return advice
 
     def _so_far(self, retrieved: Sequence[TokenTree], grown: dict[int, TokenTree]) -> dict[int, TokenTree]:
-        """The trees under way where they already hold more than retrieval's, elsewhere retrieval's."""
+        """Return the trees under way where they already hold more than retrieval's, elsewhere retrieval's."""
         more = {row: tree for row, tree in grown.items() if expected_of(tree) > expected_of(retrieved[row])}
         return dict(enumerate(self._merged(retrieved, more)))
 
     def _merged(self, retrieved: Sequence[TokenTree], grown: dict[int, TokenTree]) -> list[TokenTree]:
-        """The grown trees, and retrieval's where there is none, with their sources."""
+        """Return the grown trees, and retrieval's where there is none, with their sources."""
         source, row_tokens = self.head.source, self._row_tokens
         return [
             with_sources(grown.get(row, tree), tree, source, row_tokens).prune(self.budget)
@@ -161,7 +163,7 @@ class HybridDrafter(Drafter):
 
     def _has_read(self, request: int) -> bool:
         """Whether the head can say what may follow the text, without reading much of it first."""
-        return request not in self._resting and (not self.memories or self.head.count_unread(request) <= _LONG)
+        return request not in self._resting and (not self.memories or self.head.count_unread(request) <= LONG_READING)
 
     def observe(self, request: int, verdict: Verdict) -> None:
         self.settle()
@@ -169,16 +171,16 @@ class HybridDrafter(Drafter):
         if request not in self._resting:  # retrieval's own calibration covers what it drafts alone
             now = known[()] if () in known else KnownDraft(self._retrieve(request, ()))
             self._unlearned.append(Unlearned(now.retrieved, self.head.seen(request, tokens[:-1]), tokens))
-            if now.asked and len(verdict.tree) > 1:  # the root alone may have been verified instead
-                brought = int(np.count_nonzero(verdict.tree.source[verdict.path] & self.head.source))
-                self._rescues.learn(request, brought, now.misses)
-                self._gains.learn(expected_of(now.retrieved), brought)
+            if now.head_drafted and len(verdict.tree) > 1:  # the root alone may have been verified instead
+                gained = int(np.count_nonzero(verdict.tree.source[verdict.path] & self.head.source))
+                self._rescues.observe(request, gained, now.expected_misses)
+                self._gains.observe(expected_of(now.retrieved), gained)
         self._known[request] = {(): known[ahead]} if (ahead := tuple(tokens)) in known else {}
         self._token_s, self._row_tokens = verdict.token_s, verdict.row_tokens or 0.0
         (self._resting.add if verdict.rest else self._resting.discard)(request)
         for memory in self.memories:
             memory.observe(request, verdict)
-        self._unread.append((request, verdict))
+        self._pending_verdicts.append((request, verdict))
 
     def settle(self) -> None:
         self._catch_up()
@@ -188,11 +190,11 @@ class HybridDrafter(Drafter):
 
     def _catch_up(self) -> None:
         """Pass the head the verdicts it has not seen: a tree drafted without it need not wait for this."""
-        while self._unread:
-            self.head.observe(*self._unread.pop(0))
+        while self._pending_verdicts:
+            self.head.observe(*self._pending_verdicts.pop(0))
 
     def finish(self, request: int) -> None:
-        self._unread = [(of, verdict) for of, verdict in self._unread if of != request]
+        self._pending_verdicts = [(of, verdict) for of, verdict in self._pending_verdicts if of != request]
         self._resting.discard(request)
         self._known.pop(request, None)
         self._rescues.finish(request)
@@ -223,15 +225,15 @@ class HybridDrafter(Drafter):
 
 
 def expected_of(tree: TokenTree) -> float:
-    """Tokens of a tree that are expected to be accepted."""
+    """Return how many tokens of a tree are expected to be accepted."""
     return float(tree.confidence[1:].sum())
 
 
 def with_sources(tree: TokenTree, retrieved: TokenTree, head: int, row_tokens: float) -> TokenTree:
-    """The tree with each node's sources marked: retrieval where it has the node, and the head where retrieval alone
-    would not have had it verified, since it has no such node or one that is not worth its row. row_tokens: what that
-    costs. Nodes that retrieval alone would have had verified and the tree lacks are added with confidence 0: they tell
-    the verifier what the head has saved.
+    """Return the tree with each node's sources marked: retrieval where it has the node, and the head where retrieval
+    alone would not have had it verified, since it has no such node or one that is not worth its row. row_tokens: what
+    that costs. Nodes that retrieval alone would have had verified and the tree lacks are added with confidence 0: they
+    tell the verifier what the head has saved.
     """
     tokens, parents, confidence = tree.tokens.tolist(), tree.parents.tolist(), tree.confidence.tolist()
     is_worth = (retrieved.confidence >= row_tokens).tolist()

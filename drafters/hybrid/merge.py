@@ -1,8 +1,8 @@
-"""Merges two sources' chances of a token into one.
+"""Merges two sources' probabilities of a token into one.
 
-A head's softmax and an index's counts are not on one scale, and agreement says more than either. So the chance of a
-candidate is learned from verdicts for each pair (the head's chance, retrieval's chance). Until enough has been seen,
-the prior is that a token is right unless both are wrong.
+A head's softmax and an index's counts are not on one scale, and agreement says more than either. So the probability of
+a candidate is learned from verdicts for each pair (the head's, retrieval's). Until enough verdicts have come, the prior
+is that a token is right unless both are wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _EDGES = (1e-6, 0.01, 0.03, 0.07, 0.15, 0.25, 0.4, 0.55, 0.7, 0.82, 0.91, 0.97)
 
 
 class Merge:
-    """The chance of a token, given the head's and retrieval's; None: that source has no prediction here."""
+    """The probability of a token, given the head's and retrieval's; None: that source has no prediction here."""
 
     def __init__(self) -> None:
         self.calibrator = Calibrator(prior_weight=20.0, memory=5000.0)
@@ -29,7 +29,7 @@ class Merge:
         self.calibrator.observe(0, _pair(model, memory), accepted)
 
     def candidates(self, model: Following | None, memory: Following) -> list[tuple[int, float | None, float | None]]:
-        """Every token that one of them proposes, with the chance that each gives it."""
+        """Return every token that one of them proposes, with the probability that each gives it."""
         ours = dict(zip(*model, strict=True)) if model is not None else {}
         theirs = dict(zip(*memory, strict=True))
         unknown = None if model is None else 0.0
@@ -37,7 +37,7 @@ class Merge:
         return [(token, ours.get(token, unknown), theirs.get(token, unseen)) for token in ours | theirs]
 
     def following(self, model: Following | None, memory: Following) -> Following:
-        """The candidates of both, likeliest first."""
+        """Return the candidates of both, likeliest first."""
         found = [(self.prob(p, q), token) for token, p, q in self.candidates(model, memory)]
         found.sort(key=lambda candidate: -candidate[0])
         total = max(1.0, sum(prob for prob, _ in found))

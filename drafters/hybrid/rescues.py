@@ -3,74 +3,59 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
 
-_HOPED = 0.6  # chance before any was seen
-_PRIOR = 4.0  # misses, or drafts, that what was expected before counts for
-_KEPT = 0.95  # share of a request's observations that is kept with every new one
-_KEPT_OF_ALL = 0.99
+from engine.costs.constants import (
+    HEAD_GAIN_AT_FIRST,
+    MEMORY,
+    MEMORY_OF_RESCUES,
+    NEXT_TO_NOTHING,
+    PRIOR_ROUNDS,
+    RESCUES_AT_FIRST,
+)
+from engine.costs.faded_mean import FadedMean
 
-NOTHING = 0.3
-"""Tokens that retrieval is expected to have accepted, up to which it has next to nothing."""
-
-_EDGES = (NOTHING, 0.7, 1.5, 3.0)  # of these tokens
-_HOPED_GAIN = 1.0  # of a draft, before any was seen
-
-
-@dataclass
-class _Mean:
-    """Faded sums: accepted tokens of the head, and of what these are counted for."""
-
-    gained: float = 0.0
-    count: float = 0.0
-
-    def learn(self, gained: float, count: float, kept: float) -> None:
-        self.gained = kept * self.gained + gained
-        self.count = kept * self.count + count
-
-    def value(self, prior: float) -> float:
-        return (self.gained + _PRIOR * prior) / (self.count + _PRIOR)
+_EDGES = (NEXT_TO_NOTHING, 0.7, 1.5, 3.0)  # between kinds of rounds, in tokens that retrieval is expected to get
 
 
 class Rescues:
-    """Tokens of the head for each that retrieval was expected to miss, of every request; a request begins with the mean
-    of all.
+    """Tokens that the head gains for each that retrieval was expected to miss, of every request; a request begins with
+    the mean of all.
     """
 
     def __init__(self) -> None:
-        self._all = _Mean()
-        self._requests: dict[int, _Mean] = {}
+        self._all = FadedMean(MEMORY_OF_RESCUES)
+        self._requests: dict[int, FadedMean] = {}
 
     def start(self, request: int) -> None:
-        self._requests[request] = _Mean()
+        self._requests[request] = FadedMean(MEMORY)
 
     def finish(self, request: int) -> None:
         self._requests.pop(request, None)
 
-    def of(self, request: int) -> float:
-        """Accepted tokens that the head is expected to yield for each token that retrieval misses."""
-        return self._requests[request].value(self._all.value(_HOPED))
+    def expected(self, request: int) -> float:
+        """Return the tokens that the head is expected to gain for each token that retrieval misses."""
+        return self._requests[request].mean(self._all.mean(RESCUES_AT_FIRST, PRIOR_ROUNDS), PRIOR_ROUNDS)
 
-    def learn(self, request: int, rescued: float, misses: float) -> None:
-        """Drafts of the head brought so many accepted tokens, where retrieval was expected to miss so many."""
-        self._all.learn(rescued, misses, _KEPT_OF_ALL)
-        self._requests[request].learn(rescued, misses, _KEPT)
+    def observe(self, request: int, gained: float, missed: float) -> None:
+        """Learn that drafts of the head gained so many tokens, where retrieval was expected to miss so many."""
+        self._all.observe(gained, missed)
+        self._requests[request].observe(gained, missed)
 
 
 class Gains:
-    """Tokens that a draft of the head brings, by how many retrieval's own is expected to. What was seen fades with
+    """Tokens that a draft of the head gains, by how many retrieval's own is expected to get. What was seen fades with
     every draft, so a kind of round in which the head was given up is tried again after many others.
     """
 
     def __init__(self) -> None:
-        self._means = [_Mean() for _ in range(len(_EDGES) + 1)]
+        self._means = [FadedMean(MEMORY_OF_RESCUES) for _ in range(len(_EDGES) + 1)]
 
-    def of(self, retrieved: float) -> float:
-        """The gain where retrieval is expected to have so many tokens accepted."""
-        return self._means[bisect_right(_EDGES, retrieved)].value(_HOPED_GAIN)
+    def expected(self, retrieved: float) -> float:
+        """Return the gain where retrieval is expected to have so many tokens accepted."""
+        return self._means[bisect_right(_EDGES, retrieved)].mean(HEAD_GAIN_AT_FIRST, PRIOR_ROUNDS)
 
-    def learn(self, retrieved: float, gained: float) -> None:
-        """A draft gained so much where retrieval was expected to have `retrieved` tokens accepted."""
-        for index, mean in enumerate(self._means):
-            is_kind = index == bisect_right(_EDGES, retrieved)
-            mean.learn(gained * is_kind, is_kind, _KEPT_OF_ALL)
+    def observe(self, retrieved: float, gained: float) -> None:
+        """Learn that a draft gained so much where retrieval was expected to have `retrieved` tokens accepted."""
+        for kind, mean in enumerate(self._means):
+            is_kind = kind == bisect_right(_EDGES, retrieved)
+            mean.observe(gained * is_kind, is_kind)

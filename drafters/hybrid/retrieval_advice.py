@@ -16,37 +16,37 @@ class RetrievalAdvice:
 
     gain: accepted tokens that a draft of the head is expected to bring; needed: those that one of its forwards must
     yield to be worth its time. A forward below the root yields `rescue` for each next token that retrieval is expected
-    to miss. one_pass: the first forward is the only one. misses: those that retrieval is expected to miss where the
-    head was asked, 0 if it was not.
+    to miss. one_pass: the first forward is the only one. expected_misses: those that retrieval is expected to
+    miss where the head drafts, 0 if it does not.
     """
 
     def __init__(
         self, merge: Merge, retrieved: TokenTree, needed: float, gain: float, rescue: float, one_pass: bool = False
     ):
         self.merge, self.retrieved, self.one_pass = merge, retrieved, one_pass
-        self.needed, self.gain, self.rescue, self.misses = needed, gain, rescue, 0.0
+        self.needed, self.gain, self.rescue, self.expected_misses = needed, gain, rescue, 0.0
         self._followings = followings(retrieved)
         self._place: dict[int, int | None] = {0: 0}  # node of the growing tree -> node of `retrieved`
 
     def begins(self) -> bool:
-        """Whether a draft of the head is worth its first forward, the one at the root."""
-        self.misses = max(0.0, 1 - sum(self._followings[0][1])) if self.gain > self.needed else 0.0
+        """Return whether a draft of the head is worth its first forward, the one at the root."""
+        self.expected_misses = max(0.0, 1 - sum(self._followings[0][1])) if self.gain > self.needed else 0.0
         return self.gain > self.needed
 
     def worth_drafting(self, frontier: Frontier) -> bool:
         if self.one_pass:
             return True
         places = zip(frontier.nodes, frontier.parents, frontier.tokens, frontier.confidence, strict=True)
-        misses = sum(chance * max(0.0, 1 - sum(self._known(*place)[1])) for *place, chance in places)
-        is_worth = misses * self.rescue > self.needed
-        self.misses += misses * is_worth
-        return is_worth
+        misses = sum(prob * max(0.0, 1 - sum(self._known(*place)[1])) for *place, prob in places)
+        pays = misses * self.rescue > self.needed
+        self.expected_misses += misses * pays
+        return pays
 
     def candidates(self, node: int, parent: int, token: int, seen: Following | None) -> Following:
         return self.merge.following(seen, self._known(node, parent, token))
 
     def _known(self, node: int, parent: int, token: int) -> Following:
-        """What retrieval proposes at the same place."""
+        """Return what retrieval proposes at the same place."""
         if node not in self._place:
             above = self._place[parent]
             self._place[node] = None if above is None else self.retrieved.child(above, token)
@@ -55,7 +55,7 @@ class RetrievalAdvice:
 
 
 def followings(tree: TokenTree) -> list[Following]:
-    """The tokens that `tree` has below each node, with the chance of each given that the node is right."""
+    """Return the tokens that `tree` has below each node, with the probability of each given that the node is right."""
     confidence = tree.confidence.tolist()
     found: list[Following] = [([], []) for _ in confidence]
     nodes = zip(tree.tokens.tolist(), tree.parents.tolist(), confidence, strict=True)

@@ -21,7 +21,7 @@ from retrieval_index.datastore import Datastore
 class DatastoreDrafter(Drafter):
     """As published: matches of `longest` down to `shortest` tokens, the trie's most frequent `budget` nodes.
 
-    c(v): the share of continuations that go through the node, times the learned chance that a match of that length
+    c(v): the share of continuations that go through the node, times the learned probability that a match of that length
     is right.
     """
 
@@ -61,7 +61,7 @@ class DatastoreDrafter(Drafter):
         if len(raw) > 1:
             known = [child for child in raw.children(0) if int(raw.tokens[child]) == verdict.tokens[0]]
             promised = float(raw.confidence[raw.children(0)].sum())
-            # one observation: whether the match was right at all
+            # There is one observation: whether the match was right at all.
             self.calibrator.observe(1, length, bool(known) and promised > 0)
         self.context[request] = (self.context[request] + list(verdict.tokens))[-self.longest :]
 
@@ -69,7 +69,9 @@ class DatastoreDrafter(Drafter):
         del self.context[request]
 
     def _trie(self, context: list[int]) -> tuple[int, TokenTree]:
-        """The match's length and the trie below the context's last token, its confidence the share of occurrences."""
+        """Return the match's length and the trie below the context's last token, its confidence the share of
+        occurrences.
+        """
         from retrieval_index.suffix_search import likeliest
 
         length, rows = self.store.continuations(context, self.longest, self.shortest, self.depth)
@@ -80,7 +82,7 @@ class DatastoreDrafter(Drafter):
         return length, TokenTree(tokens, parents, shares.astype(np.float32), np.zeros(len(tokens), np.uint32))
 
     def _calibrated(self, length: int, raw: TokenTree) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Each step of a path must be right as well: the match's chance is multiplied in once per step."""
+        """Multiply the match's probability in once per step, since each step of a path must be right as well."""
         trust = self.calibrator.prob(1, length, length / (length + 3))
         confidence: np.ndarray[Any, np.dtype[np.float32]] = (raw.confidence * trust**raw.depths).astype(np.float32)
         return confidence

@@ -18,12 +18,14 @@ from engine.core.drafter_protocol import Drafter, Verdict
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 
-_PROB = 0.5  # of a drafted n-gram's next token, for c(v) only: the published method has none
+_PROB = 0.5  # probability of a drafted n-gram's next token, for c(v) only: the published method has none
 
 
 @dataclass
 class _Request:
-    """levels: the window, level by level. pool: first token -> the n-grams' other tokens, newest first."""
+    """One request's window and n-grams. levels: the window, level by level. pool: first token -> the n-grams' other
+    tokens, newest first.
+    """
 
     last: int
     levels: list[list[int]]
@@ -31,8 +33,8 @@ class _Request:
 
 
 class Lookahead(Drafter):
-    """columns, ngram, guesses: W, N and G, published as 15, 5 and 15: 121 nodes a round. A smaller budget shrinks W and
-    G alike.
+    """Lookahead decoding as published. columns, ngram, guesses: W, N and G, published as 15, 5 and 15: 121 nodes a
+    round. With a smaller budget W and G shrink alike.
     """
 
     successors = 1
@@ -86,7 +88,7 @@ class Lookahead(Drafter):
         del self.requests[request]
 
     def _said_behind(self, state: _Request, verdict: Verdict, column: int) -> int | None:
-        """The target's token after a column's last guess; None if the round did not carry the window."""
+        """Return the target's token after a column's last guess; None if the round did not carry the window."""
         path = [*state.levels[0][: column + 1], *(level[column] for level in state.levels[1:])]
         node = 0
         for token in path:
@@ -114,7 +116,7 @@ class _TreeBuilder:
         self._child: dict[tuple[int, int], int] = {}
 
     def add(self, parent: int, token: int, confidence: float) -> int:
-        """The child of `parent` with that token; a new one gets the confidence."""
+        """Return the child of `parent` with that token; a new one gets the confidence."""
         node = self._child.get((parent, token))
         if node is None:
             node = self._child[parent, token] = len(self.tokens)

@@ -17,7 +17,7 @@ class PromptLookup(Drafter):
     """
 
     acceptance = 0.6
-    """Prior chance of each next token, for c(v) only: the published method has none."""
+    """The prior probability of each next token, for c(v) only: the published method has none."""
 
     calibrated = True
 
@@ -59,7 +59,7 @@ class PromptLookup(Drafter):
         return TokenTree.chain(end[-1], chain, confidence)
 
     def _lookup(self, request: int, end: list[int]) -> tuple[int, list[int]]:
-        """The length of the n-gram at `end` that occurred before, and what followed it; (0, []) if none did."""
+        """Return the length of the n-gram at `end` that occurred before, and what followed it; (0, []) if none did."""
         text, first = self.texts[request], self.first[request]
         for n in self.ngrams:
             at = first.get(tuple(end[-n:])) if n <= len(end) else None

@@ -22,8 +22,8 @@ Table = dict[int, list[int]]
 
 
 class TokenRecycling(Drafter):
-    """The requests of one owner (`Speculation.owner`) share a table. Trees grow best-first by the learned chance of a
-    successor's rank; the paper has a fixed shape of as many nodes, the best one for the ranks' chances.
+    """The requests of one owner (`Speculation.owner`) share a table. Trees grow best-first by the learned probability
+    of a successor's rank; the paper has a fixed shape of as many nodes, the best one for the ranks' probabilities.
 
     capacity: rows of all tables; beyond it, those of the least recently used owners are forgotten first.
     """
@@ -34,7 +34,7 @@ class TokenRecycling(Drafter):
     def __init__(self, successors: int = 8, budget: int = 81, depth: int = 6, capacity: int = 1 << 18):
         self.width, self.budget, self.depth = successors, budget, depth
         self.memories: Memories[Table] = Memories(capacity)
-        self.tables: dict[int, Table] = {}  # of the requests
+        self.tables: dict[int, Table] = {}  # tables of the requests
         self.owners: dict[int, str | None] = {}
         self.last: dict[int, int] = {}
         self.calibrator = Calibrator()
@@ -53,7 +53,7 @@ class TokenRecycling(Drafter):
         self.last[request] = prompt[-1]
 
     def recycle(self, request: int, token: int, successors: Sequence[int]) -> None:
-        """The target ranked these highest after `token`, best first."""
+        """Note that the target ranked these highest after `token`, best first."""
         self.tables[request][token] = list(successors[: self.width])
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:

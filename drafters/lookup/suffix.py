@@ -18,7 +18,7 @@ from retrieval_index.saved_answers import SavedAnswers
 from retrieval_index.suffix import GREEDY, SessionIndex
 
 WARM_UP = 512
-"""Tokens of an answer that is too long for a new request's initial room."""
+"""Tokens of the answer that warms up: too long for the store that a new request begins with."""
 
 
 class SuffixDrafter(Drafter):
@@ -77,7 +77,7 @@ class SuffixDrafter(Drafter):
 
 
 def _saved(config: Config) -> SavedAnswers | None:
-    """The answers in the configuration's cache, if it names one."""
+    """Return the answers in the configuration's cache, if it names one."""
     options = config.verifier
     if options.cache is None:
         return None
@@ -86,9 +86,9 @@ def _saved(config: Config) -> SavedAnswers | None:
 
 
 def compile_kernels() -> None:
-    """Kernels are compiled when first called: before the worker is ready, not in a request."""
+    """Compile kernels by calling them, before the worker is ready and not in a request."""
     warm_up = SuffixDrafter(budget=4)
     warm_up.start(0, [1, 2, 1], SamplingParams(temperature=1.0))
-    warm_up.observe(0, Verdict(warm_up.propose(0, [2]), [0], [*range(WARM_UP)]))  # enough that its store grows
+    warm_up.observe(0, Verdict(warm_up.propose(0, [2]), [0], [*range(WARM_UP)]))  # enough tokens that its store grows
     warm_up.finish(0)
     release_compiler()

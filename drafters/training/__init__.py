@@ -1,4 +1,4 @@
 """`talon train`: heads and small models, trained on a target's own answers.
 
-Imports `drafters.heads` and the engine up to `engine.files` and `engine.model`.
+The folder imports `drafters.heads` and the engine up to `engine.files` and `engine.model`.
 """

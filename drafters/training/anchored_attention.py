@@ -23,7 +23,7 @@ class AnchoredAttention(nn.Module):
         self.rotary = LlamaRotaryEmbedding(config)
 
     def keys(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """x: [batch, n, inputs]; positions: [batch or 1, n] -> keys and values [batch, heads, n, head_dim]."""
+        """Return keys and values [batch, heads, n, head_dim]. x: [batch, n, inputs]; positions: [batch or 1, n]."""
         groups = self.heads // self.kv_heads
         key, value = self._split(self.k_proj(x)), self._split(self.v_proj(x))
         cos, sin = self.rotary(x, positions)
@@ -33,7 +33,9 @@ class AnchoredAttention(nn.Module):
     def forward(
         self, x: Tensor, anchors: Tensor, true: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """x: [batch, anchors, inputs] of step len(own). true: `keys` of all rows; own: of the anchors' steps from 1."""
+        """Attend. x: [batch, anchors, inputs] of step len(own). true: `keys` of all rows; own: of the anchors' steps
+        from 1.
+        """
         cos, sin = self.rotary(x, anchors + len(own))
         query = self._split(self.q_proj(x))
         query, _ = apply_rotary_pos_emb(query, query, cos, sin)
@@ -49,5 +51,5 @@ class AnchoredAttention(nn.Module):
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
     def _split(self, x: Tensor) -> Tensor:
-        """[batch, n, heads * head_dim] -> [batch, heads, n, head_dim]"""
+        """Reshape [batch, n, heads * head_dim] to [batch, heads, n, head_dim]."""
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

@@ -33,7 +33,7 @@ from engine.model.loading import eos_tokens
 
 @dataclass(frozen=True)
 class Example:
-    """tokens: prompt and answer. answer: index of the answer's first token."""
+    """A text to train on. tokens: prompt and answer. answer: index of the answer's first token."""
 
     tokens: list[int]
     answer: int
@@ -41,7 +41,9 @@ class Example:
 
 @dataclass(frozen=True)
 class TrainingPrompt:
-    """tokens: ids of the text in the target's chat form. answer: the target's own, where it came with the prompt."""
+    """A prompt to train on. tokens: ids of the text in the target's chat form. answer: the target's own, where it came
+    with the prompt.
+    """
 
     text: str
     tokens: list[int]
@@ -49,7 +51,7 @@ class TrainingPrompt:
 
 
 def read_training_prompts(path: Path, tokenizer: Any, recipe: Recipe) -> list[TrainingPrompt]:
-    """The file's prompts without duplicates, in an order that does not depend on the file's."""
+    """Return the file's prompts without duplicates, in an order that does not depend on the file's."""
     room = max(recipe.length - recipe.answer_tokens, recipe.length // 2)
     rows = {
         hashlib.blake2b(f"{recipe.seed}:{row.prompt}".encode(), digest_size=8).hexdigest(): row
@@ -91,7 +93,7 @@ def answer_prompts(
     progress: Callable[[int], None] = lambda done: None,
     minutes: float | None = None,
 ) -> dict[str, list[int]]:
-    """Append an AnswerRow to `out` for each prompt that it does not answer yet, `batch` of them at a time; returns all
+    """Append an AnswerRow to `out` for each prompt that it does not answer yet, `batch` of them at a time; return all
     answers of the file.
 
     prompts: token ids by text. name: of the target, for the rows. minutes: no batch is begun that would end later.
@@ -103,7 +105,7 @@ def answer_prompts(
         stop = eos_tokens(model.generation_config)
         left = sorted((text for text in prompts if text not in answers), key=lambda text: len(prompts[text]))
         batches = [left[at : at + batch] for at in range(0, len(left), batch)]
-        random.Random(sampling.seed).shuffle(batches)  # those that the time leaves out are of any length
+        random.Random(sampling.seed).shuffle(batches)  # prompts that the time leaves out are then of any length
         with out.open("ab") as file:
             for number, texts in enumerate(batches):
                 batch_began = time.monotonic()
@@ -129,7 +131,7 @@ def answer_prompts(
 
 @contextmanager
 def _written_alone(out: Path) -> Iterator[None]:
-    """Only one run writes the file at a time; a full disk is reported in one line."""
+    """Let only one run write the file at a time; a full disk is reported in one line."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(out.with_name(f".{out.name}.lock"), timeout=0):
@@ -143,11 +145,11 @@ def _written_alone(out: Path) -> Iterator[None]:
 
 
 def _answer_end(row: list[int], stop: frozenset[int]) -> int:
-    """How many of the tokens are the answer's: up to the first that ends it."""
+    """Return how many of the tokens are the answer's: up to the first that ends it."""
     return next((i + 1 for i, token in enumerate(row) if token in stop), len(row))
 
 
 def answers_name(target: str, recipe: Recipe) -> str:
-    """A file name that changes with what the answers to prompts depend on. target: its digest."""
+    """Return a file name that changes with what the answers to prompts depend on. target: its digest."""
     settings = (target, recipe.answer_tokens, recipe.temperature, recipe.seed)
     return f"answers-{hashlib.blake2b(repr(settings).encode(), digest_size=8).hexdigest()}.jsonl"

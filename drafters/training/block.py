@@ -26,7 +26,7 @@ class BlockAttention(AnchoredAttention):
     """Each row sees the text up to its anchor, and the rows of its block up to itself."""
 
     def block(self, x: Tensor, texts: Texts, true: tuple[Tensor, Tensor]) -> Tensor:
-        """x: [batch, anchors, rows, hidden]; true: `keys` of the context. Returns the same shape."""
+        """Attend, and return the same shape. x: [batch, anchors, rows, hidden]; true: `keys` of the context."""
         count, size = x.shape[1:3]
         positions = (texts.anchors[:, :, None] + 1 + torch.arange(size, device=x.device)).flatten(1)
         flat = x.flatten(1, 2)
@@ -81,14 +81,14 @@ class MarkovLink(nn.Module):
         self.register_buffer("embedding", embedding, persistent=False)  # the target's own memory
 
     def of(self, tokens: Tensor) -> Tensor:
-        """[n] -> [n, rank]"""
+        """Return [n, rank] for tokens [n]."""
         return self.embedding[tokens].to(self.axes.dtype) @ self.axes
 
     def gated(self, states: Tensor, linked: Tensor) -> Tensor:
         return torch.sigmoid(self.gate_proj(torch.cat([states, linked], dim=-1))) * linked
 
     def begin_with(self, markov_w1: Tensor) -> None:
-        """markov_w1: [vocab, rank], which export computes: take the axes that lead to it."""
+        """Take the axes that lead to markov_w1: [vocab, rank], which `export` computes."""
         there = self.axes.device
         self.axes.copy_(torch.linalg.lstsq(self.embedding.float(), markov_w1.to(there).float()).solution)
 

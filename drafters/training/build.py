@@ -1,4 +1,4 @@
-"""From a recipe to the module that is trained."""
+"""Builds the module that is trained from a recipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drafters.training.small_model import SmallModule
 
 
 def build(recipe: Recipe, target: Any, draft_ids: Tensor) -> HeadModule:
-    """A fresh head for a loaded target, initialised from the recipe's seed."""
+    """Return a fresh head for a loaded target, initialised from the recipe's seed."""
     torch.manual_seed(recipe.seed)
     config = target.config.get_text_config()
     head = target.get_output_embeddings().weight.detach().float().cpu()

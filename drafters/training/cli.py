@@ -1,4 +1,4 @@
-"""`talon train {block,eagle,eagle3,medusa,hydra,sps}`: a draft head for any target, from prompts alone."""
+"""`talon train {block,eagle,eagle3,medusa,hydra,sps}` trains a draft head for any target, from prompts alone."""
 
 from __future__ import annotations
 

@@ -46,11 +46,11 @@ class FeatureModule(HeadModule):
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
-        """[batch, rows, states, hidden] -> [batch, rows, hidden]: true features as the head's own kind."""
+        """Return true features [batch, rows, states, hidden] as the head's own kind, [batch, rows, hidden]."""
 
     @abstractmethod
     def pair(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of the layer's attention and the residual stream, for (token, feature) pairs."""
+        """Return the input of the layer's attention and the residual stream, for (token, feature) pairs."""
 
     def draft(self, texts: Texts, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         fused, attention = self.fuse(texts.features), self.layer.self_attn

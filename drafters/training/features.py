@@ -24,12 +24,12 @@ from drafters.training.answers import Example
 from engine.core.errors import ConfigError
 
 _FORWARD_TOKENS = {"cpu": 2048, "cuda": 32768}  # padding included, which bounds a forward's memory
-_LOGITS = 1 << 27  # numbers at a time
+_LOGITS = 1 << 27  # numbers that are computed at a time
 _KEPT_SHARE = 0.75  # of an accelerator's free memory; the rest is for training
 
 
 def kept_states(layers: int) -> tuple[int, ...]:
-    """The hidden states that the heads trained here read, all taken together. layers: the target's."""
+    """Return the hidden states that the heads trained here read, all taken together. layers: the target's."""
     inner = {2, layers // 4 + 2, layers // 2, 3 * layers // 4 - 1, layers - 3}
     return (*sorted(state for state in inner if 0 < state < layers), layers)
 
@@ -42,21 +42,21 @@ class FeatureSource:
         self.lengths = [len(example.tokens) for example in examples]
 
     def digest(self) -> str:
-        """Tells the examples of different data apart."""
+        """Return a digest that tells the examples of different data apart."""
         return features_name("", self.examples)
 
     def read(self, chosen: Sequence[int], states: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Features of some examples, zero after each one's end.
+        """Return the features of some examples, zero after each one's end.
 
-        Returns hidden states [examples, longest, states, hidden] bfloat16, and log-normalisers [examples, longest]
+        These are hidden states [examples, longest, states, hidden] bfloat16, and log-normalisers [examples, longest]
         float32, which are set for an answer's tokens only.
         """
         computed: tuple[Tensor, Tensor] = self._compute(chosen, states)
         return computed
 
-    @torch.no_grad()  # not inference_mode, whose tensors cannot be saved for backward
+    @torch.no_grad()  # inference_mode would give tensors that cannot be saved for backward
     def _compute(self, chosen: Sequence[int], states: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """One forward over some examples, padded on the right, which causal attention does not see."""
+        """Run one forward over some examples, padded on the right, which causal attention does not see."""
         width = max(self.lengths[i] for i in chosen)
         device, output = self.target.device, self.target.get_output_embeddings()
         tokens = torch.tensor([self.examples[i].tokens + [0] * (width - self.lengths[i]) for i in chosen])
@@ -100,14 +100,14 @@ class KeptFeatures(FeatureSource):
             self._learn(range(len(examples)))
 
     def _kept(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
-        """Zeros in memory, or a file as a tensor; its zeros take no disk space until they are written."""
+        """Return zeros in memory, or a file as a tensor; its zeros take no disk space until they are written."""
         if self.folder is None:
             return torch.zeros(*shape, dtype=dtype, device=self.target.device)
         size = math.prod(shape)
         return torch.from_file(str(self.folder / name), shared=True, size=size, dtype=dtype).view(*shape)
 
     def _learn(self, chosen: Sequence[int]) -> None:
-        """Compute those of the examples that are not known yet."""
+        """Compute the features of those examples that are not known yet."""
         at_once = _FORWARD_TOKENS[self.target.device.type]
         for group in _groups(self.lengths, [i for i in chosen if not self.known[i]], at_once):
             values, normaliser = self._compute(group, self.states)
@@ -126,7 +126,7 @@ class KeptFeatures(FeatureSource):
         return hidden.mul_(real[:, :, None, None]), self.normalisers[rows].mul_(real)
 
     def _rows(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """[examples, longest] int64: where each token's features lie, and which of them are no padding."""
+        """Return [examples, longest] int64: where each token's features lie, and which of them are no padding."""
         lengths = torch.tensor([self.lengths[i] for i in chosen])[:, None]
         at = torch.arange(max(self.lengths[i] for i in chosen))
         real = at < lengths
@@ -134,7 +134,7 @@ class KeptFeatures(FeatureSource):
 
 
 def room_for(target: Any, examples: Sequence[Example], states: Sequence[int]) -> bool:
-    """Whether the target is on an accelerator that has the memory to keep these states."""
+    """Return whether the target is on an accelerator that has the memory to keep these states."""
     if target.device.type != "cuda":
         return False
     tokens = sum(len(example.tokens) for example in examples)
@@ -143,7 +143,7 @@ def room_for(target: Any, examples: Sequence[Example], states: Sequence[int]) ->
 
 
 def features_name(target: str, examples: Sequence[Example]) -> str:
-    """A folder name that changes with what the features depend on. target: `target_digest`."""
+    """Return a folder name that changes with what the features depend on. target: `target_digest`."""
     digest = hashlib.blake2b(target.encode(), digest_size=8)
     for example in examples:
         digest.update(np.asarray([example.answer, *example.tokens], np.int64).tobytes())
@@ -151,14 +151,14 @@ def features_name(target: str, examples: Sequence[Example]) -> str:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on the device, without waiting for what an accelerator still has to do."""
+    """Return a tensor of the CPU on the device, without waiting for what an accelerator still has to do."""
     if device.type == "cpu":
         return values
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def _groups(lengths: Sequence[int], chosen: Sequence[int], at_once: int) -> list[list[int]]:
-    """Examples of similar lengths, as many as one forward of `at_once` tokens takes."""
+    """Group examples of similar lengths, as many as one forward of `at_once` tokens takes."""
     groups: list[list[int]] = []
     for i in sorted(chosen, key=lambda i: lengths[i]):
         if not groups or lengths[i] * (len(groups[-1]) + 1) > at_once:

@@ -23,7 +23,8 @@ from drafters.training.loss import Factors
 
 @dataclass(frozen=True)
 class Texts:
-    """What a head drafts from. features: [batch, rows, states, hidden], true. tokens: [batch, rows + 1 + steps].
+    """The texts that a head drafts from. features: [batch, rows, states, hidden], true. tokens: [batch, rows + 1 +
+    steps].
 
     embedded: [..., hidden], the tokens' embeddings (see `HeadModule.embed`). anchors: [batch, anchors], rows. known:
     [batch, anchors], how many of the tokens to draft are given to a block head.
@@ -36,12 +37,12 @@ class Texts:
     known: Tensor
 
     def at_anchors(self, values: Tensor, offset: int = 0) -> Tensor:
-        """values: [batch, rows or more, ...] -> [batch, anchors, ...], `offset` rows after each anchor."""
+        """Return [batch, anchors, ...], `offset` rows after each anchor. values: [batch, rows or more, ...]."""
         batch = torch.arange(len(values), device=values.device)[:, None]
         return values[batch, self.anchors + offset]
 
     def drafted(self, step: int) -> Tensor:
-        """[batch, anchors, hidden]: the embedding of the token that draft step `step` starts from."""
+        """Return [batch, anchors, hidden]: the embedding of the token that draft step `step` starts from."""
         return self.at_anchors(self.embedded, 1 + step)
 
 
@@ -53,29 +54,30 @@ class HeadModule(nn.Module, ABC):
     """Whether it learns from the prompts' tokens too; other heads learn only from the target's own words."""
 
     def embed(self, tokens: Tensor, target: Any) -> Tensor:
-        """tokens: [batch, n] -> their embeddings, the target's."""
+        """Return the embeddings, the target's, of tokens: [batch, n]."""
         embedded: Tensor = target.get_input_embeddings()(tokens)
         return embedded
 
     @abstractmethod
     def draft(self, texts: Texts, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Per draft step, the prediction after every anchor, [batch, anchors, h], and the feature it leads to.
+        """Yield, for each draft step, the prediction after every anchor, [batch, anchors, h], and the feature it leads
+        to.
 
         Ends early where the head cannot draft that far.
         """
 
     @abstractmethod
     def factors(self, states: Tensor, step: int, previous: Tensor) -> Factors:
-        """The factors of the logits of draft step `step`. states: [n, h]; previous: [n], the token before."""
+        """Return the factors of the logits of draft step `step`. states: [n, h]; previous: [n], the token before."""
 
     def confidence(self, states: Tensor, previous: Tensor) -> Tensor | None:
-        """[n] logits of the share of the target's probability that the draft's covers; None if not predicted."""
+        """Return [n] logits of the share of the target's probability that the draft's covers; None if not predicted."""
         return None
 
     @abstractmethod
     def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-        """File name, config and tensors of the public layout. The tensors are the module's own memory, but for those
-        that are computed.
+        """Return file name, config and tensors of the public layout. The tensors are the module's own memory, except
+        those that are computed.
         """
 
     @torch.no_grad()
@@ -97,12 +99,12 @@ class HeadModule(nn.Module, ABC):
 
 
 _VOCABULARY_MAPS = ("d2t", "t2d")
-_NOT_TRAINED = ("norm_before_residual", "eagle_aux_hidden_state_layer_ids")  # what heads of others may have
+_NOT_TRAINED = ("norm_before_residual", "eagle_aux_hidden_state_layer_ids")  # keys that heads of others may have
 _ABOUT_THE_FILE = ("architectures", "dtype", "transformers_version")  # keys of config.json that change no number
 
 
 def vocabulary_maps(draft_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """The public layout's maps from a draft vocabulary to the target's, d2t as differences of ids, and back."""
+    """Return the public layout's maps from a draft vocabulary to the target's, d2t as differences of ids, and back."""
     ids = draft_ids.cpu()
     return {
         "d2t": ids - torch.arange(len(ids)),
@@ -111,7 +113,7 @@ def vocabulary_maps(draft_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
 
 
 def llama_values(config: LlamaConfig) -> dict[str, Any]:
-    """What a head's config.json says about its layer."""
+    """Return what a head's config.json says about its layer."""
     keys = (
         "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
         "max_position_embeddings", "rms_norm_eps", "rope_parameters", "hidden_act",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ROWS = {"cpu": 1024, "cuda": 8192}  # at a time: a CPU's caches hold few, an accelerator is idle with few
+_ROWS = {"cpu": 1024, "cuda": 8192}  # rows at a time: a CPU's caches hold few, an accelerator is idle with few
 
 FUSED_VOCABULARY = 32768
 """The largest draft vocabulary that `drafters.training.triton_loss` takes: a row of it fits into registers."""
@@ -31,11 +31,11 @@ class Teacher:
     normaliser: Tensor | None
 
     def logits(self, rows: slice) -> Tensor:
-        """[rows, vocab] over the draft vocabulary."""
+        """Return [rows, vocab] logits over the draft vocabulary."""
         return self.hidden[rows] @ self.head.T
 
     def prob(self, rows: slice) -> Tensor:
-        """[rows, vocab] float32."""
+        """Return [rows, vocab] float32 probabilities."""
         logits = self.logits(rows).float()
         if self.normaliser is None:
             return logits.softmax(-1)
@@ -52,7 +52,7 @@ class Verdicts:
 
 
 def vocabulary_loss(factors: Factors, teacher: Teacher, entropy: float, distance: float) -> tuple[Tensor, Verdicts]:
-    """The mean over rows of entropy * cross-entropy + distance * sum(|p - q|), and its parts by row."""
+    """Return the mean over rows of entropy * cross-entropy + distance * sum(|p - q|), and its parts by row."""
     found: list[Verdicts] = []
     flat = [tensor for pair in factors for tensor in pair]
     with torch.autocast(flat[0].device.type, enabled=False):  # sums over the vocabulary stay in float32
@@ -109,8 +109,8 @@ def _fused(
     scale: float,
     found: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
-    """One chunk by the kernel: fills `found`, the losses, best ids and overlaps; returns the logits' gradient."""
-    from drafters.training.triton_loss import loss_rows  # comes with torch's CUDA builds alone
+    """Compute one chunk by the kernel: fill `found`, the losses, best ids and overlaps; return the logits' gradient."""
+    from drafters.training.triton_loss import loss_rows  # Triton comes with torch's CUDA builds alone
 
     z = inputs[0][rows] @ weights[0].T
     for x, w in zip(inputs[1:], weights[1:], strict=True):
@@ -123,7 +123,7 @@ def _fused(
 
 
 def _gradient(p: Tensor, q: Tensor, mass: Tensor, entropy: float, distance: float) -> Tensor:
-    """Gradient of the loss with respect to the logits, [rows, vocab]; overwrites p."""
+    """Return the gradient of the loss with respect to the logits, [rows, vocab]; overwrites p."""
     pull = None
     if distance:
         sign = (q - p).sign_()

@@ -1,4 +1,4 @@
-"""How far a training is."""
+"""Shows how far a training is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from rich.progress import Progress
 
-_SAID_S, _SHOWN_S = 60.0, 0.5  # between two progress lines where no bar is shown, and two states of a bar
+# seconds between two progress lines where no bar is shown, and between two states of a bar
+_SAID_S, _SHOWN_S = 60.0, 0.5
 
 
 class Stage:
@@ -19,7 +20,9 @@ class Stage:
         self._said_s = time.monotonic()
 
     def __call__(self, done: int, figures: Callable[[], str] = lambda: "") -> None:
-        """figures: called only when they are shown: reading them makes the next step wait."""
+        """Show the progress. figures: called only when they are shown, because reading them makes the
+        next step wait.
+        """
         self._progress.update(self._task, completed=done)
         console, now_s = self._progress.console, time.monotonic()
         if now_s - self._said_s < (_SHOWN_S if console.is_terminal else _SAID_S):

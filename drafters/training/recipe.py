@@ -73,7 +73,7 @@ class Recipe(BaseModel):
 
     @classmethod
     def load(cls, path: Path, method: str, **overrides: object) -> Recipe:
-        """The recipe in `path` with command-line `overrides` (None means not given)."""
+        """Read the recipe in `path` with command-line `overrides` (None means not given)."""
         try:
             values = yaml.safe_load(path.read_text(encoding="utf8"))
         except OSError as error:

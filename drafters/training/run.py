@@ -71,7 +71,7 @@ def train(
     head = None if start is None else Checkpoint(str(start), method, _HEAD_FILES, "start")
     folder = find_folder(resolve(target, "target"), "target")
     model, tokenizer = load_target(folder, device)
-    states_read(plan, model)  # refused before hours of answering, not after
+    states_read(plan, model)  # refused before hours of answering
     module = None if head is None else begun_with(head, plan, model)
     prompts_ = read_training_prompts(data, tokenizer, plan)
     try:
@@ -79,7 +79,8 @@ def train(
     except OSError as error:
         raise ConfigError(f"out={out}: cannot be made ({error.strerror}): name another folder") from None
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
-    figures = TextColumn("{task.fields[figures]}", table_column=Column(ratio=1, no_wrap=True))  # if there is room
+    # shown where there is space
+    figures = TextColumn("{task.fields[figures]}", table_column=Column(ratio=1, no_wrap=True))
     with Progress(*columns, figures, console=console, expand=True) as progress:
         digest, kept = target_digest(folder), answers or out.parent / "answers"
         examples = _examples(prompts_, model, tokenizer, digest, plan, kept, progress)
@@ -105,7 +106,7 @@ def train(
                 write_card(out, plan, trainer.step, trainer.tokens, score)
 
         if head is not None and not trainer.step:
-            trainer.judge(judged)  # what is to be beaten
+            trainer.judge(judged)  # the score that is to be beaten
         trainer.run(
             checkpoint,
             save_minutes * 60,
@@ -125,8 +126,8 @@ def train(
 
 
 def _keep_freed_memory() -> None:
-    """A step's temporaries are tens of megabytes each. glibc returns such blocks to the system at once, and allocating
-    them again took a third of a step's time.
+    """Keep freed memory. A step's temporaries are tens of megabytes each; glibc returns such blocks to the system at
+    once, and allocating them again took a third of a step's time.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -137,7 +138,7 @@ def _keep_freed_memory() -> None:
 def _examples(
     prompts: list[TrainingPrompt], model: Any, tokenizer: Any, digest: str, plan: Recipe, kept: Path, progress: Progress
 ) -> list[Example]:
-    """The training text; prompts without an answer are answered first."""
+    """Return the training text; prompts without an answer are answered first."""
     asked, answers = {one.text: one.tokens for one in prompts if one.answer is None}, dict[str, list[int]]()
     if asked:
         sampling = SamplingParams(temperature=plan.temperature, seed=plan.seed, max_tokens=plan.answer_tokens)
@@ -161,9 +162,9 @@ def answer_file(
     device: str,
     console: Console,
 ) -> None:
-    """`talon train answers`: answers to prompts of at most `longest` tokens. Raises TalonError, one line."""
+    """Answer prompts of at most `longest` tokens for `talon train answers`. Raises TalonError, one line."""
     began, asked = time.monotonic(), dict.fromkeys(row.prompt for row in read_prompts(data, "data"))
-    open_answers(out, target, sampling)  # refused before the target is loaded, not after
+    open_answers(out, target, sampling)  # refused before the target is loaded
     model, tokenizer = load_target(find_folder(resolve(target, "target"), "target"), device)
     prompts = {text: tokens for text in asked if len(tokens := chat(tokenizer, text)) <= longest}
     with Progress(console=console) as progress:
@@ -210,7 +211,7 @@ def write_card(out: Path, plan: Recipe, step: int, tokens: int, score: Score) ->
 
 
 def begun_with(head: Checkpoint, plan: Recipe, model: Any) -> HeadModule:
-    """A module with the weights and the draft vocabulary of a trained head."""
+    """Return a module with the weights and the draft vocabulary of a trained head."""
     vocab_size = model.config.get_text_config().vocab_size
     module = build(plan, model, head.target_ids(head.number("draft_vocab_size", vocab_size), vocab_size))
     module.begin_with(head)
@@ -218,7 +219,7 @@ def begun_with(head: Checkpoint, plan: Recipe, model: Any) -> HeadModule:
 
 
 def drafts_seen(folder: Path) -> int:
-    """What the card of a trained head says; 0 if the card is missing or cannot be read."""
+    """Return what the card of a trained head says; 0 if the card is missing or cannot be read."""
     try:
         return int(json.loads((folder / "training.json").read_text(encoding="utf8"))["drafts_seen"])
     except (OSError, ValueError, KeyError, TypeError):

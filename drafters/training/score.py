@@ -18,7 +18,7 @@ class Score:
     _sums: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, step: int, count: int, hits: Tensor, loss: Tensor) -> None:
-        """hits: of `count` first guesses; loss: their mean."""
+        """Count a step. hits: of `count` first guesses; loss: their mean."""
         hits, loss = hits.detach(), loss.detach().double() * count
         if step == len(self.count):
             self.count.append(count)
@@ -37,14 +37,14 @@ class Score:
         return [float(loss) for _, loss in self._sums]
 
     def acceptance(self) -> list[float]:
-        """Share of right first guesses per position, given right tokens before it."""
+        """Return the share of right first guesses per position, given right tokens before it."""
         return [hits / max(count, 1) for hits, count in zip(self.hits, self.count, strict=True)]
 
     def mean_loss(self) -> float:
-        """Over all positions together."""
+        """Return the mean loss over all positions together."""
         return sum(self.loss) / max(1, sum(self.count))
 
     def chain_length(self) -> float:
-        """Expected tokens per round of a drafted chain, bonus included."""
+        """Return the expected tokens per round of a drafted chain, bonus included."""
         acceptance = self.acceptance()
         return 1 + sum(math.prod(acceptance[: k + 1]) for k in range(len(acceptance)))

@@ -35,7 +35,7 @@ class SmallModule(HeadModule):
                 tie_word_embeddings=True,
             )
         )
-        # the target's embedding along its principal axes: similar words are close from the first step
+        # The target's embedding along its principal axes: similar words are close from the first step.
         torch.manual_seed(recipe.seed)
         axes = torch.pca_lowrank(target_embedding, q=hidden, niter=4)
         main = axes[0] * axes[1]

@@ -38,7 +38,7 @@ def load_target(folder: Path, device: str) -> tuple[Any, Any]:
 
 
 def target_digest(target: Path) -> str:
-    """A digest that tells the weights of targets apart."""
+    """Return a digest that tells the weights of targets apart."""
     digest = hashlib.blake2b(digest_size=8)
     for file in sorted(file for kind in ("*.safetensors", "*.bin", SOURCE) for file in target.glob(kind)):
         digest.update(f"{file.name}:{file.stat().st_size}".encode())
@@ -49,7 +49,7 @@ def target_digest(target: Path) -> str:
 
 
 def chat(tokenizer: Any, prompt: str) -> list[int]:
-    """The prompt's token ids in the target's chat form."""
+    """Return the prompt's token ids in the target's chat form."""
     if tokenizer.chat_template:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
@@ -62,8 +62,8 @@ def chat(tokenizer: Any, prompt: str) -> list[int]:
 def generate(
     model: Any, batch: list[list[int]], pad: int, tokens: int, temperature: float, seed: int
 ) -> list[list[int]]:
-    """Answers of a batch, [batch, up to `tokens`] as lists; prompts are padded on the left. The batch is halved where
-    an accelerator's memory is too small for it.
+    """Return the answers of a batch, [batch, up to `tokens`] as lists; prompts are padded on the left. The batch is
+    halved where an accelerator's memory is too small for it.
     """
     width = max(map(len, batch))
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in batch], device=model.device)

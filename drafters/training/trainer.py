@@ -71,7 +71,7 @@ class Trainer:
             weight_decay=recipe.weight_decay,
             fused=True,
         )
-        shared = {id(buffer): buffer for buffer in self.module.buffers()}  # constants, the target's embeddings one
+        shared = {id(buffer): buffer for buffer in self.module.buffers()}  # constants, such as the target's embeddings
         self.averaged = copy.deepcopy(self.module, shared).requires_grad_(False).eval()
         self.step, self.tokens = 0, tokens
         self.limit_s, self.trained_s = limit_s, 0.0
@@ -131,14 +131,14 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> Score:
-        """Held-out acceptance per draft position."""
+        """Return the held-out acceptance per draft position."""
         score, size = Score(), max(8, self.recipe.batch)
         for at in range(0, len(self.held_out), size):
             self._loss(self.held_out[at : at + size], max(EVALUATED_STEPS, self.recipe.unroll), score, seed=None)
         return score
 
     def save(self, path: Path) -> None:
-        """Everything `load` needs, replacing the file at once."""
+        """Save everything that `load` needs, replacing the file at once."""
         state = {
             "module": self.module.state_dict(),
             "averaged": self.averaged.state_dict(),
@@ -176,12 +176,14 @@ class Trainer:
         self.best, self.best_state = state["best"], state["best_state"]
 
     def _average(self) -> None:
-        """Move the averaged weights towards the current ones; at first the mean of all, then of the last 50 steps."""
+        """Move the averaged weights towards the current ones; at first their mean is of all steps, then
+        of the last 50.
+        """
         present = [p.detach() for p in self.module.parameters()]
         torch._foreach_lerp_(list(self.averaged.parameters()), present, max(0.02, 3 / (self.step + 3)))
 
     def _batch(self, step: int) -> list[int]:
-        """The examples of a step: every epoch a new permutation, its batches of similar lengths."""
+        """Return the examples of a step: every epoch has a new permutation, its batches of similar lengths."""
         size, total, lengths = min(self.recipe.batch, len(self.training)), len(self.training), self.features.lengths
         per_epoch = total // size
         epoch, index = divmod(step, per_epoch)
@@ -197,7 +199,9 @@ class Trainer:
         return self._batches[index]
 
     def _loss(self, chosen: Sequence[int], steps: int, score: Score, seed: int | None) -> Tensor:
-        """The recipe's loss of `steps` draft steps; adds each step's figures to `score`. seed: None to measure."""
+        """Return the recipe's loss of `steps` draft steps; add each step's figures to `score`. seed: None
+        to measure.
+        """
         recipe, module = self.recipe, self.averaged if seed is None else self.module
         examples = [self.features.examples[i] for i in chosen]
         lengths = torch.tensor([len(example.tokens) for example in examples])
@@ -239,7 +243,7 @@ class Trainer:
         return total
 
     def _anchors(self, examples: Sequence[Example], seed: int | None) -> tuple[Tensor, Tensor]:
-        """[batch, anchors] rows of the answers, in order, and which of them are not padding; both on the CPU."""
+        """Return [batch, anchors] rows of the answers, in order, and which of them are not padding; both on the CPU."""
         generator = torch.Generator().manual_seed(0 if seed is None else seed)
         learns_prompts = self.module.learns_prompts and seed is not None
         rows: list[list[int]] = []
@@ -253,7 +257,9 @@ class Trainer:
         return torch.tensor([row + row[-1:] * (most - len(row)) for row in rows]), real
 
     def _known(self, anchors: Tensor, seed: int | None) -> Tensor:
-        """[batch, anchors] int64, tokens given: in a share of the drafts, from 1 to all but one of the block's."""
+        """Return [batch, anchors] int64, how many tokens are given: in a share of the drafts, from 1 to all but one of
+        the block's.
+        """
         if seed is None or not self.recipe.known_share:
             return torch.zeros_like(anchors)
         generator = torch.Generator().manual_seed(seed)
@@ -265,8 +271,8 @@ class Trainer:
 
 
 def states_read(recipe: Recipe, target: Any) -> tuple[int, ...]:
-    """Hidden states that training reads: the head's, and the last, from which the target's distribution follows.
-    ModelError if the target has too few layers.
+    """Return the hidden states that training reads: the head's, and the last, from which the target's distribution
+    follows. ModelError if the target has too few layers.
     """
     return (*_wanted_layers(recipe, target), target.config.get_text_config().num_hidden_layers)
 
@@ -287,7 +293,7 @@ def _wanted_layers(recipe: Recipe, target: Any) -> tuple[int, ...]:
 
 
 def draft_vocabulary(examples: Sequence[Example], size: int, vocab: int) -> Tensor:
-    """[size] the most frequent tokens of the target's answers, in order of id; ties go to the smaller id."""
+    """Return [size] the most frequent tokens of the target's answers, in order of id; ties go to the smaller id."""
     if size == 0 or size >= vocab:
         return torch.arange(vocab)
     counts = torch.zeros(vocab, dtype=torch.long)
@@ -298,7 +304,9 @@ def draft_vocabulary(examples: Sequence[Example], size: int, vocab: int) -> Tens
 
 
 def schedule(step: int, done: float, warmup: int) -> float:
-    """Share of the learning rate: linear warmup, cosine to a twentieth. done: the share of the run before this step."""
+    """Return the share of the learning rate: linear warmup, cosine to a twentieth. done: the share of the run before
+    this step.
+    """
     warm = min(1.0, (step + 1) / max(warmup, 1))
     return warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
 

@@ -60,7 +60,7 @@ def _loss_row(
 def loss_rows(
     teacher: Tensor, normaliser: Tensor | None, student: Tensor, entropy: float, distance: float, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of each row, its likeliest id and its overlap with the teacher, [rows] each.
+    """Return the loss of each row, its likeliest id and its overlap with the teacher, [rows] each.
 
     teacher, student: [rows, vocab] logits, contiguous. scale: of the gradient, which replaces the student's logits.
     """

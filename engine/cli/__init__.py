@@ -1,4 +1,4 @@
 """The `talon` command and its options. Each command loads what it needs when it runs.
 
-Imports everything; nothing imports it.
+The folder imports everything; nothing imports it.
 """

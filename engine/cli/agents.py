@@ -28,7 +28,7 @@ class ServedModel:
 
     @property
     def values(self) -> dict[str, str]:
-        """What a template may name. answer: tokens that a client leaves to an answer."""
+        """The values that a template may name. answer: tokens that a client leaves to an answer."""
         answer = min(32_000, max(1024, self.context // 8))
         own = {"url": self.url, "key": self.key, "model": self.model}
         return own | {"context": str(self.context), "answer": str(answer)}
@@ -37,7 +37,8 @@ class ServedModel:
 @dataclass(frozen=True)
 class Agent:
     """A client. environment, command: what starts it, "" if people start it otherwise. place: where `settings` belong.
-    All of them are templates. install: how it is installed. own_tokens: of the prompt that it begins with, about.
+    All of them are templates. install: how it is installed. own_tokens: about how many tokens of its own a prompt
+    begins with.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Agent:
     own_tokens: int = 0
 
     def variables(self, server: ServedModel) -> dict[str, str]:
-        """The environment that the client reads."""
+        """Return the environment that the client reads."""
         return {name: _filled(text, server) for name, text in self.environment.items()}
 
     @property
@@ -58,11 +59,11 @@ class Agent:
         return [name for name in _KEYS if name not in self.environment] if self.command else []
 
     def started_by(self, server: ServedModel) -> list[str]:
-        """The command that starts the client."""
+        """Return the command that starts the client."""
         return [_filled(text, server) for text in self.command]
 
     def lines(self, server: ServedModel) -> list[str]:
-        """What a person types or pastes."""
+        """Return what a person types or pastes."""
         told = [shlex.join(["unset", *self.removes])] if self.removes else []
         told += [f"export {name}={shlex.quote(value)}" for name, value in self.variables(server).items()]
         told += [shlex.join(self.started_by(server))] if self.command else []
@@ -70,7 +71,9 @@ class Agent:
 
 
 def _filled(template: str, server: ServedModel) -> str:
-    """Fill a template in. One with quotation marks is JSON, TOML, YAML or code, and keeps each value within them."""
+    """Fill a template in. A template with quotation marks is JSON, TOML, YAML or code, and keeps each value within
+    them.
+    """
     quoted = '"' in template
     return Template(template).substitute(
         {name: _escaped(value) if quoted else value for name, value in server.values.items()}
@@ -141,7 +144,7 @@ AGENTS = {
             "llm",
             "pip install llm",
             place="extra-openai-models.yaml in the folder of: llm logs path",
-            settings='- {model_id: talon, model_name: "$model", api_base: "$url/v1"}',
+            settings='- {model_id: talon, model_name: "$model", api_base: "$url/v1", supports_tools: true}',
         ),
         Agent(
             "continue",
@@ -169,8 +172,8 @@ AGENTS = {
         Agent(
             "litellm",
             "pip install 'litellm[proxy]'",
-            environment=_OPENAI_BASE,
-            command=("litellm", "--model", "openai/$model"),
+            environment=_OPENAI_BASE | {"LITELLM_MASTER_KEY": "$key"},  # without one it does not start
+            command=("litellm", "--model", "openai/$model", "--host", "127.0.0.1"),
         ),
         Agent(
             "ai-sdk",

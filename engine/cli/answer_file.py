@@ -1,4 +1,4 @@
-"""`talon answer`: the model's answers to a file of prompts, as JSON lines for index builds and training."""
+"""`talon answer` writes the model's answers to a file of prompts, as JSON lines for index builds and training."""
 
 from __future__ import annotations
 

@@ -27,14 +27,16 @@ MODELS_OWN = "the model's own"
 
 
 def overrides(assignments: list[str] | None, **named: Any) -> dict[str, Any]:
-    """Configuration overrides from --set and from options that name a key; options not given are left out."""
+    """Return the configuration's overrides from --set and from options that name a key; options not given
+    are left out.
+    """
     values = dict(configuration.parse_assignment(text) for text in assignments or [])
     return values | {key: value for key, value in named.items() if value is not None}
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turns Talon's errors into one line and exit code 2, Ctrl-C into exit code 130."""
+    """Turn Talon's errors into one line and exit code 2, Ctrl-C into exit code 130."""
     try:
         yield
     except TalonError as error:

@@ -1,4 +1,4 @@
-"""`talon connect`: starts a client that talks to a running server, or prints what it has to be told."""
+"""`talon connect` starts a client that talks to a running server, or prints what it has to be told."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def served_model(url: str, key: str) -> ServedModel:
 
 
 def _host(url: str) -> str:
-    """Return the host of an address. Raises ConfigError if the address is none."""
+    """Return the host of an address. Raises ConfigError for an invalid address."""
     try:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
@@ -98,7 +98,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _opener(host: str) -> urllib.request.OpenerDirector:
-    """Return what asks a host: without redirects, and without a proxy if the host is this machine."""
+    """Return an opener that asks a host: without redirects, and without a proxy if the host is this machine."""
     proxies = urllib.request.ProxyHandler({} if _is_this_machine(host) else None)
     return urllib.request.build_opener(_NoRedirect, proxies)
 
@@ -111,7 +111,7 @@ def _is_this_machine(host: str) -> bool:
 
 
 def _start(agent: Agent, server: ServedModel, arguments: list[str]) -> None:
-    """Become the client's process."""
+    """Replace this process by the client's."""
     command = [*agent.started_by(server), *arguments]
     if (program := shutil.which(command[0])) is None:
         raise ConfigError(f"connect {agent.name}: {command[0]} is not installed: {agent.install}")

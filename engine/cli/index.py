@@ -1,4 +1,4 @@
-"""`talon index`: build, inspect and query a datastore or a dense index."""
+"""`talon index` builds, inspects and queries a datastore or a dense index."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TokenizerOption = Annotated[
 
 
 def tokenizer_folder(tokenizer: Path) -> Path:
-    """The directory that --tokenizer means; ConfigError if there is no tokenizer in it."""
+    """Return the directory that --tokenizer means; ConfigError if there is no tokenizer in it."""
     from engine.weights.resolve import resolve
 
     folder = Path(resolve(str(tokenizer), "tokenizer"))
@@ -33,7 +33,7 @@ def tokenizer_folder(tokenizer: Path) -> Path:
 
 
 def find_tokenizer(tokenizer: Path) -> Any:
-    """The tokenizer in a directory; ConfigError if there is none."""
+    """Load the tokenizer in a directory; ConfigError if there is none."""
     from engine.weights.tokenizer import load_tokenizer
 
     try:
@@ -90,7 +90,7 @@ def _build_dense(
 def info(
     folder: Path, verify: Annotated[bool, typer.Option(help="Read everything, compare checksums.")] = True
 ) -> None:
-    """What an index holds, and whether its files are intact."""
+    """Show what an index holds, and whether its files are intact."""
     from retrieval_index.datastore import Datastore
     from retrieval_index.dense import DenseIndex, is_dense
 
@@ -111,7 +111,7 @@ def info(
 def query(
     folder: Path, text: str, tokenizer: TokenizerOption, count: Annotated[int, typer.Option(help="Lines.", min=1)] = 8
 ) -> None:
-    """What followed the longest match of a text's end, or the passages most similar to a text."""
+    """Show what followed the longest match of a text's end, or the passages most similar to a text."""
     from retrieval_index.datastore import Datastore
     from retrieval_index.dense import DenseIndex, is_dense
 

@@ -190,9 +190,9 @@ def _summary(result: Result, config: configuration.Config) -> str:
 
 
 def assemble() -> typer.Typer:
-    """The command with all its subcommands. `engine.__main__` calls it."""
+    """Return the command with all its subcommands. `engine.__main__` calls it."""
     for key, value in POOL_WAITS.items():
-        os.environ.setdefault(key, value)  # for workers that are threads
+        os.environ.setdefault(key, value)  # applies to workers that are threads
     from drafters.training.cli import app as train
     from engine.cli.answer_file import answer
     from engine.cli.connect import connect
@@ -215,7 +215,7 @@ def assemble() -> typer.Typer:
 
 
 def main() -> None:
-    """The command, as `python -m engine.cli.main`."""
+    """Run the command, as `python -m engine.cli.main`."""
     assemble()()
 
 

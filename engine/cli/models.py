@@ -1,4 +1,4 @@
-"""`talon models`: get, list, find and remove the models that Talon keeps."""
+"""`talon models` gets, lists, finds and removes the models that Talon keeps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def get_command(name: NameArgument) -> None:
 
 @app.command("list")
 def list_command() -> None:
-    """The models known by name, and what is kept for GGUF files and checkpoints, each with the space it takes."""
+    """List the models known by name, and what is kept for GGUF files and checkpoints, each with the space it takes."""
     from engine.weights.cache import home
     from engine.weights.catalogue import CATALOGUE
     from engine.weights.gguf.source import source_of
@@ -51,6 +51,24 @@ def list_command() -> None:
         current = source_of(folder) is not None or quantised_source_of(folder) is not None
         old = "" if current else "; of an earlier version, talon models remove frees it"
         typer.echo(f"{folder.name}  {_megabytes(folder)} in {folder}{old}")
+
+
+@app.command("check")
+def check_command(model: Annotated[str, typer.Argument(metavar="FILE", help="A GGUF file or a directory.")]) -> None:
+    """Say of a model, without starting it: its family, types, memory, drafter, and what will not work."""
+    from engine.model.trial.check import lines_of
+
+    with one_line_errors():
+        for line in lines_of(model):
+            typer.echo(line)
+
+
+@app.command("families")
+def families_command() -> None:
+    """Print the families that were tried: which run lean, from which files. It is the table of docs/models.md."""
+    from engine.model.trial.families import table
+
+    typer.echo(table())
 
 
 @app.command("path")
@@ -88,7 +106,9 @@ def remove_command(name: NameArgument) -> None:
 
 
 def _kept(home: Path) -> list[Path]:
-    """The directories that are kept, but for those of models known by name; earlier versions had `models` too."""
+    """Return the directories that are kept, but for those of models known by name; earlier versions had
+    `models` too.
+    """
     from engine.weights.catalogue import CATALOGUE
     from engine.weights.resolve import folder_of
 

@@ -72,7 +72,7 @@ Budget = Annotated[
 
 
 def grammar_of(json_object: bool, json_schema: str | None, regex: str | None, grammar: str | None) -> Grammar | None:
-    """The grammar that the options name, None if they name none."""
+    """Return the grammar that the options name, None if they name none."""
     if not json_object and json_schema is None and regex is None and grammar is None:
         return None
     return Grammar(
@@ -84,12 +84,12 @@ def grammar_of(json_object: bool, json_schema: str | None, regex: str | None, gr
 
 
 def speculation_of(off: bool, budget: int | None) -> Speculation | None:
-    """The drafting options, None if none is given."""
+    """Return the drafting options, None if none is given."""
     return Speculation(off=off, budget=budget) if off or budget is not None else None
 
 
 def bias_of(assignments: list[str] | None) -> dict[int, float]:
-    """`["42=-100"]` as a dict."""
+    """Read `["42=-100"]` as a dict."""
     bias = {}
     for text in assignments or []:
         token, _, value = text.partition("=")
@@ -101,7 +101,7 @@ def bias_of(assignments: list[str] | None) -> dict[int, float]:
 
 
 def _text(option: str, given: str | None) -> str | None:
-    """The text itself, or that of the file named after an @."""
+    """Return the text itself, or that of the file named after an @."""
     if given is None or not given.startswith("@"):
         return given
     try:

@@ -74,7 +74,7 @@ async def serve(config: Config) -> None:
         try:
             alive = True
             while alive:
-                alive = worker.alive()  # checked first: its last messages are still read
+                alive = worker.alive()  # checked first, so that its last messages are still read
                 for _, message, _ in hub.received():
                     if isinstance(message, Ready):
                         print(f"talon: {config.method} is ready and joins {config.tcp.endpoint}", file=sys.stderr)

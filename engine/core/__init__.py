@@ -1,4 +1,5 @@
-"""What everything else speaks of: trees, batches, requests' parameters, the drafter's protocol, errors.
+"""The nouns of everything else: trees, batches, requests' parameters, the drafter's protocol, errors.
 
-No sockets, no models, no threads. Imports the standard library, numpy, torch and `engine.core` alone.
+There are no sockets, no models and no threads here. The folder imports the standard library, numpy, torch and
+`engine.core` alone.
 """

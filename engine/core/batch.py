@@ -1,6 +1,7 @@
 """The input of one forward of the target or a draft head: rows of several requests, one token each, as flat arrays.
 
-No padding, no mask: each row names the positions of its own request that it sees, and attention reads only those.
+There is no padding and no mask: each row names the positions of its own request that it sees, and attention reads only
+those.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ class Segment:
 
     @classmethod
     def of_tree(cls, tree: TokenTree, cache: Any, first: int = 0) -> Segment:
-        """The nodes of a tree from `first` on; those before it were forwarded already."""
+        """Make the segment of a tree's nodes from `first` on; those before it were forwarded already."""
         return cls(tree.tokens[first:], tree, cache, cache.length, first)
 
     @classmethod
     def of_text(cls, tokens: Sequence[int], cache: Any, wanted: WantedRows = "last") -> Segment:
-        """The next tokens of a request's text."""
+        """Make the segment of the next tokens of a request's text."""
         return cls(np.asarray(tokens, np.int32), None, cache, cache.length, 0, wanted)
 
     def __len__(self) -> int:
@@ -81,7 +82,7 @@ class Segment:
 
     @property
     def wanted_rows(self) -> int:
-        """Number of rows whose logits are wanted."""
+        """The number of rows whose logits are wanted."""
         return len(self) if self.wanted == "all" else int(self.wanted == "last")
 
     @property
@@ -93,8 +94,8 @@ class Segment:
 
     @property
     def visible_slots(self) -> tuple[list[int], list[list[int]]]:
-        """For each row: the length of the prefix it sees (the text, plus its own path as far as that directly follows
-        the text), and the slots of the rest of its path.
+        """Return, for each row, the length of the prefix it sees (the text, plus its own path as far as that directly
+        follows the text), and the slots of the rest of its path.
         """
         start = self.past + self.pending
         if self.tree is None:
@@ -195,7 +196,9 @@ class Batch:
         return np.concatenate(self.tables_of)
 
     def tiles(self, most: int) -> list[int]:
-        """[tiles + 1] the first row of each group of at most `most` rows of one request, groups as even as possible."""
+        """Return [tiles + 1] the first row of each group of at most `most` rows of one request, groups as even as
+        possible.
+        """
         tiles: list[int] = []
         for first, end in self.spans:
             rows, groups = end - first, -(-(end - first) // most)

@@ -1,4 +1,4 @@
-"""Which strings are text: what UTF-8 can encode."""
+"""Tells which strings are text: what UTF-8 can encode."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ HALF_A_CHARACTER = "holds half a character; decode the text it comes from as UTF
 
 
 def is_text(text: str) -> bool:
-    """Whether UTF-8 can encode it. What JSON writes in two escapes may have been cut: a lone surrogate is left."""
+    """Return whether UTF-8 can encode it. Where JSON's two escapes of one character were cut, a lone
+    surrogate is left.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 
 def child_environment() -> dict[str, str]:
-    """This process's, in which `python -m engine.NAME` finds this engine, but no module in the current folder: a user's
-    script there may be named as a library's optional module, and would run in every worker. Python 3.10 still looks.
+    """Return this process's environment, in which `python -m engine.NAME` finds this engine, but no module in the
+    current folder: a user's script there may be named as a library's optional module, and would run in every worker.
+    Python 3.10 still looks there.
     """
     paths = [str(Path(__file__).resolve().parent.parent.parent), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}

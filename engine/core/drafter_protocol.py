@@ -80,24 +80,24 @@ class Drafter(ABC):
 
     @abstractmethod
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        """A request begins. `prompt`: its token ids. Called before the target has seen the prompt."""
+        """Begin a request. prompt: its token ids. Called before the target has read the prompt."""
 
     @abstractmethod
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
-        """A tree for the request's text followed by `continuation`, a possible outcome of the round under way.
+        """Return a tree for the request's text followed by `continuation`, a possible outcome of the round under way.
 
-        The root is the last token of that text. A root-only tree says: nothing to propose.
+        The root is the last token of that text. A root-only tree says that there is nothing to propose.
         """
 
     def propose_many(self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
-        """`propose` for several requests and outcomes; drafters with a model draft them in the same forwards.
+        """Return `propose` for several requests and outcomes; drafters with a model draft them in the same forwards.
 
         between_steps: called between a model's draft steps.
         """
         return [self.propose(request, continuation) for request, continuation in wanted]
 
     def following(self, wanted: Sequence[Wanted]) -> list[Following]:
-        """The tokens that may follow each continuation, likeliest first, and their chances.
+        """Return the tokens that may follow each continuation, likeliest first, and their probabilities.
 
         The outcomes of a round are ranked by these. A drafter that returns none is not asked to draft ahead.
         """
@@ -110,14 +110,16 @@ class Drafter(ABC):
 
     @abstractmethod
     def observe(self, request: int, verdict: Verdict) -> None:
-        """The verdict's tokens are now the request's text. The first verdict of a request is the prefill's."""
+        """Take the verdict's tokens as the request's text. The first verdict of a request is the prefill's."""
 
     def settle(self) -> None:  # noqa: B027
-        """Deferred bookkeeping of verdicts, off the critical path. Called when the next tree is on its way."""
+        """Do the bookkeeping of verdicts that was deferred, off the critical path. Called when the next tree is on its
+        way.
+        """
 
     @abstractmethod
     def finish(self, request: int) -> None:
         """Forget the request."""
 
     def close(self) -> None:  # noqa: B027
-        """The worker ends: write what is to outlive it."""
+        """Write what is to outlive the worker, which ends."""

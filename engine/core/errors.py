@@ -1,7 +1,7 @@
 """Every error Talon raises on purpose. Each message is one line that names the field and the fix.
 
-What a message repeats comes from files and from strangers: `shown` is how a value stands in one, and `printable` what
-every message passes through before anyone sees it.
+Messages repeat what files and strangers hold. `shown` is how a value stands in a message, and every message passes
+through `printable` before anyone sees it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = 60
 
 
 def shown(value: Any) -> str:
-    """A value as messages repeat it: as Python writes it, shortened, with everything that does not print escaped."""
+    """Return a value as messages repeat it: as Python writes it, shortened, with everything that does not print
+    escaped.
+    """
     try:
         text = _repr.repr(value)
     except ValueError:  # an integer of thousands of digits
@@ -26,7 +28,9 @@ def shown(value: Any) -> str:
 
 
 def printable(text: str, most: int = _MOST_LINE) -> str:
-    """`text` as one line that is safe in a terminal, without its middle if it is longer than `most` characters."""
+    """Return `text` as one line that is safe in a terminal, without its middle if it is longer than
+    `most` characters.
+    """
     if len(text) > most:
         text = f"{text[: most * 2 // 3]} ... {text[-(most // 3) :]}"
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
@@ -48,8 +52,8 @@ class RequestError(TalonError, ValueError):
 
 
 class OverContext(RequestError):
-    """Prompt and answer together are longer than a request may be. tokens: of the prompt; answer: those asked for, 0 if
-    the prompt alone is too long; most: those of both that fit.
+    """Prompt and answer together are longer than a request may be. tokens: of the prompt; answer: of the answer, 0 if
+    the prompt alone is too long; most: tokens of both that fit.
     """
 
     def __init__(self, message: str, tokens: int = 0, answer: int = 0, most: int = 0):
@@ -98,5 +102,5 @@ class StateLost(TalonError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error's message, printable; its type if it has none."""
+    """Return the first line of the error's message, printable; its type if it has none."""
     return printable((str(error).strip() or type(error).__name__).splitlines()[0])

@@ -35,7 +35,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self) -> Grammar:
         """Return it with the schema as text. Raises RequestError naming the field that is wrong.
 
-        Whether the library accepts it is for `engine.sampling.matcher.check` to find out.
+        `engine.sampling.matcher.check` finds out whether the library accepts it.
         """
         given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
         if len(given) != 1:
@@ -56,7 +56,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _schema_text(schema: Any) -> str:
-    """The schema as JSON text. The order of its properties is kept, since the answer follows it."""
+    """Return the schema as JSON text. The order of its properties is kept, since the answer follows it."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
         if not isinstance(json.loads(text), dict):

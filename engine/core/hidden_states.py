@@ -13,8 +13,8 @@ NO_STATES: States = np.zeros((0, 0, 0), np.uint16)
 
 
 class HiddenStates:
-    """shared: whether blocks are shared at all. _kept: hidden states of the positions from `_begin` to `_end`, of which
-    no block has been published yet.
+    """The hidden states of one request that a draft head wants. shared: whether blocks are shared at all. _kept: hidden
+    states of the positions from `_begin` to `_end`, of which no block has been published yet.
     """
 
     def __init__(self, shared: bool) -> None:
@@ -24,7 +24,9 @@ class HiddenStates:
         self._begin = self._end = 0
 
     def add(self, position: int, states: States, unsent: bool) -> None:
-        """The states of the positions from `position` on were computed. unsent: the drafter has to get them."""
+        """Add the states of the positions from `position` on, which were computed. unsent: the drafter
+        has to get them.
+        """
         if unsent:
             self._unsent.append(states)
         if not self._shared:
@@ -35,25 +37,26 @@ class HiddenStates:
         self._end = position + len(states)
 
     def adopt(self, states: States) -> None:
-        """The states of the next positions were computed by another request."""
+        """Add the states of the next positions, which another request has computed."""
         self._unsent.append(states)
 
     def take(self) -> States:
-        """The states that were not sent yet, in the order of their positions."""
+        """Return the states that were not sent yet, in the order of their positions."""
         waiting, self._unsent = self._unsent, []
         if not waiting:
             return NO_STATES
         return waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
 
     def of_block(self, index: int) -> States | None:
-        """The states of the request's block of that index, or None if not all of them are known. Blocks are asked for
-        in ascending order, each once.
+        """Return the states of the request's block of that index, or None if not all of them are known. Blocks are
+        asked for in ascending order, each once.
         """
         start, end = index * BLOCK, (index + 1) * BLOCK
         if start < self._begin or end > self._end:
             return None
         kept = self._kept[0] if len(self._kept) == 1 else np.concatenate(self._kept)
-        states: States = kept[start - self._begin : end - self._begin].copy()  # a view would hold all of a forward's
+        # a view would hold all of a forward's states
+        states: States = kept[start - self._begin : end - self._begin].copy()
         rest = kept[end - self._begin :]
         self._kept, self._begin = [rest.copy() if len(rest) < BLOCK else rest], end
         return states

@@ -9,7 +9,7 @@ import torch
 from engine.core.batch import BLOCK
 
 CODE_GROUP = 32
-"""Neighbouring dimensions of codes that share a scale."""
+"""So many neighbouring dimensions of codes share a scale."""
 _SCALE_BYTES = 2
 
 
@@ -30,7 +30,7 @@ class KVShape:
 
     @property
     def kind(self) -> str:
-        """The name of what numbers are kept as."""
+        """The name of the form in which numbers are kept."""
         return "q8_0" if self.q8_0 else str(self.dtype).removeprefix("torch.")
 
     @property
@@ -41,7 +41,7 @@ class KVShape:
 
     @property
     def head_bytes(self) -> int:
-        """Of one head's keys in a block, and of its values."""
+        """Bytes of one head's keys in a block, and of its values."""
         if self.q8_0:
             return BLOCK * (self.dims + self.dims // CODE_GROUP * _SCALE_BYTES)
         of_number: int = self.dtype.itemsize
@@ -49,9 +49,5 @@ class KVShape:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block, keys and values of all layers."""
+        """Bytes of a block, keys and values of all layers."""
         return 2 * self.layers * self.kv_heads * self.head_bytes
-
-    def blocks_in(self, room: int) -> int:
-        """Blocks of a pool that takes so many bytes; one at least."""
-        return max(1, room // self.block_bytes)

@@ -1,8 +1,8 @@
-"""Which outcomes of the round under way to draft for.
+"""Ranks the outcomes of the round under way that are worth drafting for.
 
 A round ends at node v if v is accepted and none of its children is; the token drawn there is then one that the drafter
-had left out. So the outcome (v, token) has the chance (c(v) - sum of c over v's children) * p(token | v, no child),
-where p comes from the drafter's own candidates after v.
+had left out. So the outcome (v, token) has the probability (c(v) - sum of c over v's children) * p(token | v, no
+child), where p comes from the drafter's own candidates after v.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from engine.core.tree import TokenTree
 
-_LEAST = 0.0005  # chances rank outcomes better than they measure them: a confidence head's are far too low here
 Following = tuple[list[int], list[float]]
-"""Tokens that may come next, likeliest first, and their chances."""
+"""Tokens that may come next, likeliest first, and their probabilities."""
 
 
 class Outcome(NamedTuple):
@@ -35,10 +34,10 @@ def likeliest(
     trees: Mapping[int, TokenTree],
     following: Callable[[Sequence[tuple[int, Sequence[int]]]], list[Following]],
     limit: int,
-    least: float = _LEAST,
+    least: float,
 ) -> list[Outcome]:
-    """The likeliest outcomes of the rounds over `trees`, by request, best first: at most `limit` for each request, and
-    none with a chance below `least`.
+    """Return the likeliest outcomes of the rounds over `trees`, by request, best first: at most `limit` for each
+    request, and none with a probability below `least`.
 
     following: as `Drafter.following`.
     """
@@ -66,7 +65,7 @@ def _prob(outcome: Outcome) -> float:
 
 
 def _ends(tree: TokenTree) -> NDArray[np.float64]:
-    """[nodes]: the chance that the round ends at each node."""
+    """Return [nodes]: the probability that the round ends at each node."""
     ends = tree.confidence.astype(np.float64)
     np.subtract.at(ends, tree.parents[1:], tree.confidence[1:])
     return ends

@@ -125,11 +125,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return (self.owner or "").partition("/")[0]
 
     def of_choice(self, index: int) -> SamplingParams:
-        """The parameters of answer `index` of `n` to one prompt: the seed is advanced by `index`."""
+        """Return the parameters of answer `index` of `n` to one prompt: the seed is advanced by `index`."""
         return msgspec.structs.replace(self, seed=(self.seed + index + 2**63) % 2**64 - 2**63)
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
-        """The same, with the model's `own_defaults` for the fields left open."""
+        """Return the same, with the model's `own_defaults` for the fields left open."""
         left = {name: getattr(defaults, name) for name in FROM_MODEL if getattr(self, name) is None}
         return msgspec.structs.replace(self, **left)
 
@@ -205,7 +205,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _converted(params: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
-    """The fields of `params`, converted to their declared types; RequestError names the first that cannot be."""
+    """Convert the fields of `params` to their declared types; RequestError names the first that cannot be."""
     values = {}
     for field in _fields(type(params)):
         value = getattr(params, field.name)
@@ -221,7 +221,7 @@ def _converted(params: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
 
 @functools.cache
 def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
-    """The fields of a struct; resolving their types takes longer than checking them."""
+    """Return the fields of a struct; resolving their types takes longer than checking them."""
     return msgspec.structs.fields(kind)
 
 
@@ -230,12 +230,12 @@ def _is_count(logprobs: int | None) -> bool:
 
 
 def left_open(generation_config: Any) -> dict[str, Any]:
-    """What a model's generation_config.json, as `transformers` loads it, says of the fields in FROM_MODEL."""
+    """Return what a model's generation_config.json, as `transformers` loads it, says of the fields in FROM_MODEL."""
     return {name: getattr(generation_config, name, None) for name in FROM_MODEL}
 
 
 def own_defaults(generation: Mapping[str, Any], model: str) -> SamplingParams:
-    """What `left_open` has found, as parameters. Raises ModelError naming an invalid value."""
+    """Return what `left_open` has found, as parameters. Raises ModelError naming an invalid value."""
     try:
         return SamplingParams(**generation).validate()
     except RequestError as error:
@@ -243,7 +243,7 @@ def own_defaults(generation: Mapping[str, Any], model: str) -> SamplingParams:
 
 
 def not_applied(generation_config: Any) -> list[str]:
-    """The settings of a generation_config.json that would change the text and that Talon does not follow."""
+    """Return the settings of a generation_config.json that would change the text and that Talon does not follow."""
     usual = type(generation_config)()
     named = ((name, getattr(generation_config, name, None)) for name in NOT_APPLIED)
     return [f"{name}={shown(value)}" for name, value in named if value not in (None, getattr(usual, name, None))]

@@ -10,12 +10,12 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def cpus() -> int:
-    """Logical processors that this process may run on."""
+    """Return the number of logical processors that this process may run on."""
     return len(_allowed())
 
 
 def cores(topology: Path = _TOPOLOGY) -> int:
-    """Cores that this process may run on, of the socket that has most of them.
+    """Return the number of cores that this process may run on, of the socket that has most of them.
 
     A second thread of a core adds nothing where memory or the multipliers are the limit, and a second socket's memory
     is far away.

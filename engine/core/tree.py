@@ -16,7 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 from engine.core.errors import ProtocolError
 
 Int = NDArray[np.int32]
-GRAFT_PROB = 0.8  # of a token that a grammar implies: the model may write it in another way
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +36,14 @@ class TokenTree:
     @classmethod
     @lru_cache(4096)  # several are needed per request and round without a draft
     def root_only(cls, token: int) -> TokenTree:
-        """A tree that drafts nothing: verifying it is plain decoding."""
+        """Return a tree that drafts nothing: verifying it is plain decoding."""
         return cls.from_lists([token], [-1], [1.0])
 
     @classmethod
     def from_lists(
         cls, tokens: Sequence[int], parents: Sequence[int], confidence: Sequence[float], source: int = 0
     ) -> TokenTree:
-        """A tree from parallel lists, every node below the root marked with the bit set `source`."""
+        """Return a tree from parallel lists, every node below the root marked with the bit set `source`."""
         bits = np.full(len(tokens), source, dtype=np.uint32)
         bits[0] = 0
         return cls(
@@ -56,7 +55,7 @@ class TokenTree:
 
     @classmethod
     def chain(cls, root: int, tokens: Sequence[int], confidence: Iterable[float], source: int = 0) -> TokenTree:
-        """A single branch below `root`."""
+        """Return a single branch below `root`."""
         n = len(tokens)
         return cls.from_lists([root, *tokens], list(range(-1, n)), [1.0, *confidence], source)
 
@@ -90,11 +89,13 @@ class TokenTree:
         }
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` that carries `token`, if the tree has it."""
+        """Return the child of `node` that carries `token`, if the tree has it."""
         return self._child_of.get((node, token))
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
-        """The nodes from the root on, each the child that carries the token of the one before. tokens: [nodes]."""
+        """Return the nodes from the root on, each the child that carries the token of the one before.
+        tokens: [nodes].
+        """
         path: list[int] = []
         node: int | None = 0
         while node is not None:
@@ -103,11 +104,11 @@ class TokenTree:
         return path
 
     def children(self, node: int) -> list[int]:
-        """The children of `node` in the order they were drafted."""
+        """Return the children of `node` in the order they were drafted."""
         return [int(child) for child in np.flatnonzero(self.parents == node)]
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the root to `node`, both included."""
+        """Return the nodes from the root to `node`, both included."""
         path = []
         while node >= 0:
             path.append(node)
@@ -115,18 +116,18 @@ class TokenTree:
         return path[::-1]
 
     def path_tokens(self, node: int) -> list[int]:
-        """The tokens of `path(node)`."""
+        """Return the tokens of `path(node)`."""
         return [int(token) for token in self.tokens[self.path(node)]]
 
     def keep(self, nodes: ArrayLike) -> TokenTree:
-        """The tree of `nodes` alone, which must include the root and each node's parent."""
+        """Return the tree of `nodes` alone, which must include the root and each node's parent."""
         kept = np.sort(np.asarray(nodes, dtype=np.int64))
         new_index = np.full(len(self) + 1, -1, dtype=np.int32)  # the last entry maps the root's parent, -1
         new_index[kept] = np.arange(len(kept), dtype=np.int32)
         return TokenTree(self.tokens[kept], new_index[self.parents[kept]], self.confidence[kept], self.source[kept])
 
     def prune(self, budget: int) -> TokenTree:
-        """The `budget` most confident nodes (root included, at least the root); the earlier of two equals wins.
+        """Keep the `budget` most confident nodes (root included, at least the root); the earlier of two equals wins.
 
         Confidence never grows along a path and parents come first, so every kept node's ancestors are kept too.
         """
@@ -135,9 +136,9 @@ class TokenTree:
         return self.keep(np.argsort(-self.confidence, kind="stable")[: max(budget, 1)])
 
     def union(self, other: TokenTree) -> TokenTree:
-        """The trie merge of two trees over the same root.
+        """Return the trie merge of two trees over the same root.
 
-        A node that both propose is accepted unless both are wrong: the chances of its last step, c(v)/c(parent),
+        A node that both propose is accepted unless both are wrong: the probabilities of its last step, c(v)/c(parent),
         combine as 1 - (1 - p)(1 - q), and its source bits are merged.
         """
         if self.tokens[0] != other.tokens[0]:
@@ -166,14 +167,14 @@ class TokenTree:
         return TokenTree(tree.tokens, tree.parents, tree.confidence, np.asarray(source, dtype=np.uint32))
 
     def marked(self, source: int) -> TokenTree:
-        """The tree with the bit `source` set on every node below the root that names no drafter yet."""
+        """Set the bit `source` on every node below the root that names no drafter yet."""
         bits = np.where(self.source == 0, np.uint32(source), self.source)
         bits[0] = 0
         return TokenTree(self.tokens, self.parents, self.confidence, bits)
 
     def grafted(self, tokens: Sequence[int], prob: float) -> TokenTree:
-        """The tree with the chain of `tokens` below its root: nodes that it already has stay as they are, new ones are
-        appended. prob: of each new token.
+        """Return the tree with the chain of `tokens` below its root: nodes that it already has stay as they are, new
+        ones are appended. prob: of each new token.
         """
         if not tokens:
             return self
@@ -219,7 +220,7 @@ class TokenTree:
 
 
 def _steps(tree: TokenTree) -> list[float]:
-    """c(v)/c(parent(v)) of every node: the chance of its last step given the rest of its path."""
+    """Return c(v)/c(parent(v)) of every node: the probability of its last step given the rest of its path."""
     above = tree.confidence[np.maximum(tree.parents, 0)]
     steps = np.divide(tree.confidence, above, out=np.zeros(len(tree), np.float32), where=above > 0)
     return [float(step) for step in steps]

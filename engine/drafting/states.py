@@ -37,12 +37,14 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """Nothing to do."""
+    """The request's prompt is being read: there is nothing to do."""
 
 
 @dataclass(frozen=True)
 class WantedDraft:
-    """begun: the partial tree, if drafting ahead was interrupted by this outcome."""
+    """The verifier waits for a tree, or will look for one. begun: the partial tree, if drafting ahead was interrupted
+    by this outcome.
+    """
 
     outcome: DraftKey
     begun: TokenTree | None = None
@@ -50,9 +52,11 @@ class WantedDraft:
 
 @dataclass
 class Running:
-    """under: the tree being verified, number 0 for the root alone. due_ns: when its verdict is expected, inf if
-    unknown. guesses: outcomes to draft for, None before they are ranked. ahead: the trees sent, by outcome. begun:
-    trees whose drafting was interrupted.
+    """The verifier runs a round, and trees for its outcomes may be drafted.
+
+    under: the tree being verified, number 0 for the root alone. due_ns: when its verdict is expected, inf if unknown.
+    guesses: outcomes to draft for, None before they are ranked. ahead: the trees sent, by outcome. begun: trees whose
+    drafting was interrupted.
     """
 
     under: Sent
@@ -76,8 +80,8 @@ State = Reading | WantedDraft | Running
 
 
 def after_verdict(state: State, outcome: DraftKey, root_only: bool, due_ns: float) -> State:
-    """The state after an outcome came true. root_only: the next round is already running and verifies its root alone.
-    due_ns: when that round ends, if it is running.
+    """Return the state after an outcome came true. root_only: the next round is already running and verifies its root
+    alone. due_ns: when that round ends, if it is running.
     """
     if root_only:
         return Running(Sent(0, TokenTree.root_only(outcome.token)), due_ns)
@@ -89,8 +93,10 @@ def after_verdict(state: State, outcome: DraftKey, root_only: bool, due_ns: floa
 
 
 class DraftedRequest:
-    """round: the current one. last_token: of its text. drafts: trees sent so far. ahead: whether the verifier wants
-    trees while it runs a round. given_up: the drafter failed on it, so only roots are sent.
+    """A request that is drafted for, with its state.
+
+    round: the current one. last_token: of its text. drafts: trees sent so far. ahead: whether the verifier wants trees
+    while it runs a round. given_up: the drafter failed on it, so only roots are sent.
     """
 
     def __init__(self, round_: int, last_token: int):
@@ -116,7 +122,7 @@ class DraftedRequest:
         return self.state.begun if isinstance(self.state, WantedDraft) else None
 
     def verified(self, draft: int) -> TokenTree:
-        """The tree with the number that a verdict names."""
+        """Return the tree with the number that a verdict names."""
         if draft == 0:
             return self.root
         if isinstance(self.state, Running) and self.state.under.draft == draft:
@@ -124,13 +130,13 @@ class DraftedRequest:
         raise ProtocolError("verdict is about a draft that the round under way does not verify")
 
     def catch_up(self, round_: int, last_token: int) -> None:
-        """Rounds before `round_` ended without a verdict, the last of them with this token."""
+        """Catch up with rounds before `round_` that ended without a verdict, the last of them with this token."""
         if round_ <= self.round:
             raise ProtocolError("verdict with tokens of earlier rounds is of a known round")
         self.round, self.last_token, self.state = round_, last_token, Reading()
 
     def conclude(self, draft: int, path: list[int], tokens: list[int], root_only: bool, due_ns: float) -> None:
-        """A verdict: the round ended at path's last node, and the next one begins."""
+        """Conclude the round with a verdict: it ended at path's last node, and the next one begins."""
         self.round, self.last_token = self.round + 1, tokens[-1]
         self.state = after_verdict(self.state, DraftKey(draft, path[-1], tokens[-1]), root_only, due_ns)
 

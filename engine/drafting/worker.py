@@ -20,7 +20,8 @@ import zmq
 from engine.core.drafter_protocol import Drafter, Verdict
 from engine.core.errors import ProtocolError
 from engine.core.outcomes import Outcome, likeliest
-from engine.core.tree import GRAFT_PROB, TokenTree
+from engine.core.tree import TokenTree
+from engine.costs.constants import ENOUGH_TOKENS, GRAFT_PROB, LEAST_OUTCOME, OUTCOMES
 from engine.drafting.states import DraftedRequest, DraftKey, Running, Sent, WantedDraft
 from engine.wire.loop_link import LoopDealer
 from engine.wire.messages import Array, Draft, Finish, Heartbeat, Hello, Rates, Ready, Rejoin, RoundVerdict, Start, Stop
@@ -30,8 +31,6 @@ from engine.wire.transport import Dealer
 FROM_VERIFIER = (Start, RoundVerdict, Finish, Rejoin)
 FROM_FRONT_END = (Stop,)
 HEARTBEAT_S = 0.5
-OUTCOMES = 24  # maximum drafted for in one round
-_ENOUGH = 0.75  # share of a round's usual tokens at which a tree that is waited for is sent unfinished
 
 
 class Overtaken(Exception):
@@ -39,7 +38,9 @@ class Overtaken(Exception):
 
 
 class DrafterWorker:
-    """control: the line to the front end; verdicts: the line to the verifier."""
+    """Drafts for the requests of one verifier. control: the line to the front end; verdicts: the line to
+    the verifier.
+    """
 
     def __init__(self, drafter: Drafter, control: Dealer, verdicts: Dealer | LoopDealer, traced: bool = False):
         self.drafter, self.control, self.verdicts = drafter, control, verdicts
@@ -91,7 +92,7 @@ class DrafterWorker:
         )
 
     def _work(self) -> None:
-        """Draft the trees that are waited for; if there are none, one batch of trees for possible outcomes."""
+        """Draft the trees that are waited for; if there are none, draft one batch of trees for possible outcomes."""
         if waited_for := self._wanted():
             self._draft(waited_for)
         elif idle := self._idle():
@@ -104,7 +105,9 @@ class DrafterWorker:
         return [number for number, request in self.requests.items() if request.idle is not None]
 
     def _attempt(self, work: Callable[[list[int]], None], numbers: list[int]) -> None:
-        """Work for these requests together; if the drafter fails, for each alone, which isolates the faulty one."""
+        """Work for these requests together; if the drafter fails, work for each alone, which isolates the
+        faulty one.
+        """
         try:
             work(numbers)
         except Exception as error:
@@ -155,20 +158,22 @@ class DrafterWorker:
         request.conclude(message.draft, path, tokens, message.root_only, started + round(message.rates.round_s * 1e9))
         waited_for = isinstance(request.state, WantedDraft)
         if not request.given_up:
-            worth = message.rates.token_s, message.rates.row_tokens
+            prices = message.rates.token_s, message.rates.row_tokens
             if missed:
-                self.drafter.observe(message.request, Verdict(root, [0], missed, None, None, True, *worth))
+                self.drafter.observe(message.request, Verdict(root, [0], missed, None, None, True, *prices))
             features = arrays[5] if arrays[5].size else None
             successors = arrays[2] if len(arrays[2]) == len(tree) else None
             self.drafter.observe(
-                message.request, Verdict(tree, path, tokens, features, successors, message.rest, *worth)
+                message.request, Verdict(tree, path, tokens, features, successors, message.rest, *prices)
             )
             if not waited_for:
                 self.drafter.settle()
         self.trace.span("sync (miss)" if waited_for else "sync", started, message.request)
 
     def _give_up(self, number: int, error: Exception) -> None:
-        """The drafter failed on this request: it gets root-only trees, which is plain decoding."""
+        """Give up drafting for this request, on which the drafter failed: it gets root-only trees, which is plain
+        decoding.
+        """
         print(f"talon: drafter: request {number}: {type(error).__name__}: {error}; not drafted for", file=sys.stderr)
         if (request := self.requests.get(number)) is not None:
             request.given_up = True
@@ -199,8 +204,8 @@ class DrafterWorker:
         self._attempt(lambda of: self.drafter.settle(), numbers)
 
     def _enough(self, tree: TokenTree) -> bool:
-        """Whether the tree may be sent as it is."""
-        return len(tree) > 1 and float(tree.confidence.sum()) > _ENOUGH * self.rates.tokens
+        """Return whether the tree may be sent as it is."""
+        return len(tree) > 1 and float(tree.confidence.sum()) > ENOUGH_TOKENS * self.rates.tokens
 
     def _draft_ahead(self, numbers: list[int]) -> None:
         """Draft trees for the next few likeliest outcomes of the running rounds."""
@@ -223,7 +228,7 @@ class DrafterWorker:
             if self.poller.poll(0):
                 for row, tree in so_far().items():
                     running[batch[row].request].begun[outcomes[row]] = tree
-                for guess in reversed(batch):  # other requests than the message's still have time
+                for guess in reversed(batch):  # requests other than the message's still have time
                     running[guess.request].put_back(guess)
                 raise Overtaken
             if any(now_ns <= running[guess.request].due_ns < now_ns + step_ns for guess in batch):
@@ -242,9 +247,11 @@ class DrafterWorker:
         self.trace.span("draft ahead", started, min((guess.request for guess in batch), default=0), what)
 
     def _next(self, running: dict[int, Running]) -> list[Outcome]:
-        """The outcomes to draft for now, removed from their requests' lists, which are ranked first if needed."""
+        """Return the outcomes to draft for now, removed from their requests' lists, which are ranked
+        first if needed.
+        """
         unranked = {number: state.under.tree for number, state in running.items() if state.guesses is None}
-        outcomes = likeliest(unranked, self.drafter.following, OUTCOMES) if unranked else []
+        outcomes = likeliest(unranked, self.drafter.following, OUTCOMES, LEAST_OUTCOME) if unranked else []
         for number in unranked:
             running[number].guesses = deque(outcome for outcome in outcomes if outcome.request == number)
         guesses = [guess for state in running.values() for guess in state.guesses or ()]
@@ -275,7 +282,8 @@ class DrafterWorker:
 
 
 def _raise_if_device_lost(error: Exception) -> None:
-    """After an error of the device no request can be drafted for: this worker ends, and the next one continues.
+    """Raise an error of the device, after which no request can be drafted for: this worker ends, and the next one
+    continues.
 
     Drafters without a model do not import torch.
     """
@@ -284,7 +292,7 @@ def _raise_if_device_lost(error: Exception) -> None:
 
 
 def _follows(tree: TokenTree, path: list[int], tokens: list[int]) -> bool:
-    """Whether a verdict fits this tree: a path from the root, its tokens, and one more."""
+    """Return whether a verdict fits this tree: a path from the root, its tokens, and one more."""
     if not path or path[0] != 0 or len(tokens) != len(path):
         return False
     steps = zip(path, path[1:], tokens, strict=False)

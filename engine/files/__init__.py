@@ -1,5 +1,5 @@
-"""Files that users give and get: lines of JSON, prompts, answers; a file is written whole or not at all. And a folder
-of files that processes share as a cache.
+"""Files that users give and get: lines of JSON, prompts, answers, each written whole or not at all; and a folder of
+files that processes share as a cache.
 
-Imports `engine.core`.
+The folder imports `engine.core`.
 """

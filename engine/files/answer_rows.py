@@ -1,4 +1,4 @@
-"""A file of answers: a line each, and the answers that a killed run has left."""
+"""A file of answers: a line each. It also reads the answers that a killed run has left."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AnswerRow(msgspec.Struct, kw_only=True):
     def of(
         cls, prompt: str, model: str, sampling: SamplingParams, finish_reason: str, text: str, tokens: list[int]
     ) -> AnswerRow:
-        """An answer of that model with that sampling."""
+        """Make the row of an answer by that model with that sampling."""
         return cls(
             prompt=prompt,
             model=model,
@@ -44,11 +44,11 @@ class AnswerRow(msgspec.Struct, kw_only=True):
         )
 
 
-_BEGINNING = b'{"prompt":"'  # of every line written here
+_BEGINNING = b'{"prompt":"'  # every line written here begins so
 
 
 def open_answers(path: Path, model: str, sampling: SamplingParams) -> dict[str, list[int]]:
-    """Create the file if it does not exist; return the answers that it has of this model and sampling, by prompt. A
+    """Create the file if it does not exist, and return the answers that it has of this model and sampling, by prompt. A
     partial last line, left by a killed run, is cut off. Raises ConfigError for any other file.
     """
     try:

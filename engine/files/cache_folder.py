@@ -1,7 +1,7 @@
 """A folder of checked files that any number of processes share: written in the background, bounded, evicted by use.
 
 There is no index: a file's name is the hash of its key, so a look-up opens it, and nothing can disagree with the files.
-A file's time is that of its last use. Whatever fails here costs the cache alone: it is told once, and work goes on.
+A file's time is that of its last use. A failure here costs the cache alone: it is told once, and work goes on.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from engine.files.checked_file import TEMPORARY, Buffer, Damaged, read_checked, 
 from engine.files.removal import removed
 
 _OURS = re.compile(rf"[0-9a-f]{{64}}\.talon(\.[0-9-]+\{TEMPORARY})?")
-_REST = 9  # after a task the thread rests for so many times the CPU time that it took: rounds need the cores
+_REST = 9  # after a task the thread rests for this multiple of the CPU time that it took: rounds need the cores
 _MOST_TASKS = 1 << 16
-_CLOSE_S = 3.0  # for the tasks that are left when the cache is closed
-_RETRY_S = 10.0  # after a failed write
+_CLOSE_S = 3.0  # seconds for the tasks that are left when the cache is closed
+_RETRY_S = 10.0  # seconds until a failed write is tried again
 _ABANDONED_S = 600.0  # a temporary file of this age has no writer any more
 _PAGE = 4096  # a file takes whole pages of the disk
 _PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN}
@@ -40,7 +40,7 @@ class CacheFolder:
 
     def __init__(self, folder: Path, most_bytes: int):
         self.folder, self.most_bytes = folder, most_bytes
-        self._told: set[object] = set()  # kinds of errors
+        self._told: set[object] = set()  # kinds of errors that were told
         self._open()
         self._retry_s = 0.0
         self._uncounted = most_bytes  # bytes written since files were last counted; at first they never were
@@ -64,11 +64,11 @@ class CacheFolder:
                 raise self._unusable("no permission")
 
     def path(self, shelf: str, key: bytes) -> Path:
-        """Where the file of that key is. shelf: a subfolder."""
+        """Return where the file of that key is. shelf: a subfolder."""
         return self.folder / shelf / f"{key.hex()}.talon"
 
     def keys(self, shelf: str) -> list[bytes]:
-        """The keys of the files of a shelf, those used last first."""
+        """Return the keys of the files of a shelf, those used last first."""
         found = []
         for entry in self._files(self.folder / shelf):
             with suppress(OSError):  # another process has removed it, or it cannot be read
@@ -76,8 +76,8 @@ class CacheFolder:
         return [bytes.fromhex(name[:64]) for _, name in sorted(found, reverse=True) if not name.endswith(TEMPORARY)]
 
     def read(self, shelf: str, key: bytes, room: memoryview) -> memoryview | None:
-        """The content of that key, in the first bytes of `room`; None if it is not there. A damaged file is removed,
-        and a directory in its place; any other error may pass, and the file stays.
+        """Return the content of that key, in the first bytes of `room`; None if it is not there. A damaged file, or a
+        directory in its place, is removed; any other error may pass, and the file stays.
         """
         path = self.path(shelf, key)
         try:
@@ -94,11 +94,13 @@ class CacheFolder:
         return None
 
     def keep(self, shelf: str, key: bytes, content: Callable[[], Sequence[Buffer] | None]) -> None:
-        """Write a file in the background, unless it is there. content: called by the thread; None: no more there."""
+        """Write a file in the background, unless it is there. content: called by the thread; None says that the content
+        is gone.
+        """
         self._later(lambda: self._write(self.path(shelf, key), key, content))
 
     def used(self, shelf: str, keys: Sequence[bytes]) -> None:
-        """The files of these keys were used, the first of them last: it is evicted last."""
+        """Note that the files of these keys were used, the first of them last: it is evicted last."""
         now_ns = time.time_ns()
         self._later(lambda: self._touch([self.path(shelf, key) for key in keys], now_ns))
 
@@ -109,7 +111,7 @@ class CacheFolder:
         self._thread.join(_CLOSE_S)
         self._overdue = True
 
-    # What the thread does.
+    # The rest runs in the thread.
 
     def _later(self, task: Task) -> None:
         if self._tasks.qsize() < _MOST_TASKS:
@@ -145,7 +147,7 @@ class CacheFolder:
                 os.utime(path, ns=(now_ns, now_ns - 1000 * age))
 
     def _evict(self) -> None:
-        """Remove the files used longest ago until there is room for what is written before the next time. Raises
+        """Remove the files used longest ago until there is space for what is written before the next time. Raises
         OSError if there is none, because files cannot be removed.
         """
         now_s, total, most = time.time(), 0, self.most_bytes // 16 * 15
@@ -169,7 +171,7 @@ class CacheFolder:
         self._uncounted = 0
 
     def _all_files(self) -> Iterator[os.DirEntry[str]]:
-        """The files of all shelves, also of those that are links, each once."""
+        """Yield the files of all shelves, links to shelves included, each once."""
         self._unlisted.clear()
         seen = set[tuple[int, int]]()
         for shelf in self._entries(self.folder):
@@ -183,11 +185,11 @@ class CacheFolder:
                 yield from self._files(Path(shelf.path))
 
     def _files(self, shelf: Path) -> Iterator[os.DirEntry[str]]:
-        """The files there whose names are ours."""
+        """Yield the files there whose names are ours."""
         return (entry for entry in self._entries(shelf) if _OURS.fullmatch(entry.name))
 
     def _entries(self, folder: Path) -> list[os.DirEntry[str]]:
-        """What is in a folder; nothing, which is told once, if it cannot be read."""
+        """List a folder; an empty list, and one line, if it cannot be read."""
         try:
             with os.scandir(folder) as entries:
                 return list(entries)

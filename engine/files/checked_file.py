@@ -1,9 +1,9 @@
 """A file of the cache folder: a header that says what the content is, and the content with its checksum.
 
-Header: magic, version, CRC-32 of the content, its bytes, and its key, a SHA-256 of everything that the content depends
-on. A file is written under another name and renamed, so it is whole or absent; there is no fsync, since a checksum
-shows what a power cut has left. Files are read, not mapped: the process that reads a map of a file that somebody cuts
-is ended by the kernel.
+The header holds a magic number, a version, the CRC-32 of the content, its bytes, and its key, a SHA-256 of everything
+that the content depends on. A file is written under another name and renamed, so it is whole or absent; there is no
+fsync, since a checksum shows what a power cut has left. Files are read, not mapped: the kernel ends a process that
+reads the map of a file that somebody cuts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 _HEADER = struct.Struct("<8sIIQ32s")
 _MAGIC, _VERSION = b"TALONKV\n", 1
-_LARGEST = 1 << 28  # bytes of a file that is read whole
+_LARGEST = 1 << 28  # most bytes of a file that is read whole
 TEMPORARY = ".tmp"
 Buffer = Any
-"""What has contiguous bytes: bytes, or an array."""
+"""Contiguous bytes: bytes, or an array."""
 
 
 class Damaged(Exception):
@@ -30,7 +30,7 @@ class Damaged(Exception):
 
 
 def write_checked(path: Path, key: bytes, parts: Sequence[Buffer]) -> int:
-    """Write a file of these parts, one after the other, which only its owner may read. Returns its bytes."""
+    """Write a file of these parts, one after the other, which only its owner may read, and return its bytes."""
     size, crc = 0, 0
     for part in parts:
         size, crc = size + memoryview(part).nbytes, zlib.crc32(part, crc)
@@ -49,10 +49,11 @@ def write_checked(path: Path, key: bytes, parts: Sequence[Buffer]) -> int:
 
 
 def read_checked(path: Path, key: bytes, room: memoryview) -> memoryview:
-    """The content of the file of that key, in the first bytes of `room`. Raises FileNotFoundError if there is none, and
-    Damaged if it is cut, changed, another's, or longer than the room; OSError if it cannot be read.
+    """Read the content of the file of that key into the first bytes of `room`, and return them. Raises
+    FileNotFoundError if there is none, Damaged if it is cut, changed, of another key, or longer than the room, and
+    OSError if it cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for the writer of a pipe
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # O_NONBLOCK does not wait for the writer of a pipe
     try:
         length = os.fstat(descriptor).st_size
         if not _HEADER.size <= length <= _HEADER.size + room.nbytes:

@@ -9,7 +9,7 @@ _CHUNK = 1 << 20
 
 
 def sha256_of(file: Path) -> str:
-    """Take the SHA-256 of a file's content, in hexadecimal. Raises OSError."""
+    """Return the SHA-256 of a file's content, in hexadecimal. Raises OSError."""
     digest = hashlib.sha256()
     with file.open("rb") as content:
         while chunk := content.read(_CHUNK):

@@ -16,7 +16,7 @@ Row = TypeVar("Row")
 
 
 class BadLine(ValueError):
-    """A line does not have the expected form. number: from 1."""
+    """A line does not have the expected form. number: of the line, from 1."""
 
     def __init__(self, number: int, reason: str):
         super().__init__(f"line {number}: {reason}")
@@ -24,7 +24,7 @@ class BadLine(ValueError):
 
 
 def json_lines(file: Iterable[bytes], row_type: type[Row]) -> Iterator[tuple[int, Row]]:
-    """The rows of a file opened in binary mode, each with the number of its line. Raises BadLine."""
+    """Yield the rows of a file opened in binary mode, each with the number of its line. Raises BadLine."""
     decoder = msgspec.json.Decoder(row_type)
     for number, line in enumerate(file, start=1):
         line = line.removeprefix(codecs.BOM_UTF8).strip() if number == 1 else line.strip()

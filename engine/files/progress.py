@@ -1,4 +1,4 @@
-"""Progress of work that takes a while, on standard error."""
+"""Shows the progress of work that takes a while, on standard error."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 Report = Callable[[str, float, float], None]
-"""Called with what is being done, how much of it is done, and how much there is; 0 where that is not known."""
+"""A report is called with what is being done, how much of it is done, and how much there is; 0 where that
+is not known.
+"""
 
 
 @contextmanager
 def shown() -> Iterator[Report]:
-    """Shows a bar for each stage on a terminal, a line for each elsewhere, and nothing until a stage is reported."""
+    """Show a bar for each stage on a terminal, a line for each elsewhere, and nothing until a stage is reported."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     tasks: dict[str, TaskID] = {}

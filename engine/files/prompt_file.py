@@ -14,14 +14,16 @@ from engine.files.json_lines import BadLine, json_lines
 
 
 class PromptRow(msgspec.Struct):
-    """tokens: the answer, where it is known."""
+    """A line of a prompt file. tokens: the answer, where it is known."""
 
     prompt: Annotated[str, msgspec.Meta(min_length=1)]
     tokens: list[int] | None = None
 
 
 def read_prompts(path: Path, key: str) -> Iterator[PromptRow]:
-    """The lines of a JSONL file, plain or .xz. key: the option that names it, for the ConfigError of a bad line."""
+    """Yield the lines of a JSONL file, plain or .xz. key: the option that names the file, for the ConfigError of a bad
+    line.
+    """
     try:
         with lzma.open(path, "rb") if path.suffix == ".xz" else path.open("rb") as file:
             for _, row in json_lines(file, PromptRow):

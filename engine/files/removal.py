@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def removed(path: Path) -> bool:
-    """Remove what is there; returns whether it is gone."""
+    """Remove what is there, and return whether it is gone."""
     try:
         path.unlink(missing_ok=True)
     except OSError:

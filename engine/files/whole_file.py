@@ -31,6 +31,6 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """The same for content that is complete."""
+    """Write content that is complete, as `whole_file` does."""
     with whole_file(path) as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""The user's process: starts workers, watches them, and keeps every request until it is answered.
+"""The user's process: it starts workers, watches them, and keeps every request until it is answered.
 
-Imports all of the engine below it; `engine.api`, the server and the command are above.
+The folder imports all of the engine below it; `engine.api`, the server and the command are above.
 """

@@ -1,4 +1,4 @@
-"""How many requests an engine has accepted at once: a request holds a place until its answer has ended."""
+"""Bounds how many requests an engine has accepted at once: a request holds a place until its answer has ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.config import QueueConfig
 from engine.core.errors import QueueFull
 
 QueuePlace = object
-"""One of the places; only its identity counts."""
+"""A place in the queue; only its identity counts."""
 
 
 class QueuePlaces:
@@ -21,7 +21,7 @@ class QueuePlaces:
 
     @property
     def wanted(self) -> int:
-        """Places taken, and requests that wait for one."""
+        """The places taken, and the requests that wait for one."""
         return self._limiter.borrowed_tokens + self._limiter.statistics().tasks_waiting
 
     def reserve(self, count: int) -> Reservation:
@@ -34,7 +34,7 @@ class QueuePlaces:
         return Reservation(self, places)
 
     async def wait(self) -> QueuePlace:
-        """Take a place once there is one."""
+        """Wait for a place and take it."""
         place = QueuePlace()
         await self._limiter.acquire_on_behalf_of(place)
         return place
@@ -58,5 +58,5 @@ class Reservation:
             self._places.leave(self._unused.pop())
 
     def take(self) -> QueuePlace:
-        """A place, which its request frees."""
+        """Hand over a place, which its request frees."""
         return self._unused.pop()

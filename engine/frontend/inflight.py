@@ -12,15 +12,17 @@ from engine.core.errors import TalonError, WorkerDied
 from engine.core.params import SamplingParams
 from engine.wire.messages import Array, PromptProgress, Submit, Tokens
 
-_SUSPECTED = 2  # verifiers that died with a request before emitting a token for it
-_GIVEN_UP = 5  # such verifiers in a row
+_SUSPECTED = 2  # a request is suspected once this many verifiers died with it before emitting a token for it
+_GIVEN_UP = 5  # a request fails once this many such verifiers died in a row
 
 
 @dataclass
 class InflightRequest:
-    """on_progress: called with how far the prompt is, while it is read in several forwards; progress: the latest of
-    these, None once the answer has begun. verifier: the worker that has the request, "" while none has. answer: the
-    tokens received so far. lost: consecutive verifiers that died with it without emitting a token for it.
+    """A request that is not answered yet.
+
+    on_progress: called with how far the prompt is, while it is read in several forwards; progress: the latest of these,
+    None once the answer has begun. verifier: the worker that has the request, "" while none has it. answer: the tokens
+    received so far. lost: consecutive verifiers that died with the request without emitting a token for it.
     """
 
     number: int
@@ -57,7 +59,7 @@ class InflightRequest:
             self.on_progress(progress)
 
     def submission(self, defaults: SamplingParams) -> tuple[Submit, list[Array]]:
-        """The message that makes a verifier start or continue the request. defaults: the model's own."""
+        """Make the message that starts or continues the request in a verifier. defaults: the model's own."""
         submit = Submit(request=self.number, sampling=self.sampling.over(defaults))
         return submit, [np.asarray(self.prompt, np.int32), np.asarray(self.answer, np.int32)]
 
@@ -66,7 +68,7 @@ class InflightRequests(dict[int, InflightRequest]):
     """The requests in flight, by their number."""
 
     def deliver(self, number: int, arrival: Tokens | TalonError) -> None:
-        """Messages for a request that has ended or is unknown are dropped."""
+        """Pass on what a round emitted. Messages for a request that has ended or is unknown are dropped."""
         if (request := self.get(number)) is not None and not request.ended:
             request.deliver(arrival)
 
@@ -81,8 +83,8 @@ class InflightRequests(dict[int, InflightRequest]):
             request.deliver(error)
 
     def due(self, verifier: str) -> list[InflightRequest]:
-        """The requests to submit to the verifier of that name now. A suspected request goes first and by itself: if it
-        kills this verifier too, the culprit is known.
+        """Return the requests to submit to the verifier of that name now. A suspected request goes first and by itself:
+        if it kills this verifier too, the culprit is known.
         """
         suspects = [request for request in self.values() if request.suspected]
         if any(request.verifier == verifier for request in suspects):
@@ -91,7 +93,9 @@ class InflightRequests(dict[int, InflightRequest]):
         return suspects[:1] or waiting
 
     def lose(self, verifier: str) -> None:
-        """The verifier of that name has died. A request that kills every verifier fails; the others continue."""
+        """Take back the requests of the verifier of that name, which has died. A request that kills every verifier
+        fails; the others continue.
+        """
         for request in self.values():
             if request.verifier == verifier and not request.ended:
                 request.lost += 1

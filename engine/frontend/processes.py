@@ -1,4 +1,4 @@
-"""Start, watch, restart and stop the workers, as threads (inproc) or processes (ipc, tcp)."""
+"""Starts, watches, restarts and stops the workers, as threads (inproc) or processes (ipc, tcp)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from drafters.registry import check
 from engine.config import AUTO, Config
 from engine.core.child_environment import child_environment
 from engine.core.methods import find
-from engine.verifier.placement import share_cores, shares_loop
+from engine.placement import share_cores, shares_loop
 from engine.weights.gguf.source import source_of
 from engine.wire.transport import Router
 from engine.worker import WorkerSpec, load_keys, run_worker
@@ -32,8 +32,8 @@ STOP_S = 5.0
 POOL_WAITS = {"GOMP_SPINCOUNT": "3000"}
 """How long a pool's idle threads spin before they sleep: 3,000 turns, some 0.1 ms, from one step of a forward to the
 next. With a third of that a forward takes 5% longer, since threads have to be woken between its parts. Three times as
-long costs 3%: a core is kept from the drafter that a verdict has just woken. If another program takes a core, threads
-spin for one that cannot run: a forward of 7 ms takes 18, 25 or 53 ms at 1,000, 3,000 or 10,000 turns.
+long costs 3%, because the threads keep a core from the drafter that a verdict has just woken. If another program takes
+a core, threads spin for one that cannot run: a forward of 7 ms takes 18, 25 or 53 ms at 1,000, 3,000 or 10,000 turns.
 """
 _BACK_OFF_S = (0.0, 0.0, 0.2, 0.5)  # before the first, second, ... restart in a row
 _STABLE_S = 30.0  # a worker that lived this long resets the count
@@ -82,12 +82,12 @@ class ProcessWorker:
             self._process.kill()
             self._process.wait()
         if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # a spec that it did not live to read
+            with contextlib.suppress(BrokenPipeError):  # it did not live to read its spec
                 self._process.stdin.close()
 
 
 def _environment(config: Config, role: str) -> dict[str, str]:
-    """The environment of a worker's process and of its libraries' thread pools."""
+    """Return the environment of a worker's process and of its libraries' thread pools."""
     shares = share_cores(config)
     threads = str(shares.verifier_alone if role == "verifier" else shares.drafter)
     return child_environment() | {
@@ -99,12 +99,14 @@ def _environment(config: Config, role: str) -> dict[str, str]:
 
 
 def begin_imports(config: Config) -> ProcessWorker | None:
-    """A verifier that does its imports (seconds) while the front end does its own; None if workers are threads."""
+    """Start a verifier that does its imports (seconds) while the front end does its own; None if workers
+    are threads.
+    """
     return None if config.transport == "inproc" else ProcessWorker("verifier", config)
 
 
 def _run_in_thread(spec: WorkerSpec, context: zmq.Context[Any]) -> None:
-    """`run_worker`; unlike a process, a thread does not return a GPU's memory by ending."""
+    """Run `run_worker`; unlike a process, a thread does not return a GPU's memory by ending."""
     try:
         run_worker(spec, context)
     finally:
@@ -149,7 +151,7 @@ class Workers:
 
     @property
     def roles(self) -> list[str]:
-        """Roles that are started on this machine."""
+        """The roles that are started on this machine."""
         return ["verifier", "drafter"] if self._drafts_here and not shares_loop(self.config) else ["verifier"]
 
     @property
@@ -165,7 +167,7 @@ class Workers:
         """Raise what is wrong with keys, tcp endpoint or the drafter's files, before a worker loads."""
         for role in self.roles:
             load_keys(self.config, role)
-        if self.config.transport == "tcp":  # else the drafter would join whatever holds the port
+        if self.config.transport == "tcp":  # the drafter would otherwise join whatever holds the port
             # drafters that wait elsewhere would take a router without keys for ours
             keys = load_keys(self.config, "verifier")
             with zmq.Context() as context, closing(Router(context, self.config.tcp.endpoint, (), keys)):
@@ -174,8 +176,8 @@ class Workers:
             check(self.config)
 
     def check_target(self) -> None:
-        """Raise the error that the verifier would raise. Reads no weights, but imports for seconds, so that a
-        verifier in a process of its own alone looks at what is in Talon's cache, which transformers has read once.
+        """Raise the error that the verifier would raise. No weights are read, but imports take seconds. So where the
+        verifier is a process of its own, only Talon's cache is read, which transformers has read once.
         """
         if source_of(Path(self.config.model)) is not None and not self.in_threads:
             return
@@ -186,7 +188,9 @@ class Workers:
         find_device(self.config.device)
 
     def keep_activations(self, activations: str) -> None:
-        """Start every further verifier with the activations that the first one has chosen: texts go on with them."""
+        """Start every further verifier with the activations that the first one has chosen, so that texts go on with
+        them.
+        """
         if self.config.activations == AUTO:
             self.config = self.config.model_copy(update={"activations": activations})
 
@@ -215,8 +219,8 @@ class Workers:
         return process
 
     def dead(self, role: str, patience_s: float, now_s: float) -> str | None:
-        """Why the worker must be replaced, or None if it is healthy. patience_s: how long it may be silent. now_s: on
-        the `time.monotonic` clock.
+        """Return why the worker must be replaced, or None if it is healthy. patience_s: how long it may be silent.
+        now_s: on the `time.monotonic` clock.
         """
         worker = self.running.get(role)
         if worker is None:
@@ -228,18 +232,18 @@ class Workers:
         return None
 
     def forgive_silence(self, now_s: float) -> None:
-        """Measure silence from now on: nobody was listening."""
+        """Measure silence from now on, because nobody was listening."""
         self.heard_s = dict.fromkeys(self.heard_s, now_s)
 
     def back_off_s(self, role: str) -> float:
-        """How long to wait before the next start of `role`, longer each time it fails early."""
+        """Return how long to wait before the next start of `role`: longer each time that it fails early."""
         started, failures = self._history[role]
         failures = 0 if time.monotonic() - started > _STABLE_S else failures
         self._history[role] = (started, failures + 1)
         return _BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)]
 
     def end(self, role: str, timeout_s: float) -> None:
-        """Wait for the worker to stop, kill it if it does not. Blocks."""
+        """Wait for the worker to stop, and kill it if it does not. Blocks."""
         if (worker := self.running.pop(role, None)) is not None:
             worker.end(timeout_s)
 
@@ -251,7 +255,7 @@ class Workers:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _meeting_point(self) -> str:
-        """The endpoint for drafters. Over tcp it is always the same, the only one that remote drafters know."""
+        """Return the endpoint for drafters. Over tcp it is always the same, the only one that remote drafters know."""
         return self.config.tcp.endpoint if self.config.transport == "tcp" else self._endpoint(f"drafts-{self._starts}")
 
     def _endpoint(self, name: str) -> str:
@@ -261,5 +265,5 @@ class Workers:
 
 
 def reachable(endpoint: str) -> str:
-    """The address at which this machine reaches what is bound at `endpoint`."""
+    """Return the address at which this machine reaches what is bound at `endpoint`."""
     return endpoint.replace("tcp://*:", "tcp://127.0.0.1:").replace("tcp://0.0.0.0:", "tcp://127.0.0.1:")

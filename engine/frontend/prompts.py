@@ -18,14 +18,14 @@ Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """Text (one user message), chat messages, or token ids as they are."""
 
 TOO_LONG = "the prompt is too long, this model's maximum context length is"
-"""The words by which LangChain and LiteLLM know a prompt that does not fit."""
+"""LangChain and LiteLLM know a prompt that does not fit by these words."""
 
 
 def encode_prompt(
     tokenizer: Any, prompt: Prompt, raw: bool, vocabulary: int, rendering: Rendering | None = None
 ) -> list[int]:
-    """The prompt's token ids, all of them known to the model. raw: without the chat template. An empty raw text is the
-    token that begins texts, if the tokenizer has one.
+    """Return the prompt's token ids, all of them known to the model. raw: without the chat template. An empty raw text
+    is the token that begins texts, if the tokenizer has one.
     """
     if (tolist := getattr(prompt, "tolist", None)) is not None:  # an array or a tensor
         prompt = tolist()
@@ -48,7 +48,7 @@ def encode_prompt(
 
 
 def check_room(tokens: list[int], max_tokens: int, context: int) -> None:
-    """Refuse a prompt that leaves no room for its answer."""
+    """Refuse a prompt that leaves no space for its answer."""
     if not tokens:
         raise RequestError("prompt: holds no tokens; give more text")
     if (left := context - len(tokens)) < 1:
@@ -90,5 +90,5 @@ def check_sampling(sampling: SamplingParams, config: Config, target: Ready) -> N
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
-    """Whether `value` is an integer of Python or numpy."""
+    """Return whether `value` is an integer of Python or numpy."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""The front end's side of the workers: starts them, hears them, and replaces those that died or fell silent.
+"""The front end's side of the workers: starts them, listens to them, and replaces those that died or fell silent.
 
 Requests wait meanwhile, and continue with the new verifier where the old one stopped.
 """
@@ -27,7 +27,7 @@ from engine.frontend.inflight import InflightRequest, InflightRequests
 from engine.frontend.processes import STOP_S, ProcessWorker, Workers
 from engine.frontend.tasks import cancel
 from engine.frontend.totals import Totals
-from engine.verifier.placement import oversubscription
+from engine.placement import oversubscription
 from engine.wire.messages import Cancel, Emitted, Failed, Heartbeat, PromptsRead, Ready, Spans, Stop
 from engine.wire.trace import Timeline
 from engine.wire.transport import Router
@@ -42,9 +42,11 @@ _ABSENT_S = 0.5  # the loop itself paused (a frozen container), perhaps with the
 
 
 class Supervisor:
-    """ready: by role, whether a worker serves. target: the verifier's facts about it. failed: why there will be no
+    """Starts, hears and replaces the workers of one engine.
+
+    ready: by role, whether a worker serves. target: the verifier's facts about it. failed: why there will be no
     verifier any more, else None. first_verifier: a process started early, still without a spec. restore: called before
-    a worker is replaced, so that it finds the model.
+    a worker is replaced, so that it finds the model; returns whether anything of it had to be made anew.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Supervisor:
         config: Config,
         inflight: InflightRequests,
         first_verifier: ProcessWorker | None = None,
-        restore: Callable[[], None] = lambda: None,
+        restore: Callable[[], bool] = lambda: False,
     ):
         self.config, self.inflight, self._restore = config, inflight, restore
         self.context = zmq.asyncio.Context()
@@ -86,7 +88,7 @@ class Supervisor:
         self._keep_running(self._watch())
 
     async def _start_checked(self) -> None:
-        """A verifier in a process of its own begins to load while the target is checked here."""
+        """Start the workers, and check the target here while a verifier in a process of its own begins to load."""
         workers = self.workers
         try:
             await anyio.to_thread.run_sync(workers.check)
@@ -112,7 +114,7 @@ class Supervisor:
                 raise said or WorkerDied(f"the {role} died while loading {self.config.model}")
 
     def _keep_running(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` until the engine closes; if it fails, so does every request, rather than wait forever."""
+        """Run `work` until the engine closes; if it fails, fail every request rather than let it wait forever."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if task.cancelled():
@@ -129,7 +131,7 @@ class Supervisor:
     # Requests.
 
     def hand_over(self) -> None:
-        """Submit the due requests to the verifier; while there is none, they wait for the next."""
+        """Submit the due requests to the verifier; while there is none, they wait for the next one."""
         if not self.ready["verifier"].is_set():
             return
         verifier = self.workers.running["verifier"].name
@@ -156,7 +158,7 @@ class Supervisor:
                 self.timeline.add(role, message)
             if (worker := self.workers.running.get(role)) is not None and worker.name == name:
                 self.workers.heard_s[role] = time.monotonic()
-                self._hear(role, message)  # not late messages of a worker already replaced
+                self._hear(role, message)  # late messages of a replaced worker are ignored
 
     def _hear(self, role: str, message: object) -> None:
         if isinstance(message, Emitted):
@@ -188,7 +190,9 @@ class Supervisor:
             self.inflight.deliver(message.request, error)
 
     async def _last_words(self, role: str) -> TalonError | None:
-        """Why a worker that has ended could not start, if it said so; on a busy machine this arrives after its end."""
+        """Return why a worker that has ended could not start, if it said so; on a busy machine this arrives after its
+        end.
+        """
         for _ in range(_LAST_WORDS_LOOKS):
             if role in self._said:
                 break
@@ -207,7 +211,7 @@ class Supervisor:
                 self.workers.forgive_silence(now_s)
             looked_s = now_s
             self.router.restore()
-            self.hand_over()  # those that waited while a suspected one ran alone
+            self.hand_over()  # submits those that waited while a suspected request ran alone
             for role in self.workers.roles:
                 loading = not self.ready[role].is_set()
                 patience_s = self.config.start_timeout_s if loading else self.config.heartbeat_timeout_s
@@ -215,7 +219,9 @@ class Supervisor:
                     await self._replace(role, reason)
 
     async def _replace(self, role: str, reason: str) -> None:
-        """Restart the worker, unless it keeps failing. A new verifier needs a new drafter."""
+        """Restart the worker, unless it keeps failing. A start from a damaged cache does not count, because it has been
+        mended since. A new verifier needs a new drafter.
+        """
         loading = not self.ready[role].is_set()
         said = await self._last_words(role) if loading else self._said.pop(role, None)
         self.ready[role].clear()
@@ -224,13 +230,13 @@ class Supervisor:
             self._stop_workers()
             self.inflight.lose(self.workers.running[role].name)
         await anyio.to_thread.run_sync(self.workers.end, role, 0.0)
-        self.ready[role].clear()  # in case it became ready before it died: from here on nobody hears it
-        self._failed_starts[role] += loading
+        self.ready[role].clear()  # it may have become ready before it died; from here on nobody listens to it
+        mended = await anyio.to_thread.run_sync(self._restore)
+        self._failed_starts[role] += loading and not mended
         if self._failed_starts[role] >= _TRIES:
             return self._go_without(role, f"the {role} cannot be started again: {said or reason}")
         print(f"talon: the {role} {f'failed: {said}' if said else reason}; starting another", file=sys.stderr)
         await asyncio.sleep(delay_s)
-        await anyio.to_thread.run_sync(self._restore)
         self.workers.start(role)
         if role == "verifier" and "drafter" in self.workers.roles:
             patience_s = STOP_S if self._hears("drafter") else 0.0
@@ -245,7 +251,7 @@ class Supervisor:
             print(f"talon: {why}; answers go on without drafts", file=sys.stderr)
 
     def _give_up(self, error: TalonError) -> None:
-        """The engine cannot continue: requests in flight and later ones fail with the reason."""
+        """Fail requests in flight and later ones with the reason: the engine cannot continue."""
         self.failed = error
         self.inflight.fail(error)
 
@@ -254,7 +260,7 @@ class Supervisor:
     async def close(self) -> None:
         """Stop the workers, remove what they left."""
         self.closed = True
-        listener, others = self._tasks[:1], self._tasks[1:]  # the workers' last messages are still heard
+        listener, others = self._tasks[:1], self._tasks[1:]  # the listener still reads the workers' last messages
         await cancel(others)
         self._stop_workers()
         for role in list(self.workers.running):
@@ -270,8 +276,8 @@ class Supervisor:
             self.timeline.write(Path(self.config.trace))
 
     def _abandon(self) -> None:
-        """The event loop ended, and nobody closed the engine. What it holds would block the garbage collector later: a
-        ZeroMQ context waits for its sockets.
+        """Release what the engine holds: the event loop ended, and nobody closed the engine. It would block the garbage
+        collector later, because a ZeroMQ context waits for its sockets.
         """
         print("talon: the engine was not closed; use `async with await Engine.start(...)`", file=sys.stderr)
         self.closed = True
@@ -284,8 +290,8 @@ class Supervisor:
         self.workers.close()
 
     def _end_context(self) -> None:
-        """End ZeroMQ's context, which waits for all sockets. A worker's thread that loads, or hangs, keeps its own
-        open: that is not waited for.
+        """End ZeroMQ's context, which waits for all sockets. The thread of a worker that loads, or hangs, keeps its
+        sockets open and is not waited for.
         """
         ending = threading.Thread(target=self.context.term, daemon=True)
         ending.start()
@@ -296,7 +302,9 @@ class Supervisor:
             self.router.send(worker.name, Stop())
 
     def _hears(self, role: str) -> bool:
-        """Whether the worker will end when asked to. A process that still loads will not, and has nothing to save."""
+        """Return whether the worker will end when asked to. A process that still loads will not, and has nothing to
+        save.
+        """
         return self.ready[role].is_set() or self.workers.in_threads
 
 

@@ -1,4 +1,4 @@
-"""Concurrent work in one event loop that ends together."""
+"""Runs concurrent work in one event loop that ends together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 
 async def gather(work: Iterable[Awaitable[T]]) -> list[T]:
-    """Do all of the work concurrently; if one fails, or the caller leaves, the others end too."""
+    """Do all of the work concurrently, and return its results; if one piece fails, or the caller leaves, the others end
+    too.
+    """
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)

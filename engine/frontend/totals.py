@@ -1,4 +1,4 @@
-"""Counters of what an engine has done since it started, from its workers' messages: for metrics."""
+"""Counts what an engine has done since it started, from its workers' messages: for metrics."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Totals:
     """Counters that only grow, and the verifier's latest state.
 
     prompt_tokens: of accepted requests. rounds: of all requests, without prefills; hits: rounds whose tree had arrived
-    by the previous verdict. nodes: verified, roots included. drafts: rounds with a draft; draft_tokens, accepted: of
-    these; accepted_at: rounds that accepted a token at each place of the draft, in order. prefix_queries: tokens of
-    prompts looked up in the prefix cache, prefix_hits: found there. busy_s: of target forwards.
-    state: running and waiting requests, blocks of keys and values.
+    by the previous verdict. nodes: verified, roots included. drafts: rounds with a draft; draft_tokens, accepted:
+    tokens in these drafts; accepted_at: rounds that accepted a token at each place of the draft, in order.
+    prefix_queries: tokens of prompts looked up in the prefix cache, prefix_hits: found there. busy_s: of target
+    forwards. state: running and waiting requests, blocks of keys and values.
     """
 
     prompt_tokens: int = 0
@@ -59,5 +59,5 @@ class Totals:
         self.prefix_hits += cached
 
     def new_verifier(self) -> None:
-        """A new verifier's counts begin at zero."""
+        """Begin with a new verifier, whose counts begin at zero."""
         self._busy_us, self.state = 0, Heartbeat()

@@ -1,4 +1,4 @@
 """Numba and LLVM only: vectors, threads, the steps of a layer, layouts of matrices.
 
-Imports `engine.core`. Knows nothing of models.
+The folder imports `engine.core` and knows nothing of models.
 """

@@ -23,11 +23,13 @@ TILE_BYTES = 1024
 LINE_BYTES = 64
 """Of a cache line."""
 _BYTE, _INT = ir.IntType(8), ir.IntType(32)
+_FIRST_LEVEL, _SECOND_LEVEL = 3, 2
+"""Of cache, as the localities of LLVM's prefetch."""
 
 
 def tile_sizes(sizes: Sequence[tuple[int | None, int]]) -> NDArray[np.uint8]:
-    """[17, 64]: for each row count, from 0 on, the configuration for `configure_tiles`. sizes: for tiles 0, 1, ..., the
-    rows (None: the row count) and the bytes of a row.
+    """Return [17, 64]: for each row count, from 0 on, the configuration for `configure_tiles`. sizes: for tiles 0, 1,
+    ..., the rows (None: the row count) and the bytes of a row.
     """
     table = np.zeros((TILE_ROWS + 1, 64), np.uint8)
     table[:, 0] = 1
@@ -44,25 +46,51 @@ def call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> None:
 
 
 def pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type = _BYTE) -> ir.Value:
-    """A pointer to that address."""
+    """Return a pointer to that address."""
     return builder.inttoptr(address, kind.as_pointer())
+
+
+def opaque(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """The same address or vector, of which LLVM knows nothing.
+
+    Otherwise LLVM counts each of many addresses near it in a register of its own, keeps most of these on the stack, and
+    adds to them all in each turn of a loop; and it makes one dear instruction of two that are cheaper.
+    """
+    kind = "v" if isinstance(value.type, ir.VectorType) else "r"
+    if kind == "v" and "+avx512f" not in features():  # no register holds it
+        return value
+    return builder.asm(ir.FunctionType(value.type, [value.type]), "", f"={kind},0", [value], side_effect=False)
 
 
 def fetch_line(builder: ir.IRBuilder, address: ir.Value) -> None:
     """Prefetch the cache line at that address, which need not be valid: the processor itself prefetches no further than
     a page of 4 kB.
 
-    With AMX it goes into the first level of cache, the only one measured there; elsewhere into the second, which can
-    wait for more lines at a time. On two cores of Zen 4, a product of eight rows with bfloat16 then takes 0.6 of the
-    time, a plain token 0.85, attention after 2,000 positions 0.75.
+    With AMX it goes into the first level of cache; elsewhere into the second, which can wait for more lines at a time.
+    On two cores of Zen 4, a product of eight rows with bfloat16 then takes 0.6 of the time, a plain token 0.85,
+    attention after 2,000 positions 0.75.
     """
-    read, data, locality = 0, 1, 3 if "+amx-bf16" in features() else 2
+    _prefetch(builder, address, _FIRST_LEVEL if "+amx-bf16" in features() else _SECOND_LEVEL)
+
+
+def fetch_panel_line(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Prefetch the cache line at that address, of panels that are multiplied next, into the second level of cache.
+
+    On a Xeon with AMX, one thread, a token then takes 0.95 of the time, in bfloat16 and in int8. Elsewhere it was not
+    measured, and nothing is prefetched.
+    """
+    if "+amx-bf16" in features():
+        _prefetch(builder, address, _SECOND_LEVEL)
+
+
+def _prefetch(builder: ir.IRBuilder, address: ir.Value, locality: int) -> None:
+    read, data = 0, 1
     call(builder, "llvm.prefetch", pointer(builder, address), _INT(read), _INT(locality), _INT(data))
 
 
 @intrinsic(prefer_literal=True)
 def fetch(context: Any, address: Any) -> Any:
-    """`fetch_line` for kernels."""
+    """Call `fetch_line` from a kernel."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         fetch_line(builder, args[0])
@@ -105,7 +133,7 @@ def tile_zero(context: Any, tile: Any) -> Any:
 
 
 def _moving(name: str, tile: Any) -> Any:
-    """What the intrinsics below return: the named instruction, which moves rows between a tile and memory."""
+    """Return what the intrinsics below emit: the named instruction, which moves rows between a tile and memory."""
     number = _BYTE(tile.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -129,7 +157,7 @@ def tile_store(context: Any, tile: Any, address: Any, stride: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def tile_dot(context: Any, sums: Any, rows: Any, pairs: Any) -> Any:
-    """sums += rows @ pairs. rows: [m, k] bfloat16; pairs: [k / 2, n, 2] bfloat16; sums: [m, n] float32."""
+    """Compute sums += rows @ pairs. rows: [m, k] bfloat16; pairs: [k / 2, n, 2] bfloat16; sums: [m, n] float32."""
     numbers = [_BYTE(tile.literal_value) for tile in (sums, rows, pairs)]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

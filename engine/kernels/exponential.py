@@ -12,7 +12,7 @@ from engine.kernels.simd import INTS, VECTOR, constant, fused, integers, vector
 
 
 def power_of_two(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2 ** x for x <= 0, within two units in the last place; 0 from -127 down, minus infinity included."""
+    """Return 2 ** x for x <= 0, within two units in the last place; 0 from -127 down, minus infinity included."""
     low, magic = constant(-127.0), constant(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
     x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
     rounded = builder.fadd(x, magic)
@@ -26,7 +26,7 @@ def power_of_two(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def exponential(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """exp(x), within two units in the last place for x <= 88; 0 below -87, minus infinity included."""
+    """Return exp(x), within two units in the last place for x <= 88; 0 below -87, minus infinity included."""
     compare = builder.fcmp_ordered
     log2_e, magic = constant(math.log2(math.e)), constant(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
     low, high = constant(-87.0), constant(88.0)
@@ -46,11 +46,11 @@ def exponential(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 @intrinsic(prefer_literal=True)
 def exp(context: Any, x: Any) -> Any:
-    """exp(x)."""
+    """Return exp(x)."""
     return vector(vector), lambda context, builder, signature, args: exponential(builder, args[0])
 
 
 @intrinsic(prefer_literal=True)
 def exp2(context: Any, x: Any) -> Any:
-    """2 ** x, for x <= 0."""
+    """Return 2 ** x, for x <= 0."""
     return vector(vector), lambda context, builder, signature, args: power_of_two(builder, args[0])

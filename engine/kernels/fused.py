@@ -6,6 +6,7 @@ once, when they are stored.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from engine.kernels.simd import (
     fma,
     int_at,
     load,
+    maximum,
+    minimum,
     multiply,
     number_at,
     numbers_at,
@@ -47,6 +50,8 @@ NORM = record_of(
     "delta",  # [rows, hidden], or 0
     "delta_weight",  # [hidden] float32: the norm of delta is added; or 0
     "weight",  # [hidden] float32, or 0: no norm, out = residual
+    "centred",  # 1: the mean is subtracted first
+    "bias",  # [hidden] float32, added last, or 0
     "out",  # [count, hidden]: the norm of the sum
     "chosen",  # [count] int32: the rows to compute, or 0 for the first `count`
     "kept",  # [rows, hidden], rows `stride` bytes apart: a copy of the sum, or 0
@@ -54,14 +59,15 @@ NORM = record_of(
     "count",
     "hidden",
     "width",
-    floats=("epsilon", "delta_scale"),
+    floats=("epsilon", "delta_scale", "scale"),
 )
 
 
 @kernel(NORM)
 def norm_kernel(address: Any) -> None:
-    """residual += delta_scale * delta, or + norm(delta, delta_weight); out = norm(residual, weight), where norm(x, w) =
-    x / sqrt(mean(x^2) + epsilon) * w.
+    """residual = scale * (residual + delta_scale * delta), or norm(delta, delta_weight) in place of that delta;
+    out = norm(residual, weight), where norm(x, w) = x / sqrt(mean(x^2) + epsilon) * w, of x less its mean if centred,
+    and the bias is added.
     """
     work = carray(address, 1)[0]
     for i in range(thread_id(), work.count, num_threads()):
@@ -69,13 +75,20 @@ def norm_kernel(address: Any) -> None:
         residual, delta = work.residual + row * work.hidden * 4, work.delta + row * work.hidden * work.width
         if work.delta_weight != 0:
             _add_norm(work, residual, delta)
-        squares = splat(np.float32(0))
+        squares, sums = splat(np.float32(0)), splat(np.float32(0))
         for at in range(0, work.hidden, LANES):
             x = load(residual + 4 * at, FLOAT32)
             if work.delta != 0 and work.delta_weight == 0:
                 x = fma(numbers_at(delta + at * work.width, work.width), splat(work.delta_scale), x)
+                x = multiply(x, splat(work.scale))
                 store(x, residual + 4 * at, FLOAT32)
-            squares = fma(x, x, squares)
+            squares, sums = fma(x, x, squares), add(sums, x)
+        below = splat(np.float32(0))  # minus the mean
+        if work.centred != 0:
+            below, squares = splat(-total(sums) / np.float32(work.hidden)), splat(np.float32(0))
+            for at in range(0, work.hidden, LANES):
+                x = add(load(residual + 4 * at, FLOAT32), below)
+                squares = fma(x, x, squares)
         # without a norm there is no epsilon either, and a row of zeros (a padding token's) would be divided by 0
         scale = splat(_norm_scale(work, squares) if work.weight != 0 else np.float32(1))
         out = work.out + i * work.hidden * work.width
@@ -83,8 +96,12 @@ def norm_kernel(address: Any) -> None:
             x = load(residual + 4 * at, FLOAT32)
             if work.kept != 0:
                 put_numbers(x, work.kept + row * work.stride + at * work.width, work.width)
+            if work.centred != 0:
+                x = add(x, below)
             if work.weight != 0:
                 x = multiply(multiply(x, scale), load(work.weight + 4 * at, FLOAT32))
+            if work.bias != 0:
+                x = add(x, load(work.bias + 4 * at, FLOAT32))
             put_numbers(x, out + at * work.width, work.width)
 
 
@@ -103,16 +120,31 @@ def _add_norm(work: Any, residual: int, delta: int) -> None:
     for at in range(0, work.hidden, LANES):
         x = multiply(numbers_at(delta + at * work.width, work.width), scale)
         x = fma(x, load(work.delta_weight + 4 * at, FLOAT32), load(residual + 4 * at, FLOAT32))
-        store(x, residual + 4 * at, FLOAT32)
+        store(multiply(x, splat(work.scale)), residual + 4 * at, FLOAT32)
+
+
+class Activation(IntEnum):
+    """What a gate applies to its numbers. GELU: the approximation by tanh. SQUARED_RELU: max(x, 0)^2. CLAMPED: SiLU of
+    `alpha` times the gate over `alpha`, of gates and ups that are cut at `limit`, with 1 added to the ups.
+    """
+
+    SILU = 0
+    GELU = 1
+    CLAMPED = 2
+    SQUARED_RELU = 3
 
 
 GATE = record_of(
-    "gate_up",  # [rows, 2 * inner]
+    "gate",  # [rows, inner], rows `gate_stride` bytes apart
+    "gate_stride",
+    "up",  # [rows, inner], rows `up_stride` bytes apart; 0: ones
+    "up_stride",
     "out",  # [rows, inner]
     "rows",
     "inner",
     "width",
-    "gelu",  # 1: the tanh approximation of GELU in the place of SiLU
+    "activation",
+    floats=("alpha", "limit"),
 )
 
 _GELU = np.float32(2 * (2 / np.pi) ** 0.5), np.float32(2 * (2 / np.pi) ** 0.5 * 0.044715)
@@ -126,14 +158,26 @@ def gate_kernel(address: Any) -> None:
     work = carray(address, 1)[0]
     one = splat(np.float32(1))
     for row in range(thread_id(), work.rows, num_threads()):
-        gate = work.gate_up + row * 2 * work.inner * work.width
-        up, out = gate + work.inner * work.width, work.out + row * work.inner * work.width
+        gate, up = work.gate + row * work.gate_stride, work.up + row * work.up_stride
+        out = work.out + row * work.inner * work.width
         for at in range(0, work.inner * work.width, LANES * work.width):
-            x = numbers_at(gate + at, work.width)
-            y = multiply(x, splat(np.float32(-1)))
-            if work.gelu != 0:
+            x, factor = numbers_at(gate + at, work.width), one
+            if work.up != 0:
+                factor = numbers_at(up + at, work.width)
+            if work.activation == Activation.CLAMPED:
+                limit, lowest = splat(work.limit), splat(-work.limit)
+                x, factor = minimum(x, limit), add(maximum(lowest, minimum(factor, limit)), one)
+            y = multiply(x, splat(-work.alpha if work.activation == Activation.CLAMPED else np.float32(-1)))
+            if work.activation == Activation.GELU:
                 y = multiply(y, fma(multiply(x, x), splat(_GELU[1]), splat(_GELU[0])))
-            put_numbers(multiply(divide(x, add(one, exp(y))), numbers_at(up + at, work.width)), out + at, work.width)
+            x = divide(x, add(one, exp(y))) if work.activation != Activation.SQUARED_RELU else _squared_relu(x)
+            put_numbers(multiply(x, factor), out + at, work.width)
+
+
+@njit
+def _squared_relu(x: Any) -> Any:
+    x = maximum(splat(np.float32(0)), x)
+    return multiply(x, x)
 
 
 ENTER = record_of(
@@ -149,7 +193,10 @@ ENTER = record_of(
     "stride",  # bytes from row to row
     "query_norm",  # [head_dim] float32, or 0
     "key_norm",  # [head_dim] float32, or 0
-    "keys",  # out: one layer's part of the pool
+    "value_norm",  # [head_dim] float32, or 0
+    "norms_last",  # 1: queries and keys are normalised after they are rotated
+    "values_are_keys",  # 1: rows end after the keys, which are the values too, before norm and rotation
+    "keys",  # out: one layer's part of the pool; 0: the layer reads another's, and rows are queries alone
     "values",
     "kv_heads",
     "q_per_kv",
@@ -175,12 +222,35 @@ def enter_kernel(address: Any) -> None:
     for unit in range(units * thread_id() // num_threads(), units * (thread_id() + 1) // num_threads()):
         kv_head, row = unit // work.rows, unit % work.rows
         x = work.qkv + row * work.stride
+        pad(work, room)
         put_queries(work, unit, row, x + kv_head * work.q_per_kv * size, room)
+        if work.keys == 0:
+            continue
         block, lane = int_at(work.slots + 4 * row) // LANES, int_at(work.slots + 4 * row) % LANES
         at = (block * work.kv_heads + kv_head) * work.dims * LANES * work.width
         rotated(work, row, x + (heads + kv_head) * size, work.key_norm, room)
         _put_key(work, room, work.keys + at, lane)
-        _put_value(work, x + (heads + work.kv_heads + kv_head) * size, work.values + at, lane)
+        value = value_of(work, x, kv_head)
+        if work.value_norm != 0:
+            normalised(work, value, work.value_norm, room)
+            for i in range(work.head_dim):
+                put_number(room + i * work.width, float_at(room + 4 * i), work.width)
+            value = room
+        _put_value(work, value, work.values + at, lane)
+
+
+@njit
+def pad(work: Any, x: int) -> None:
+    """Put zeros after the first head_dim of [dims] float32, where layers with larger heads may have written."""
+    for i in range(work.head_dim, work.dims):
+        put_float(x + 4 * i, np.float32(0))
+
+
+@njit
+def value_of(work: Any, x: int, kv_head: int) -> Any:
+    """The address of a head's value in a row of `qkv`."""
+    heads = (work.q_per_kv + (0 if work.values_are_keys != 0 else 1)) * work.kv_heads
+    return x + (heads + kv_head) * work.head_dim * work.width
 
 
 @njit
@@ -198,24 +268,40 @@ def put_queries(work: Any, unit: int, row: int, x: int, room: int) -> None:
 @njit
 def rotated(work: Any, row: int, x: int, weight: int, out: int) -> None:
     """One head's query or key, normalised if there is a weight, rotated by its position: [dims] float32."""
+    normalised(work, x, weight if work.norms_last == 0 else 0, out)
+    _rotate(work, row, out)
+    if work.norms_last != 0:
+        _normalise(work, weight, out)
+
+
+@njit
+def normalised(work: Any, x: int, weight: int, out: int) -> None:
+    """One head's numbers, normalised if there is a weight: [dims] float32."""
+    whole = work.head_dim // LANES * LANES
+    for i in range(0, whole, LANES):
+        store(numbers_at(x + i * work.width, work.width), out + 4 * i, FLOAT32)
+    for i in range(whole, work.head_dim):
+        put_float(out + 4 * i, number_at(x + i * work.width, work.width))
+    if weight != 0:
+        _normalise(work, weight, out)
+
+
+@njit
+def _normalise(work: Any, weight: int, out: int) -> None:
+    """Normalise one head's [dims] float32 in place."""
     whole, lanes = work.head_dim // LANES * LANES, splat(np.float32(0))
     for i in range(0, whole, LANES):
-        numbers = numbers_at(x + i * work.width, work.width)
+        numbers = load(out + 4 * i, FLOAT32)
         lanes = fma(numbers, numbers, lanes)
-        store(numbers, out + 4 * i, FLOAT32)
     squares = total(lanes)
     for i in range(whole, work.head_dim):
-        value = number_at(x + i * work.width, work.width)
-        squares += value * value
-        put_float(out + 4 * i, value)
-    if weight != 0:
-        scale = np.float32(1) / np.sqrt(squares / np.float32(work.head_dim) + work.epsilon)
-        for i in range(0, whole, LANES):
-            scaled = multiply(load(out + 4 * i, FLOAT32), splat(scale))
-            store(multiply(scaled, load(weight + 4 * i, FLOAT32)), out + 4 * i, FLOAT32)
-        for i in range(whole, work.head_dim):
-            put_float(out + 4 * i, float_at(out + 4 * i) * scale * float_at(weight + 4 * i))
-    _rotate(work, row, out)
+        squares += float_at(out + 4 * i) * float_at(out + 4 * i)
+    scale = np.float32(1) / np.sqrt(squares / np.float32(work.head_dim) + work.epsilon)
+    for i in range(0, whole, LANES):
+        scaled = multiply(load(out + 4 * i, FLOAT32), splat(scale))
+        store(multiply(scaled, load(weight + 4 * i, FLOAT32)), out + 4 * i, FLOAT32)
+    for i in range(whole, work.head_dim):
+        put_float(out + 4 * i, float_at(out + 4 * i) * scale * float_at(weight + 4 * i))
 
 
 @njit

@@ -1,8 +1,10 @@
 """Compiled functions in numba's cache on disk.
 
 The cache notices changes only of the file that defines a function. A function of another file that is compiled into it
-would stay there as it was, also after an update. So the name in the cache has the checksum of all files that numba
-compiles anything of: those that import it, or decorate with one of our own decorators.
+would stay there as it was, also after an update. So the name in the cache has the checksum of all files that it can be
+in: those that the function's file imports, directly or not, and those of functions that were handed to it, as far as
+numba compiles anything of them: they import it, or decorate with one of our own decorators. A change of any other file
+compiles nothing again.
 
 Two processes that compile at once would give two functions one file: numba reads the index, chooses a name that is
 free, and writes both, and closures of one function share an index. So writers take turns here. Whatever else fails
@@ -13,11 +15,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 from zlib import crc32
 
@@ -26,28 +30,95 @@ from filelock import FileLock
 from numba.core import caching, event
 
 _PACKAGES = ("engine", "drafters", "retrieval_index")
+_ROOT = Path(__file__).parents[2]
+_IMPORT = re.compile(
+    rb"^[ \t]*(?:from|import) +((?:%s)[\w.]*)(?: +import +(\([^)]*\)|[^\n#]*))?"
+    % b"|".join(map(str.encode, _PACKAGES)),
+    re.MULTILINE,
+)
 _COMPILED = re.compile(rb"numba|^@(?:kernel|inlined)\b", re.MULTILINE)
 _TOLD = set[str]()  # why kernels cannot be kept
 
 
 def versioned(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator, below numba's: names the function by the version of all compiled sources."""
-    work.__qualname__ += f"_{_sources():x}"
+    """Decorator, below numba's: names the function by the version of the sources that it is compiled of."""
+    work.__qualname__ += f"_{_version_of(frozenset(_homes(work, set()))):x}"
     return work
 
 
+def _homes(part: Any, seen: set[int]) -> Iterator[str]:
+    """Yield the modules of a function, and of what it and its parts have been handed by the functions around them."""
+    if id(part) in seen or isinstance(part, ModuleType):
+        return
+    seen.add(id(part))
+    # attributes of numba's functions, its intrinsics, and Python's decorators
+    for wrapped in ("py_func", "_defn", "__wrapped__"):
+        if (inner := getattr(part, wrapped, None)) is not None:
+            yield from _homes(inner, seen)
+    if isinstance(part, FunctionType):
+        yield part.__module__
+        for cell in part.__closure__ or ():
+            with suppress(ValueError):  # the name is given a value later
+                yield from _homes(cell.cell_contents, seen)
+    elif isinstance(part, tuple | list):
+        for one in part:
+            yield from _homes(one, seen)
+    elif (home := type(part).__module__).partition(".")[0] in _PACKAGES:
+        yield home
+        for one in getattr(part, "__dict__", {}).values():
+            yield from _homes(one, seen)
+
+
 @cache
-def _sources() -> int:
-    root = Path(__file__).parents[2]
-    contents = (file.read_bytes() for package in _PACKAGES for file in sorted((root / package).rglob("*.py")))
-    return crc32(b"".join(content for content in contents if _COMPILED.search(content)))
+def _version_of(homes: frozenset[str]) -> int:
+    """Return the checksum of all compiled sources that these modules reach."""
+    reached, waiting = set[str](), [*homes]
+    while waiting:
+        if (module := waiting.pop()) not in reached:
+            reached.add(module)
+            waiting += _imported(module)
+    return crc32(repr([_checksum(module) for module in sorted(reached)]).encode())
+
+
+@cache
+def _source(module: str) -> bytes:
+    """Return the source of a module of ours, empty if it is none."""
+    if (file := _file(module)) is None:
+        return b""
+    return file.read_bytes()
+
+
+def _file(module: str) -> Path | None:
+    path = _ROOT.joinpath(*module.split("."))
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in files if file.is_file()), None) if module.startswith(_PACKAGES) else None
+
+
+@cache
+def _imported(module: str) -> list[str]:
+    """Return the modules of ours that a module may import, within functions too."""
+    found = []
+    for source, names in _IMPORT.findall(_source(module)):
+        package = source.decode()
+        found.append(package)
+        if _ROOT.joinpath(*package.split(".")).is_dir():
+            found += [f"{package}.{name}" for name in re.findall(r"\w+", names.decode())]
+    return found
+
+
+@cache
+def _checksum(module: str) -> int:
+    """Return the checksum of a module's source, 0 if numba compiles nothing of it."""
+    return crc32(source) if _COMPILED.search(source := _source(module)) else 0
 
 
 def machine_code() -> str:
-    """What decides the machine code of our kernels: their sources, their compiler, and the processor."""
+    """Return what decides the machine code of our kernels: their sources, their compiler, and the processor."""
+    files = [file for package in _PACKAGES for file in sorted((_ROOT / package).rglob("*.py"))]
+    sources = crc32(b"".join(source for file in files if _COMPILED.search(source := file.read_bytes())))
     compiler = [f"{name} {version(name)}" for name in ("numba", "llvmlite")]
     features = sorted(llvm.get_host_cpu_features().items())
-    return f"{_sources():x} {compiler} {llvm.get_host_cpu_name()} {features}"
+    return f"{sources:x} {compiler} {llvm.get_host_cpu_name()} {features}"
 
 
 def on_first_compilation(tell: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 _PAGE, _LINE = 2 << 20, 64  # bytes
 _ARRAY = 32 << 20  # bytes; a page of it takes memory when it is first written
-_OWN = 4 << 20  # bytes from which a matrix has its own array, freed with it
+_OWN = 4 << 20  # a matrix of so many bytes has its own array, freed with it
 
 
 class _Array:
@@ -25,7 +25,7 @@ class _Array:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> Tensor:
-        """`size` bytes, aligned to a cache line."""
+        """Take `size` bytes, aligned to a cache line."""
         if size >= _OWN:
             return _bytes(size)
         with self._lock:
@@ -36,7 +36,7 @@ class _Array:
 
 
 def _bytes(size: int) -> Tensor:
-    """`size` bytes, aligned to a page."""
+    """Return `size` bytes, aligned to a page."""
     whole = np.empty(size + _PAGE, np.uint8)
     start = -whole.ctypes.data % _PAGE
     return torch.from_numpy(whole[start : start + size])
@@ -46,11 +46,11 @@ _array = _Array()
 
 
 def large_pages(size: int) -> Tensor:
-    """[size] uint8 in large pages, aligned to a cache line."""
+    """Return [size] uint8 in large pages, aligned to a cache line."""
     return _array.take(size)
 
 
 def in_large_pages(matrix: Tensor) -> Tensor:
-    """A copy of the matrix in large pages."""
+    """Return a copy of the matrix in large pages."""
     place = large_pages(matrix.nbytes).view(matrix.dtype).view(matrix.shape)
     return place.copy_(matrix)

@@ -1,4 +1,4 @@
-"""Which pointwise operations give other bits at the end of an array than within it, on this machine.
+"""Finds which pointwise operations give other bits at the end of an array than within it, on this machine.
 
 torch computes most of an array in vectors and the rest one number at a time, and some functions (SiLU in float32, GELU
 by tanh) do not give the same bits both ways. A row's place in that array depends on the number of rows before it, so
@@ -32,7 +32,7 @@ class PointwiseOperations(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def depending_on_place(self, threads: int) -> str | None:
-        """The first operation whose bits may depend on the other rows; None if there is none."""
+        """Return the first operation whose bits may depend on the other rows; None if there is none."""
         for func, args, kwargs, dtype, width in sorted(self._seen, key=str):
             whole = all(width % (_VECTOR * shares) == 0 for shares in range(1, threads + 1))
             if not whole and not _same_everywhere(func, args, kwargs, dtype):
@@ -42,7 +42,9 @@ class PointwiseOperations(TorchDispatchMode):
 
 @cache
 def _same_everywhere(func: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...], dtype: torch.dtype) -> bool:
-    """Whether the bits are the same in vectors and one number at a time: for all bfloat16 numbers, or many others."""
+    """Return whether the bits are the same in vectors and one number at a time: for all bfloat16 numbers, or many
+    others.
+    """
     if dtype == torch.bfloat16:
         x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     else:

@@ -30,17 +30,17 @@ BFLOAT16, FLOAT32 = 2, 4
 """How numbers are stored in memory: bytes per number."""
 
 
-class Float16Lanes(types.Type):
+class FloatLanes(types.Type):
     """Numba's type of a vector of 16 float32 numbers."""
 
     def __init__(self) -> None:
         super().__init__(name="Float32x16")
 
 
-vector = Float16Lanes()
+vector = FloatLanes()
 
 
-@register_model(Float16Lanes)
+@register_model(FloatLanes)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, kind: Any):
         super().__init__(manager, kind, VECTOR)
@@ -59,13 +59,13 @@ def pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value
 
 
 def spread(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
-    """All lanes hold `scalar`."""
+    """Fill all lanes with `scalar`."""
     first = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), scalar, ir.Constant(_INT, 0))
     return builder.shuffle_vector(first, ir.Constant(VECTOR, ir.Undefined), ir.Constant(INTS, [0] * LANES))
 
 
 def fused(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    """a * b + c, rounded once."""
+    """Return a * b + c, rounded once."""
     kind = ir.FunctionType(a.type, [a.type] * 3)
     name = f"llvm.fma.v{a.type.count}f32"
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, c])
@@ -98,18 +98,18 @@ def write(builder: ir.IRBuilder, x: ir.Value, address: ir.Value, width: int) -> 
 
 @cache
 def features() -> frozenset[str]:
-    """What this processor can do, as LLVM names it."""
+    """Return what this processor can do, as LLVM names it."""
     return frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
 
 
 def literal(value: Any) -> Any:
-    """The value of a compile-time constant."""
+    """Return the value of a compile-time constant."""
     return getattr(value, "literal_value", None)
 
 
 @intrinsic(prefer_literal=True)
 def load(context: Any, address: Any, width: Any) -> Any:
-    """The 16 numbers at `address`. width: BFLOAT16 or FLOAT32, a compile-time constant."""
+    """Return the 16 numbers at `address`. width: BFLOAT16 or FLOAT32, a compile-time constant."""
     size = literal(width)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -132,13 +132,13 @@ def store(context: Any, x: Any, address: Any, width: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def splat(context: Any, x: Any) -> Any:
-    """All lanes hold x."""
+    """Fill all lanes with x."""
     return vector(types.float32), lambda context, builder, signature, args: spread(builder, args[0])
 
 
 @intrinsic(prefer_literal=True)
 def fma(context: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once."""
+    """Return a * b + c, rounded once."""
     return vector(vector, vector, vector), lambda context, builder, signature, args: fused(builder, *args)
 
 
@@ -159,7 +159,7 @@ def divide(context: Any, a: Any, b: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def maximum(context: Any, a: Any, b: Any) -> Any:
-    """The larger of each lane; b where they cannot be compared."""
+    """Return the larger of each lane; b where they cannot be compared."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.select(builder.fcmp_ordered(">", *args), *args)
@@ -167,8 +167,18 @@ def maximum(context: Any, a: Any, b: Any) -> Any:
     return vector(vector, vector), generate
 
 
+@intrinsic(prefer_literal=True)
+def minimum(context: Any, a: Any, b: Any) -> Any:
+    """The smaller of each lane; a where they cannot be compared."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", *args), args[1], args[0])
+
+    return vector(vector, vector), generate
+
+
 def _across(builder: ir.IRBuilder, x: ir.Value, join: Any) -> ir.Value:
-    """All lanes reduced, by halves: lane i with lane i + 8, then with i + 4, ..."""
+    """Reduce all lanes, by halves: lane i with lane i + 8, then with i + 4, ..."""
     step = LANES // 2
     while step:
         order = [(lane + step) % LANES for lane in range(LANES)]
@@ -179,7 +189,7 @@ def _across(builder: ir.IRBuilder, x: ir.Value, join: Any) -> ir.Value:
 
 @intrinsic(prefer_literal=True)
 def total(context: Any, x: Any) -> Any:
-    """The sum of all lanes, always in the same order."""
+    """Return the sum of all lanes, always in the same order."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _across(builder, args[0], builder.fadd)
@@ -193,13 +203,13 @@ def _larger(builder: Any, a: Any, b: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def larger(context: Any, a: Any, b: Any) -> Any:
-    """The larger of each lane."""
+    """Return the larger of each lane."""
     return vector(vector, vector), lambda context, builder, signature, args: _larger(builder, *args)
 
 
 @intrinsic(prefer_literal=True)
 def largest(context: Any, x: Any) -> Any:
-    """The largest lane."""
+    """Return the largest lane."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _across(builder, args[0], lambda a, b: _larger(builder, a, b))
@@ -220,7 +230,7 @@ def _cell(kind: ir.Type) -> Any:
 
 @intrinsic(prefer_literal=True)
 def float_at(context: Any, address: Any) -> Any:
-    """The float32 at `address`."""
+    """Return the float32 at `address`."""
     return types.float32(types.int64), _cell(FLOAT)[0]
 
 
@@ -232,7 +242,7 @@ def put_float(context: Any, address: Any, x: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def half_at(context: Any, address: Any) -> Any:
-    """The bfloat16 at `address`, as float32."""
+    """Return the bfloat16 at `address`, as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = builder.zext(builder.load(pointer(builder, args[0], ir.IntType(16))), _INT)
@@ -243,7 +253,7 @@ def half_at(context: Any, address: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def float16_at(context: Any, address: Any) -> Any:
-    """The float16 at `address`, as float32."""
+    """Return the float16 at `address`, as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fpext(builder.load(pointer(builder, args[0], ir.HalfType())), FLOAT)
@@ -265,7 +275,7 @@ def put_float16(context: Any, address: Any, x: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def load_float16(context: Any, address: Any) -> Any:
-    """The 16 float16 numbers at `address`, as float32."""
+    """Return the 16 float16 numbers at `address`, as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.VectorType(ir.HalfType(), LANES)
@@ -276,7 +286,7 @@ def load_float16(context: Any, address: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def byte_at(context: Any, address: Any) -> Any:
-    """The byte at `address`, 0 to 255."""
+    """Return the byte at `address`, 0 to 255."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.zext(builder.load(pointer(builder, args[0], ir.IntType(8))), _INT)
@@ -314,7 +324,7 @@ def copy_half(context: Any, source: Any, place: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def int_at(context: Any, address: Any) -> Any:
-    """The int32 at `address`."""
+    """Return the int32 at `address`."""
     return types.int32(types.int64), _cell(_INT)[0]
 
 
@@ -326,7 +336,7 @@ def put_int(context: Any, address: Any, x: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def long_at(context: Any, address: Any) -> Any:
-    """The int64 at `address`."""
+    """Return the int64 at `address`."""
     return types.int64(types.int64), _cell(ir.IntType(64))[0]
 
 
@@ -338,13 +348,13 @@ def put_long(context: Any, address: Any, x: Any) -> Any:
 
 @njit
 def number_at(address: int, width: int) -> Any:
-    """The number at `address`, as float32. width: BFLOAT16 or FLOAT32, known only at run time."""
+    """Return the number at `address`, as float32. width: BFLOAT16 or FLOAT32, known only at run time."""
     return half_at(address) if width == BFLOAT16 else float_at(address)
 
 
 @njit
 def numbers_at(address: int, width: int) -> Any:
-    """The 16 numbers at `address`, as float32."""
+    """Return the 16 numbers at `address`, as float32."""
     if width == BFLOAT16:
         return load(address, BFLOAT16)
     return load(address, FLOAT32)

@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 
 from engine.kernels.jit_cache import versioned
 
-_RUNTIMES = ("libgomp.so.1",)  # what torch's wheels for Linux load
+_RUNTIMES = ("libgomp.so.1",)  # torch's wheels for Linux load these
 
 
 def _symbol(name: str) -> int:
-    """The address of a function of the OpenMP runtime, 0 if there is none."""
+    """Return the address of a function of the OpenMP runtime, 0 if there is none."""
     for runtime in _RUNTIMES:
         try:
             found = getattr(ctypes.CDLL(runtime), name)
@@ -83,7 +83,7 @@ class Kernel:
 
 
 def kernel(record: np.dtype[Any], name: str = "") -> Callable[[Callable[[Any], None]], Callable[[], Kernel]]:
-    """Decorator: `work(address of a record)` as a kernel, compiled when first asked for and cached on disk.
+    """Make `work(address of a record)` a kernel, compiled when first asked for and cached on disk (a decorator).
 
     name: of one of several kernels that one function makes. Two processes may write to the cache at a time, so no two
     kernels may share a file there.
@@ -102,13 +102,13 @@ def kernel(record: np.dtype[Any], name: str = "") -> Callable[[Callable[[Any], N
 
 
 def address_of(records: np.ndarray[Any, Any], index: int = 0) -> int:
-    """The address of a record of an array, which must be kept as long as the address is used."""
+    """Return the address of a record of an array, which must be kept as long as the address is used."""
     return int(records.ctypes.data) + index * records.itemsize
 
 
 def int_fields(records: np.ndarray[Any, Any], first: str, last: str) -> NDArray[np.int64]:
-    """[records, fields] the neighbouring integers of each record from `first` to `last`, which can be set all at once:
-    looking up a field takes as long as setting it.
+    """Return [records, fields] the neighbouring integers of each record from `first` to `last`, which can be set all at
+    once: looking up a field takes as long as setting it.
     """
     fields = records.dtype.fields
     assert fields is not None
@@ -166,7 +166,7 @@ class Timed:
         self.times = np.zeros((end - start + 1, 2), np.int64)
 
     def seconds(self) -> list[tuple[int, float]]:
-        """The seconds of each step, after its kernel's address."""
+        """Return the seconds of each step, after its kernel's address."""
         taken = np.diff(self.times @ [1_000_000_000, 1]) / 1e9
         steps = self._kernels[self._start : self._start + len(taken)]
         return [(address, took) for (address, _), took in zip(steps, taken.tolist(), strict=True)]
@@ -219,7 +219,9 @@ class Program:
             start = end
 
     def _stretch(self, start: int, stop: int) -> tuple[int, int]:
-        """Where the stretch of kernels from `start` ends, and the row count from which waking other threads pays."""
+        """Return where the stretch of kernels from `start` ends, and the row count from which waking other threads
+        pays.
+        """
         if (found := self._stretches.get((start, stop))) is None:
             functions = (at for at in range(start, stop) if self._functions[at] is not None)
             end = next(functions, stop)

@@ -1,4 +1,4 @@
 """The target: how its weights run, and the proof that this equals the stock forward.
 
-Imports `engine.core`, `engine.kernels` and `engine.weights`.
+The folder imports `engine.core`, `engine.kernels` and `engine.weights`.
 """

@@ -2,7 +2,7 @@
 
 A GPU library picks a kernel, and with it the order of summation, by the number of rows. Kernels that do not split a sum
 over blocks (split-K) were found to add in one order: cuBLASLt without split-K gave a row the same bits for 1 to 1,024
-rows on an H100. That is nothing to rely on elsewhere, so every shape is compared at load.
+rows on an H100. Other devices may differ, so every shape is compared at load.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIZES = (16, SLICE, 256, 512, 1024)
 """Rows of a forward: the least that holds all rows; more run in slices of the largest."""
 
 _PROBES = 16  # rows that are compared, in every place
-_LIBRARIES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}  # KiB: no room for parts of sums
+_LIBRARIES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}  # KiB: too little for parts of sums
 
 
 _HOLDERS: WeakSet[Any] = WeakSet()
@@ -36,11 +36,11 @@ def hold_split_sums(forward: Any) -> None:
 
 
 def forbid_split_sums() -> bool:
-    """Have this process's products on CUDA use cuBLASLt without split-K. Returns whether they do then: nothing is
+    """Have this process's products on CUDA use cuBLASLt without split-K, and return whether they do then. Nothing is
     changed if torch cannot, or while there is a forward that was proved with others.
 
-    For the whole process, since torch has no narrower setting: draft models in its threads are multiplied so too. The
-    sizes of the workspaces are read at a process's first product, and are left alone where the user set them.
+    This holds for the whole process, since torch has no narrower setting: draft models in its threads are multiplied so
+    too. The sizes of the workspaces are read at a process's first product, and are left alone where the user set them.
     """
     matmul: Any = torch.backends.cuda.matmul
     if _HOLDERS:
@@ -57,8 +57,8 @@ def forbid_split_sums() -> bool:
 
 
 def allow_split_sums() -> bool:
-    """Undo `forbid_split_sums`, but for the sizes of the workspaces. Returns whether that was done: not while a forward
-    was proved with products as they are.
+    """Undo `forbid_split_sums`, except for the sizes of the workspaces, and return whether that was done: not while a
+    forward was proved with products as they are.
     """
     if _HOLDERS:
         return False
@@ -69,8 +69,8 @@ def allow_split_sums() -> bool:
 
 
 def exact_sizes(linears: Sequence[nn.Linear], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Those of the sizes of forwards, SLICE among them, in which every product gives a row the same bits as in SLICE
-    rows, at any place. () if one does not in SLICE rows themselves.
+    """Return the forward sizes (always including SLICE) in which every product gives a row the same bits as in SLICE
+    rows, at any place; () if one does not in SLICE rows themselves.
     """
     one_of_each = {(*module.weight.shape, module.weight.dtype, module.bias is None): module for module in linears}
     found = tuple(sizes)
@@ -88,18 +88,20 @@ def _exact_sizes(linear: nn.Linear, sizes: Sequence[int]) -> tuple[int, ...]:
         try:
             if all(_repeats(linear(given[None])[0], expected, shift) for shift, given in _placed(x, rows)):
                 found.append(rows)
-        except torch.OutOfMemoryError:  # nor would a forward of as many rows, or more, find the memory
+        except torch.OutOfMemoryError:  # a forward of as many rows, or more, would not find the memory either
             break
     return tuple(found)
 
 
 def _placed(x: Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:
-    """[rows, inputs]: the probes over and over, from each of them on, so that each of them stands in every place."""
+    """Yield [rows, inputs]: the probes over and over, from each of them on, so that each of them stands
+    in every place.
+    """
     for shift in range(len(x)):
         yield shift, x[(torch.arange(rows, device=x.device) + shift) % len(x)]
 
 
 def _repeats(out: Tensor, expected: Tensor, shift: int) -> bool:
-    """Whether `out` is the expected rows over and over, from the row `shift` on."""
+    """Return whether `out` is the expected rows over and over, from the row `shift` on."""
     expected = expected.roll(-shift, 0)
     return all(torch.equal(part, expected[: len(part)]) for part in out.split(len(expected)))

@@ -20,21 +20,22 @@ from engine.config import Activations
 from engine.core.batch import Batch
 from engine.core.errors import StateLost, first_line
 from engine.core.state_shape import StateShape
-from engine.kernels.attention.attention import Attention, Rule
+from engine.kernels.attention.attention import Attention, LayerKeys, Rule
+from engine.kernels.gemm.product import Product
 from engine.kernels.layer.program import LayerProgram
 from engine.kernels.layer.row_kernels import CAP, cap_kernel
-from engine.kernels.layer.weights import AttentionWeights, ExpertMlp, GatedMlp
+from engine.kernels.layer.weights import AttentionWeights, ExpertMlp, GatedMlp, PerLayerInputs
 from engine.kernels.quant.pack import panels_of
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.quant.tiled import TiledMatrix
 from engine.kernels.simd import LANES
 from engine.kernels.state.walk import LayerPlace, StateLayer, Walk
 from engine.kernels.threads import address_of
-from engine.model.decoder_layer import Layer, Parameters, joined, made_norm
+from engine.model.decoder_layer import Layer, Parameters, joined, norm_from
 from engine.model.kv_pool import KVPool
 from engine.model.rotary import RotaryTables
 from engine.model.state_pool import StatePool
-from engine.model.structure import DecoderStructure, OtherStructure
+from engine.model.structure import DecoderStructure, KeyPlace, OtherStructure
 
 
 class LeanDecoder:
@@ -53,16 +54,18 @@ class LeanDecoder:
         parameters: Parameters,
         activations: Activations = "bfloat16",
     ):
-        self._rotary = RotaryTables(structure.rotary)
-        self.layers = [Layer(layer, parameters, activations, pool.shape.dtype) for layer in structure.layers]
+        self.structure, self._rotary = structure, RotaryTables(structure.rotary)
+        self.dtype = pool.parts[0].shape.dtype
+        self.layers = [Layer(layer, parameters, activations, self.dtype) for layer in structure.layers]
         self.embedding_scale = structure.embedding_scale
-        self.norm = made_norm(structure.norm, parameters.vector(structure.norm.weight))
+        self.norm = norm_from(structure.norm, parameters)
         self.head = joined(structure.head, parameters, activations)
         self.embedding = self._embedding(structure, parameters)
+        self.layer_inputs = self._layer_inputs(structure, parameters, activations)
         self._cap = _Cap(structure)
-        self.vocab_size, self.hidden, self.dtype = structure.vocab_size, structure.hidden, pool.shape.dtype
-        self.attention, self.states = Attention(pool, structure.heads // structure.kv_heads), pool.layer_states
+        self.vocab_size, self.hidden = structure.vocab_size, structure.hidden
         self._check_sizes()
+        self._attend_in(pool)
         self._walk = self._new_walk()
         self.take_rules(rules)
 
@@ -73,34 +76,51 @@ class LeanDecoder:
 
     def take_pool(self, pool: KVPool) -> None:
         """Keep keys and values in that pool from now on."""
-        self.attention, self.states = Attention(pool, self.attention.q_per_kv), pool.layer_states
+        self._attend_in(pool)
         self._program = self._program_for(1)
+
+    def _attend_in(self, pool: KVPool) -> None:
+        """An attention for each part of the pool and number of queries that share keys; and which each layer has."""
+        self.states, self._keys = pool.layer_states, list[tuple[KeyPlace, Attention, int]]()
+        places, mixers = self.structure.key_places, self.structure.attending.values()
+        groups = [(place.part, of.heads // of.kv_heads) for place, of in zip(places, mixers, strict=True)]
+        made = {
+            (part, q_per_kv): Attention(pool.parts[part], q_per_kv, groups.count((part, q_per_kv)))
+            for part, q_per_kv in dict.fromkeys(groups)
+        }
+        self.attentions = [*made.values()]
+        for at, (place, group) in enumerate(zip(places, groups, strict=True)):
+            self._keys.append((place, made[group], groups[:at].count(group)))
 
     @property
     def activations(self) -> Activations:
         """int8 if any product rounds its rows to 8 bits."""
-        products = [self.head, *(product for layer in self.layers for product in layer.products)]
+        products = [self.head, *self._products]
         return "int8" if any(product.activations == "int8" for product in products) else "bfloat16"
 
     @property
     def exact(self) -> bool:
         """Whether every product gives a row the same bits in any batch."""
-        layers = (layer.products for layer in self.layers)
-        return all(product.rows is not None for products in (*layers, (self.head,)) for product in products)
+        return all(product.rows is not None for product in [*self._products, self.head])
+
+    @property
+    def _products(self) -> list[Product]:
+        """All but the output matrix."""
+        first = [] if self.layer_inputs is None else [self.layer_inputs[0]]
+        return [*first, *(product for layer in self.layers for product in layer.products)]
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the embedding and all matrices."""
-        tiles = self.embedding.tiles if isinstance(self.embedding, TiledMatrix) else self.embedding
+        """Bytes of the embeddings and all matrices."""
         shared = self.head.matmul is not None and self.embedding in self.head.matmul.tiled
-        embedding: int = 0 if shared else tiles.nbytes
+        embedding: int = 0 if shared else _bytes_of(self.embedding)
+        embedding += 0 if self.layer_inputs is None else _bytes_of(self.layer_inputs[1].embedding)
         return embedding + self.matrix_bytes + sum(layer.idle_bytes for layer in self.layers)
 
     @property
     def matrix_bytes(self) -> int:
         """Bytes of the matrices that a forward of one row reads."""
-        layers = [product for layer in self.layers for product in layer.products]
-        return sum(product.bytes for product in [*layers, self.head])
+        return sum(product.bytes for product in [*self._products, self.head])
 
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
         """See `engine.model.forward.Forward`."""
@@ -108,7 +128,7 @@ class LeanDecoder:
         if vocabulary.start < 0 or vocabulary.stop > self.vocab_size:  # a kernel would read beyond the embedding
             raise IndexError(f"tokens are numbered from 0 to {self.vocab_size - 1}")
         self._rotary.reserve(batch.reach)
-        places = self.attention.begin(batch)
+        places, *_ = [attention.begin(batch) for attention in self.attentions]
         if rows > self._program.capacity:
             self._program = self._program_for(1 << (rows - 1).bit_length())
         program, wanted = self._program, batch.wanted
@@ -158,8 +178,19 @@ class LeanDecoder:
         tiled = [] if self.head.matmul is None else self.head.matmul.tiled
         if structure.tied and len(tiled) == 1:
             return tiled[0]
-        found = parameters.matrix(structure.embedding)
-        return TiledMatrix(panels_of(found)) if isinstance(found, StoredMatrix) else found.detach().contiguous()
+        return _looked_up(parameters.matrix(structure.embedding))
+
+    @staticmethod
+    def _layer_inputs(
+        structure: DecoderStructure, parameters: Parameters, activations: Activations
+    ) -> tuple[Product, PerLayerInputs] | None:
+        """What the layers get beside the residual, and its product; None if there is nothing."""
+        if (found := structure.layer_inputs) is None:
+            return None
+        project = joined(found.project, parameters, activations)
+        norm, embedding = norm_from(found.norm, parameters), _looked_up(parameters.matrix(found.embedding))
+        inputs = PerLayerInputs(project, norm, embedding, found.embedding_scale, found.scale)
+        return project, inputs
 
     def forget_far(self) -> None:
         """Release the memory that far positions of the trial at load took."""
@@ -167,16 +198,20 @@ class LeanDecoder:
 
     def _program_for(self, rows: int) -> LayerProgram:
         """The program of all layers for up to `rows` rows."""
-        program = LayerProgram(self.attention, rows, self.hidden, self.dtype, len(self.layers))
+        program = LayerProgram(self.attentions, rows, self.hidden, self.dtype, len(self.layers))
         program.embed(self.embedding, self.embedding_scale)
-        rules, places = iter(enumerate(self.rules)), self._places()
+        if self.layer_inputs is not None:
+            program.layer_inputs(self.layer_inputs[1], self.layer_inputs[0].outputs)
+        keys, places = zip(self._keys, self.rules, strict=True), self._places()
         for layer in self.layers:
             mixer = layer.weights.mixer
-            program.norm(layer.weights.input_norm)
+            program.begin_layer(layer.weights.input_norm)
             if isinstance(mixer, AttentionWeights):
-                index, rule = next(rules)
-                program.product(mixer.qkv, "x", "qkv", layer.products[0].outputs)
-                program.attention_and_mlp(index, layer.weights, rule)
+                (place, attention, use), rule = next(keys)
+                outputs = layer.products[0].outputs
+                program.product(mixer.qkv, "x", made := f"qkv {outputs}", outputs)
+                of = LayerKeys(attention, place.layer, rule, use, place.own)
+                program.attention_and_mlp(layer.weights, of, made)
             else:
                 program.state_and_mlp(layer.weights, next(places))
         program.norm(self.norm)
@@ -209,25 +244,40 @@ class LeanDecoder:
                 yield LayerPlace(state, row, self._walk.address)
 
     def _check_sizes(self) -> None:
-        shape, q_per_kv = self.attention.pool.shape, self.attention.q_per_kv
-        queries, keys = q_per_kv * shape.kv_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        attending = [mixer for layer in self.layers if isinstance(mixer := layer.weights.mixer, AttentionWeights)]
-        made = {(1 + mixer.gated) * queries + 2 * keys for mixer in attending}
-        gates = {queries for mixer in attending if mixer.gated}
+        attending, gates = self.structure.attending, set[int]()
+        for at, mixer in attending.items():
+            queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
+            written = 0 if mixer.keys_of is not None else keys if mixer.values_are_keys else 2 * keys
+            gates |= {queries} if mixer.gated else set()
+            if self.layers[at].products[0].outputs != (1 + mixer.gated) * queries + written:
+                raise OtherStructure("layers of different sizes")
+            if self.structure.rotary[mixer.rotary_table].dims > mixer.head_dim:
+                raise OtherStructure("rotary positions of more dimensions than a head has")
         mlps = [layer.weights.mlp for layer in self.layers]
         inner = {mlp.inner for mlp in mlps if isinstance(mlp, GatedMlp)}
         experts = {(mlp.inner, mlp.top_k, len(mlp.gate_up)) for mlp in mlps if isinstance(mlp, ExpertMlp)}
         shared = {mlp.shared.inner for mlp in mlps if isinstance(mlp, ExpertMlp) and mlp.shared is not None}
-        outputs = {layer.products[0].outputs for layer in self.layers if layer.attends}
-        if outputs != made or any(len(sizes) > 1 for sizes in (made, inner, experts, shared)):
+        if any(len(sizes) > 1 for sizes in (experts, shared)):
             raise OtherStructure("layers of different sizes")
-        if any(size % LANES for size in (self.hidden, *inner, *shared, *gates)) or self._rotary.width > shape.head_dim:
+        if any(size % LANES for size in (self.hidden, *inner, *shared, *gates)):
             raise OtherStructure("sizes that 16 does not divide")
-        for mixer in attending:
-            for norm, heads in ((mixer.query_norm, q_per_kv), (mixer.key_norm, 1)):
-                whole = heads * shape.kv_heads * shape.head_dim
-                if norm is not None and len(norm.weight) not in (shape.head_dim, whole if whole % LANES == 0 else 0):
+        for at, of in attending.items():
+            weights = self.layers[at].weights.mixer
+            assert isinstance(weights, AttentionWeights)
+            for norm, heads in ((weights.query_norm, of.heads), (weights.key_norm, of.kv_heads)):
+                whole = heads * of.head_dim
+                if norm is not None and len(norm.weight) not in (of.head_dim, whole if whole % LANES == 0 else 0):
                     raise OtherStructure("norms of neither one head nor all")
+
+
+def _looked_up(matrix: Tensor | StoredMatrix) -> Tensor | TiledMatrix:
+    """A matrix whose rows are read one by one."""
+    return TiledMatrix(panels_of(matrix)) if isinstance(matrix, StoredMatrix) else matrix.detach().contiguous()
+
+
+def _bytes_of(embedding: Tensor | TiledMatrix) -> int:
+    found: int = (embedding.tiles if isinstance(embedding, TiledMatrix) else embedding).nbytes
+    return found
 
 
 class _Cap:

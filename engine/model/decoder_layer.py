@@ -10,8 +10,9 @@ from torch import Tensor
 
 from engine.config import Activations
 from engine.core.state_shape import StateShape
+from engine.kernels.fused import Activation
 from engine.kernels.gemm.product import Product
-from engine.kernels.layer.weights import AttentionWeights, ExpertMlp, GatedMlp, LayerWeights, Norm
+from engine.kernels.layer.weights import AttentionWeights, ExpertMlp, GatedMlp, LayerInput, LayerWeights, Norm
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.state.delta import GatedDelta, delta_sizes
 from engine.kernels.state.short_convolution import ShortConvolution, short_convolution_sizes
@@ -23,6 +24,7 @@ from engine.model.structure import (
     DecoderStructure,
     ExpertsStructure,
     GatedDeltaStructure,
+    LayerInputStructure,
     LayerStructure,
     LinearStructure,
     MlpStructure,
@@ -37,8 +39,10 @@ class Parameters(Protocol):
     """Where the parameters of the stock model are, by their names."""
 
     def matrix(self, name: str) -> Tensor | StoredMatrix: ...
-    def experts(self, name: str) -> Sequence[Tensor | Sequence[StoredMatrix]]:
-        """For each expert, its matrix or the parts of it."""
+    def experts(self, name: str, parts: int = 0) -> Sequence[Tensor | Sequence[StoredMatrix]]:
+        """For each expert, its matrix [outputs, inputs] or the parts of it. parts: of the parameter, if it has inputs
+        before outputs, and those of so many matrices in turn.
+        """
         ...
 
     def vector(self, name: str) -> Tensor: ...
@@ -53,13 +57,19 @@ class InMemory:
     def matrix(self, name: str) -> Tensor:
         return self.model.get_parameter(name)
 
-    def experts(self, name: str) -> Sequence[Tensor]:
-        return list(self.model.get_parameter(name))
+    def experts(self, name: str, parts: int = 0) -> Sequence[Tensor]:
+        matrices = self.model.get_parameter(name).detach()
+        return [apart(matrix.T, parts) if parts else matrix for matrix in matrices]
 
     def vector(self, name: str) -> Tensor:
         module, _, part = name.rpartition(".")
         found: Tensor = getattr(self.model.get_submodule(module), part)
         return found
+
+
+def apart(outputs: Tensor, parts: int) -> Tensor:
+    """The outputs of several matrices, which lie in turn, one matrix after the other."""
+    return outputs.unflatten(0, (-1, parts)).transpose(0, 1).flatten(0, 1).contiguous()
 
 
 class Layer:
@@ -74,7 +84,8 @@ class Layer:
         self._width = dtype.itemsize
         mixer, of_mixer = self._mixer(layer.mixer)
         mlp, of_mlp = self._mlp(layer.mlp) if isinstance(layer.mlp, MlpStructure) else self._experts(layer.mlp)
-        self.products: tuple[Product, ...] = (*of_mixer, *of_mlp)
+        added, of_added = (None, []) if layer.layer_input is None else self._layer_input(layer.layer_input)
+        self.products: tuple[Product, ...] = (*of_mixer, *of_mlp, *of_added)
         self.weights = LayerWeights(
             mixer=mixer,
             mlp=mlp,
@@ -83,6 +94,9 @@ class Layer:
             inner_norm=self._norm(layer.inner_norm),
             down_norm=self._norm(layer.down_norm),
             residual_scale=layer.residual_scale,
+            layer_input=added,
+            parallel=layer.parallel,
+            scale=float(parameters.vector(layer.scale)) if layer.scale else 1.0,
         )
 
     @property
@@ -99,8 +113,19 @@ class Layer:
         if isinstance(mixer, ShortConvolutionStructure):
             return self._short_convolution(mixer)
         qkv, out = self._joined(mixer.qkv), self._joined(mixer.out)
-        norms = self._norm(mixer.query_norm), self._norm(mixer.key_norm)
-        return AttentionWeights(qkv, out, *norms, mixer.rotated, mixer.rotary_table, mixer.gated), [qkv, out]
+        attention = AttentionWeights(
+            qkv=qkv,
+            out=out,
+            query_norm=self._norm(mixer.query_norm),
+            key_norm=self._norm(mixer.key_norm),
+            rotated=mixer.rotated,
+            rotary_table=mixer.rotary_table,
+            gated=mixer.gated,
+            value_norm=Norm(torch.ones(mixer.head_dim), mixer.value_epsilon) if mixer.value_epsilon else None,
+            values_are_keys=mixer.values_are_keys,
+            norms_last=mixer.norms_last,
+        )
+        return attention, [qkv, out]
 
     def _delta(self, mixer: GatedDeltaStructure) -> tuple[GatedDelta, list[Product]]:
         vector, norm = self._parameters.vector, made_norm(mixer.norm, self._parameters.vector(mixer.norm.weight))
@@ -134,23 +159,35 @@ class Layer:
         return joined(linear, self._parameters, self._activations)
 
     def _norm(self, norm: NormStructure | None) -> Norm | None:
-        return None if norm is None else made_norm(norm, self._parameters.vector(norm.weight))
+        return None if norm is None else norm_from(norm, self._parameters)
 
     def _mlp(self, mlp: MlpStructure) -> tuple[GatedMlp, list[Product]]:
         """The MLP, and the matrices that a row is multiplied with."""
-        gate_up = joined(mlp.gate_up, self._parameters, self._activations, gated=not mlp.gelu)
-        down = joined(mlp.down, self._parameters, self._activations)
-        return GatedMlp(gate_up, down, down.inputs, gate_up.gated, mlp.gelu), [gate_up, down]
+        silu = mlp.activation is Activation.SILU and not mlp.plain  # which products apply themselves
+        gate_up, down = joined(mlp.gate_up, self._parameters, self._activations, gated=silu), self._joined(mlp.down)
+        return GatedMlp(gate_up, down, down.inputs, gate_up.gated, mlp.activation, mlp.plain), [gate_up, down]
+
+    def _layer_input(self, added: LayerInputStructure) -> tuple[LayerInput, list[Product]]:
+        gate, out = self._joined(added.gate), self._joined(added.out)
+        norm = norm_from(added.norm, self._parameters)
+        return LayerInput(gate, out, out.inputs, norm, added.activation), [gate, out]
 
     def _experts(self, mlp: ExpertsStructure) -> tuple[ExpertMlp, list[Product]]:
         """The experts, and the matrices that a row is multiplied with."""
-        parameters, take = self._parameters, self._activations
-        gate_up = [Product(matrix, None, True, take) for matrix in parameters.experts(mlp.gate_up)]
-        down = [Product(matrix, None, False, take) for matrix in parameters.experts(mlp.down)]
+        parameters, take, gated = self._parameters, self._activations, mlp.activation is Activation.SILU
+        gate_up, down = (
+            [
+                Product(matrix, bias, gated and part == 2, take)
+                for matrix, bias in zip(
+                    parameters.experts(name, part if mlp.in_turn else 0), self._biases(of, part, mlp), strict=True
+                )
+            ]
+            for name, of, part in ((mlp.gate_up, mlp.gate_up_bias, 2), (mlp.down, mlp.down_bias, 1))
+        )
         multiplied = [[p.matmul for p in products if p.matmul is not None] for products in (gate_up, down)]
         if not all(len(matmuls) == mlp.count for matmuls in multiplied):
             raise OtherStructure("experts, which this processor cannot multiply apart")
-        if not all(product.gated for product in gate_up):
+        if not all(product.gated == gated for product in gate_up):
             raise OtherStructure("experts whose gate and up projections are stored as different types")
         router = joined(mlp.router, parameters, "bfloat16")
         shared, of_shared = (None, []) if mlp.shared is None else self._mlp(mlp.shared)
@@ -166,8 +203,19 @@ class Layer:
             bias=parameters.vector(mlp.bias).detach().float().contiguous() if mlp.bias else None,
             scale=mlp.scale,
             shared=shared,
+            shared_gate=mlp.shared_gate,
+            gated=gated,
+            activation=mlp.activation,
+            alpha=mlp.alpha,
+            limit=mlp.limit,
         )
         return mixed, [router, *gate_up[: mlp.top_k], *down[: mlp.top_k], *of_shared]
+
+    def _biases(self, name: str, parts: int, mlp: ExpertsStructure) -> Sequence[Tensor | None]:
+        """The bias of each expert. parts: as for `Parameters.experts`."""
+        if not name:
+            return [None] * mlp.count
+        return [apart(bias, parts) if mlp.in_turn else bias for bias in self._parameters.vector(name).detach()]
 
 
 def state_shape(structure: DecoderStructure, dtype: torch.dtype) -> StateShape | None:
@@ -188,10 +236,16 @@ def norm_of(norm: Any) -> Norm:
     return made_norm(norm_structure(norm, ""), norm.weight)
 
 
-def made_norm(norm: NormStructure, weight: Tensor) -> Norm:
-    """That norm, with its weight."""
+def norm_from(norm: NormStructure, parameters: Parameters) -> Norm:
+    """That norm, with its parameters."""
+    bias = parameters.vector(norm.bias).detach().float().contiguous() if norm.bias else None
+    return made_norm(norm, parameters.vector(norm.weight), bias)
+
+
+def made_norm(norm: NormStructure, weight: Tensor, bias: Tensor | None = None) -> Norm:
+    """That norm, with its weight and bias."""
     factors = weight.detach().float() + (1 if norm.adds_one else 0)
-    return Norm(factors.contiguous(), norm.epsilon)
+    return Norm(factors.contiguous(), norm.epsilon, norm.centred, bias)
 
 
 def joined(linear: LinearStructure, parameters: Parameters, activations: Activations, gated: bool = False) -> Product:

@@ -51,4 +51,4 @@ class Captures(Protocol):
     """A forward whose work is captured as CUDA graphs."""
 
     def capture(self, feature_layers: Sequence[int], context: int) -> None:
-        """Capture those that most requests need. context: positions served."""
+        """Capture the graphs that most requests need. context: positions served."""

@@ -37,7 +37,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch
 
 
 def load_model(path: str, dtype: str, device: torch.device) -> Any:
-    """The model of a directory or hub id, with all of its weights present and finite."""
+    """Load the model of a directory or hub id, with all of its weights present and finite."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -73,7 +73,7 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
             f"model={path}: {len(wrong)} weights have other sizes than its configuration says, {name} first "
             f"({list(found)}, not {list(expected)}); get the whole checkpoint"
         )
-    if isinstance(stored, GgufFile) and not has_states(config):  # which all has been found in the file
+    if isinstance(stored, GgufFile) and not _is_filled(stored):  # otherwise all has been found in the file
         _check_whole(stored, model, path)
     _check_numbers(model, path)
     if device.type == "cpu":
@@ -96,7 +96,7 @@ def copy_mapped(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def open_stored(folder: Path) -> GgufFile | QuantisedCheckpoint | None:
-    """Where the weights of a directory lie in blocks, or are quantised from; None if it is another directory.
+    """Return where the weights of a directory lie in blocks, or are quantised from; None if it is another directory.
 
     Raises ModelError if what the directory describes is gone or has changed.
     """
@@ -104,7 +104,7 @@ def open_stored(folder: Path) -> GgufFile | QuantisedCheckpoint | None:
 
 
 def weights_of(stored: GgufFile | QuantisedCheckpoint, model: Any) -> StoredWeights:
-    """What reads the parameters of a `skeleton`. Raises Unreadable if it cannot."""
+    """Return what reads the parameters of a `skeleton`. Raises Unreadable if it cannot."""
     if isinstance(stored, QuantisedCheckpoint):
         return QuantisedWeights(stored, *matched(stored, model))
     from engine.weights.gguf.families import located
@@ -115,29 +115,38 @@ def weights_of(stored: GgufFile | QuantisedCheckpoint, model: Any) -> StoredWeig
 def reopened(
     stored: GgufFile | QuantisedCheckpoint, places: Mapping[str, Place], vectors: Mapping[str, Tensor]
 ) -> StoredWeights:
-    """The same, by what an earlier start has kept of it."""
+    """Return the same, by what an earlier start has kept of it."""
     kind = GgufWeights if isinstance(stored, GgufFile) else QuantisedWeights
     return kind(stored, places, vectors)  # type: ignore[arg-type]
 
 
 def skeleton(path: str, config: Any) -> Any:
-    """The stock model of a directory without its weights, on the meta device; its buffers are there."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    """Return the stock model of a directory without its weights, on the meta device; its buffers are there."""
+    from transformers import GenerationConfig
+
+    model = unfilled(config)
+    with suppress(OSError):  # a directory without one: the end tokens of its configuration
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model.eval()
+
+
+def unfilled(config: Any) -> Any:
+    """Return the stock model of a configuration alone. See `skeleton`."""
+    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for module in model.modules():
         if buffers := dict(module.named_buffers(recurse=False)):
             for name, buffer in buffers.items():
-                module.register_buffer(name, torch.zeros_like(buffer, device="cpu"), persistent=False)
+                stored = name not in module._non_persistent_buffers_set
+                module.register_buffer(name, torch.zeros_like(buffer, device="cpu"), persistent=stored)
             model._init_weights(module)  # as transformers itself fills what no checkpoint holds
-    with suppress(OSError):  # a directory without one: the end tokens of its configuration
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    return model.eval()
+    return model
 
 
 def _filled(stored: GgufFile | QuantisedCheckpoint, path: str, config: Any, dtype: torch.dtype) -> Any:
-    """The stock model with weights in blocks, rounded to bfloat16, whatever it computes in."""
+    """Return the stock model with weights in blocks, rounded to bfloat16, whatever it computes in."""
     model = skeleton(path, config)
     weights_of(stored, model).fill(model)
     for parameter in model.parameters():
@@ -146,14 +155,14 @@ def _filled(stored: GgufFile | QuantisedCheckpoint, path: str, config: Any, dtyp
 
 
 def _dequantised(gguf: GgufFile, path: str, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The stock model of a GGUF file, and what transformers says of its keys. The weights of a quantised file are
-    bfloat16, whatever it computes in.
+    """Return the stock model of a GGUF file, and what transformers says of its keys. The weights of a quantised file
+    are bfloat16, whatever it computes in.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
 
     from engine.weights.gguf.reader import MODEL, read_by_transformers
 
-    if has_states(config):
+    if _is_filled(gguf):
         return _filled(gguf, path, config, dtype), {"missing_keys": [], "mismatched_keys": []}
     if config.model_type == "mixtral":
         raise ModelError("transformers reads no Mixtral from GGUF, which runs on a CPU in bfloat16 alone")
@@ -174,8 +183,16 @@ def _dequantised(gguf: GgufFile, path: str, config: Any, dtype: torch.dtype) -> 
     return model, report
 
 
+def _is_filled(gguf: GgufFile) -> bool:
+    from engine.weights.gguf.families import is_filled
+
+    return is_filled(gguf)
+
+
 def _check_whole(gguf: GgufFile, model: Any, path: str) -> None:
-    """transformers silently leaves out weights that it does not know, which would make it a different model."""
+    """Raise ModelError for weights that transformers does not know: it silently leaves them out, which would make it a
+    different model.
+    """
     known = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
     stored = sum(tensor.elements for tensor in gguf.tensors if not tensor.name.startswith("rope_"))
     if sum(known.values()) < stored and not gguf.metadata.get(f"{gguf.architecture}.nextn_predict_layers"):
@@ -185,7 +202,9 @@ def _check_whole(gguf: GgufFile, model: Any, path: str) -> None:
 
 
 def load_config(path: str) -> Any:
-    """The model's `transformers` configuration; ModelError if there is none or it is not a decoder-only model."""
+    """Return the model's `transformers` configuration; ModelError if there is none or it is not a
+    decoder-only model.
+    """
     from transformers import AutoConfig
 
     try:
@@ -213,12 +232,12 @@ def load_config(path: str) -> Any:
 
 
 def has_states(config: Any) -> bool:
-    """Whether the model has layers with a state, which one forward of ours can run (`engine.model.decoder`)."""
+    """Return whether the model has layers with a state, which one forward of ours can run (`engine.model.decoder`)."""
     return bool(_WITH_STATE.intersection(getattr(config.get_text_config(), "layer_types", None) or ()))
 
 
 def find_device(device: str) -> torch.device:
-    """The device that a configuration's `device` names."""
+    """Return the device that a configuration's `device` names."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -227,12 +246,12 @@ def find_device(device: str) -> torch.device:
 
 
 def dtype_of(config: Config) -> torch.dtype:
-    """What the configuration's target computes in, without loading it."""
+    """Return what the configuration's target computes in, without loading it."""
     return find_dtype(config.dtype, load_config(config.model), find_device(config.device))
 
 
 def find_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
-    """The type a model with that `transformers` configuration is loaded in."""
+    """Return the type a model with that `transformers` configuration is loaded in."""
     if dtype != "auto":
         return DTYPES[dtype]
     from engine.kernels.gemm.product import multiplies  # imports all kernels, which the front end does not need
@@ -244,12 +263,12 @@ def find_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
 
 
 def has_native_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 natively; if not, torch's own bfloat16 products are slow."""
+    """Return whether this CPU multiplies bfloat16 natively; if not, torch's own bfloat16 products are slow."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The type's name, such as "bfloat16"."""
+    """Return the type's name, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -269,7 +288,7 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 def facts_of(model: Any) -> Facts | None:
-    """Those of a stock model; None if its configuration names no maximum of positions."""
+    """Return the facts of a stock model; None if its configuration names no maximum of positions."""
     config, generation = model.config.get_text_config(), model.generation_config
     if (context := getattr(config, "max_position_embeddings", None)) is None:
         return None
@@ -285,14 +304,14 @@ def facts_of(model: Any) -> Facts | None:
 
 
 def eos_tokens(generation_config: Any) -> frozenset[int]:
-    """The token ids that end an answer."""
+    """Return the token ids that end an answer."""
     eos = generation_config.eos_token_id
     return frozenset([eos] if isinstance(eos, int) else eos or [])
 
 
 def steady_context(config: Any, context: int) -> int:
-    """The positions over which a token's key stays valid. LongRoPE rotates all keys differently as soon as a text
-    outgrows the original length, which invalidates cached keys. Dynamic NTK does so beyond the context itself.
+    """Return the positions over which a token's key stays valid. LongRoPE rotates all keys differently as soon as a
+    text outgrows the original length, which invalidates cached keys. Dynamic NTK does so beyond the context itself.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]

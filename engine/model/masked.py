@@ -37,13 +37,14 @@ class MaskedForward:
         self.layers: int = config.num_hidden_layers
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo: its window counts cache slots, not positions
+        if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo's window counts cache slots, not positions
             raise refusal(model, name, "its windows count slots of the cache, not positions")
         types, options = get_layer_types_and_kwargs(config)
         self._windows = {kind: option.get("sliding_window") for kind, option in zip(types, options, strict=True)}
         if not windowed and self._windows.pop("sliding_attention", None) is not None:
             self._windows["full_attention"] = None
-        self.records = self.device.type == "cuda" and set(self._windows) == {"full_attention"}  # by graphs
+        # whether forwards are recorded as graphs
+        self.records = self.device.type == "cuda" and set(self._windows) == {"full_attention"}
         self._spare: Spare[MaskedCache] = Spare()
         self._owner = CaptureOwner()
         if unknown := set(self._windows) - {"full_attention", "sliding_attention"}:
@@ -52,7 +53,7 @@ class MaskedForward:
             )
 
     def new_cache(self, capacity: int) -> MaskedCache:
-        """An empty cache for one request of at most `capacity` positions, tree nodes included."""
+        """Return an empty cache for one request of at most `capacity` positions, tree nodes included."""
         if not self.records:
             return MaskedCache(self.layers, capacity)
         capacity = rounded(capacity)
@@ -66,7 +67,9 @@ class MaskedForward:
             self._spare.give(cache.capacity, cache)
 
     def __call__(self, segments: Sequence[Segment], feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """Logits of the wanted rows, [chosen, vocab], and features [rows, layers, hidden] if layers are given."""
+        """Return logits of the wanted rows, [chosen, vocab], and features [rows, layers, hidden] if
+        layers are given.
+        """
         done = [self._segment(segment, tuple(feature_layers)) for segment in segments]
         logits = torch.cat([logits for logits, _ in done])
         features = [features for _, features in done if features is not None]
@@ -131,7 +134,7 @@ class MaskedForward:
     def _tree_recorded(
         self, cache: MaskedCache, tree: TokenTree, positions: NDArray[np.int32], feature_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        """A tree's forward as a CUDA graph. Rows that pad the bucket see the text and are seen by no row."""
+        """Run a tree's forward as a CUDA graph. Rows that pad the bucket see the text and are seen by no row."""
         past, n, rows = cache.length, len(tree), bucket(len(tree))
         ids, places = torch.zeros(1, rows, dtype=torch.int64), torch.full((1, rows), past)
         ids[0, :n], places[0, :n] = torch.from_numpy(tree.tokens), torch.from_numpy(positions)
@@ -156,7 +159,7 @@ class MaskedForward:
         mask: Tensor,
         slots: Tensor,
     ) -> tuple[Tensor, ...]:
-        """A forward whose keys and values go to `slots` of the cache."""
+        """Run a forward whose keys and values go to `slots` of the cache."""
         cache.slots = slots
         try:
             logits, features = self._call(cache, ids, places, mask, feature_layers)
@@ -167,15 +170,15 @@ class MaskedForward:
     def _tree_mask(
         self, past: int, tree: TokenTree, positions: NDArray[np.int32], first: int
     ) -> Tensor | dict[str, Tensor]:
-        """Mask(s) [1, 1, nodes - first, past + nodes]: every node sees the committed text and its own ancestors.
+        """Return mask(s) [1, 1, nodes - first, past + nodes]: every node sees the committed text and its own ancestors.
 
-        One mask per kind of layer where the model has several; a sliding layer sees only its window.
+        There is one mask per kind of layer where the model has several; a sliding layer sees only its window.
         """
         nodes, hidden = len(tree), torch.finfo(self.dtype).min
         others = torch.from_numpy(~tree.ancestor_mask[first:])
         masks = {}
         for kind, window in self._windows.items():
-            # additive, since every layer's attention would turn a boolean mask into this one
+            # The mask is additive, since every layer's attention would turn a boolean mask into this one.
             mask = torch.zeros(nodes - first, past + nodes, dtype=self.dtype)
             mask[:, past:].masked_fill_(others, hidden)
             if window is not None and positions.max() >= window:
@@ -199,7 +202,9 @@ class MaskedForward:
 
 
 def refusal(model: Any, name: str, reason: str) -> ModelError:
-    """The family attends in a way that neither exact attention nor a mask can express. reason: what was found."""
+    """Return the error of a family that attends in a way that neither exact attention nor a mask can express. reason:
+    what was found.
+    """
     return ModelError(
         f"model={name}: the {model.config.model_type} family cannot take a tree mask ({reason}); use another target"
     )

@@ -1,7 +1,7 @@
 """Keys and values of one request of a model that attends through masks, in two buffers allocated once.
 
-A forward writes its nodes after the committed positions; the verdict then moves the accepted path's entries together
-by index. Nothing is concatenated or reallocated while decoding.
+A forward writes its nodes after the committed positions; the verdict then moves the accepted path's entries together by
+index. Nothing is concatenated or reallocated while decoding.
 
 For CUDA graphs (`engine.model.cuda.graphs`) a cache is `fixed`: the slots to write come as a tensor, and attention sees
 the whole buffers, in which the mask hides what does not belong to the text.
@@ -20,7 +20,7 @@ from engine.model.cuda.graphs import Recorded
 
 
 class MaskedCache(Cache):
-    """Room for `capacity` positions in each of `layers` layers.
+    """Space for `capacity` positions in each of `layers` layers.
 
     `length`: committed positions. `pending`: entries after them that the next forward leaves alone (a tree's earlier
     levels, while a draft model grows it). keys, values: [layers, 1, kv_heads, capacity, head_dim], allocated at the
@@ -69,7 +69,7 @@ class _KVLayer(CacheLayerMixin):
         self.cache, self.index = cache, index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """The layer itself holds nothing."""
+        """Do nothing: the layer itself holds nothing."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object

@@ -5,6 +5,7 @@ pool of keys and values that gets its share of the rest.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -34,9 +35,9 @@ _STATES_SHARE = 0.5  # of the room for keys and values, in models with layers of
 _FEWEST_STATES, _MOST_STATES = 4, 1024  # two of one request at a time, and snapshots
 _FEWEST_BLOCKS = 16  # of keys and values beside states
 _BESIDE = 600_000_000  # bytes: libraries, compiled kernels, and a layer as bfloat16 while it is tried
-_GROWTH = 1.05  # of the blocks in memory; bytes of keys and values are a share of what is left
-_BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "IQ4_XS": 4.3}
-"""Of a weight, by the names under which files are published, the largest first."""
+_GROWTH = 1.05  # of the matrices; bytes of keys and values are a share of what is left
+_BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "IQ4_XS": 4.3, "Q3_K_M": 4.1, "Q2_K": 3.1}
+"""Of a weight in memory, by the names under which files are published, the largest first."""
 _QUANTISED_BITS = {name: 8 * row_bytes(name.upper(), STEP) / STEP for name in get_args(Weights) if name != AUTO}
 """The same for weights that are quantised as they are loaded."""
 
@@ -69,23 +70,25 @@ def kept_as(kv_type: KVType, device: torch.device) -> KVType:
 
 
 def pool_of(
-    sizes: tuple[int, int, int],
+    sizes: Sequence[tuple[int, int, int]],
     dtype: torch.dtype,
     kv_type: KVType,
     room: int,
     device: torch.device,
     states: StateShape | None = None,
 ) -> KVPool:
-    """A pool of `room` bytes. sizes: layers with keys and values, key heads, and the dimensions of one. kv_type: see
-    `kept_as`. states: of layers with a state, which get a share of the room. Raises ModelError if that has too little.
+    """A pool of `room` bytes. sizes: of each of its parts the layers with keys and values, key heads, and the
+    dimensions of one. kv_type: see `kept_as`. states: of layers with a state, which get a share of the room. Raises
+    ModelError if that has too little.
     """
     pairs = device.type != "cuda" and has_pairs(dtype)
-    shape, layer_states = KVShape(*sizes, dtype, pairs, kv_type == "q8_0"), None
+    shapes, layer_states = [KVShape(*size, dtype, pairs, kv_type == "q8_0") for size in sizes], None
+    block_bytes = sum(shape.block_bytes for shape in shapes)
     if states is not None:
         rows = ROWS * states.row_bytes
         share = int(_STATES_SHARE * max(0, room - rows)) // states.slot_bytes
         slots = max(_FEWEST_STATES, min(_MOST_STATES, share))
-        needed = slots * states.slot_bytes + rows + _FEWEST_BLOCKS * shape.block_bytes
+        needed = slots * states.slot_bytes + rows + _FEWEST_BLOCKS * block_bytes
         if share < _FEWEST_STATES and needed > room:
             raise ModelError(
                 f"verifier.kv_memory: {room / 1e6:.0f} MB have no room for keys and values beside {slots} states of "
@@ -93,14 +96,15 @@ def pool_of(
             )
         layer_states = StatePool(states, slots)
         room -= layer_states.memory
-    return KVPool(shape, shape.blocks_in(room), device, layer_states)
+    return KVPool(shapes, max(1, room // block_bytes), device, layer_states)
 
 
 def check_memory(stored: GgufFile | QuantisedCheckpoint, field: str, free_bytes: int) -> None:
     """Estimate before the weights are read. Raise ModelError, which names the next smaller choice, if they need more
     memory than is free.
     """
-    needed = int(_GROWTH * stored.size) + _BESIDE
+    packed = stored.packed_size if isinstance(stored, GgufFile) else stored.size
+    needed = int(_GROWTH * packed) + _BESIDE
     if needed <= free_bytes:
         return
     if isinstance(stored, GgufFile):

@@ -53,8 +53,8 @@ class RequestState:
         self._spare.append(self.pool.take())
 
     def rows(self, segment: Segment) -> StateRows:
-        """What the next forward needs to know. Until `end` nothing has changed, so that it may be tried again. Node 0
-        of a tree that is grown level by level may be part of the text already.
+        """Return what the next forward needs to know. Until `end` nothing has changed, so that it may be tried again.
+        Node 0 of a tree that is grown level by level may be part of the text already.
         """
         held, tree = self.position + len(self._kept) - segment.past, segment.tree  # nodes that the state has seen
         if not 0 <= held <= min(segment.pending, 1):
@@ -85,8 +85,8 @@ class RequestState:
         )
 
     def end(self) -> None:
-        """The forward has run: what it replayed is part of the state now. A text that it read becomes so by `commit`,
-        as drafts do.
+        """End the forward: what it replayed is part of the state now. A text that it read becomes so by `commit`, as
+        drafts do.
         """
         if not self._read:
             self._settle()
@@ -132,7 +132,7 @@ class RequestState:
         self.slot, self.position, self._kept, self._drafted, self._read = EMPTY, 0, [], [], 0
 
     def _new_goals(self, trunk: int) -> list[tuple[int, int]]:
-        """Where the states after some of the next `trunk` rows go, the last one's among them. Committed rows are
+        """Return where the states after some of the next `trunk` rows go, the last one's among them. Committed rows are
         replayed in place if no other request uses the slot; what is read may have to be forgotten, and goes elsewhere.
         Only the last state may take the slot that is read: the windows of all are made of the one in it.
         """
@@ -151,7 +151,9 @@ class RequestState:
         return [*zip(positions, [*slots, *own], strict=True)]
 
     def _return_goals(self) -> None:
-        """The latest forward's states are not those of the request: the slots may be written to again."""
+        """Return the slots of the latest forward's states, which are not those of the request: they may be written to
+        again.
+        """
         self._spare += [slot for _, slot in self._goals if slot != self.slot]
         self._goals = []
 
@@ -164,7 +166,7 @@ class RequestState:
         self.wanted.discard(snapshot.position)
 
     def _settle(self) -> None:
-        """The states of the forward under way are the request's."""
+        """Take the states of the forward under way as the request's."""
         if not self._goals:
             return
         end, slot = self._goals[-1]

@@ -38,10 +38,15 @@ class Frequencies(msgspec.Struct, frozen=True):
     of_position: tuple[float, ...]
     scaling: float
 
+    @property
+    def dims(self) -> int:
+        """How many dimensions of a head are rotated."""
+        return 2 * len(self.of_position)
+
 
 def frequencies_of(rotary: Any) -> dict[str, Frequencies] | None:
-    """Those of a stock rotary module, by the kinds of layers that it tells apart, "" if it tells none apart. None if
-    its cosines and sines are not those of `RotaryTables`, to the bit.
+    """Return the frequencies of a stock rotary module, keyed by layer type; "" if there is only one. None if its
+    cosines and sines are not those of `RotaryTables`, to the bit.
     """
     kinds: list[str] = [*rotary.rope_type] if isinstance(getattr(rotary, "rope_type", None), dict) else [""]
     found = {}
@@ -64,7 +69,6 @@ class RotaryTables:
     def __init__(self, kinds: Sequence[Frequencies]):
         self._kinds = kinds
         self.tables = [_table(kind, 0, rounded_up(1)) for kind in kinds]
-        self.width = self.tables[0].shape[1]
 
     def reserve(self, positions: int) -> None:
         """Append positions; those that are there keep their values, because cached keys were rotated by them."""
@@ -78,7 +82,7 @@ class RotaryTables:
 
 
 def _table(kind: Frequencies, first: int, end: int) -> Tensor:
-    """[positions, width] float32, of whole chunks."""
+    """Return [positions, width] float32, of whole chunks."""
     of_position, chunks = torch.tensor(kind.of_position, dtype=torch.float32), []
     for start in range(first, end, _CHUNK):
         angles = torch.arange(start, start + _CHUNK).float()[:, None] * of_position
@@ -91,22 +95,28 @@ def cosines_sines(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions `first` to `end`, [positions, rotated / 2] float32 each. kind: of layers."""
     kinds = () if kind is None else (kind,)
-    of_chunks = []
-    for start in range(first, end, _CHUNK):  # both halves of a chunk are the same
+    of_chunks, pairs = [], len(getattr(rotary, f"{kind}_inv_freq" if kind else "inv_freq"))
+    for start in range(first, end, _CHUNK):  # where a row has every number twice, in halves or in turn, one is taken
         positions = torch.arange(start, min(start + _CHUNK, end), device=device)[None]
         whole = rotary(torch.zeros(1, device=device), positions, *kinds)
-        of_chunks.append([part[0, :, : part.shape[-1] // 2].float() for part in whole])
+        step = 2 if _repeats(whole[0][0]) else 1
+        of_chunks.append([part[0, :, : pairs * step : step].float() for part in whole])
     cosines, sines = zip(*of_chunks, strict=True)
     return torch.cat(cosines), torch.cat(sines)
 
 
+def _repeats(cosines: Tensor) -> bool:
+    """Whether neighbours are the same, as where neighbouring dimensions are rotated. cosines: [positions, width]."""
+    return cosines.shape[1] % 2 == 0 and len(cosines) > 1 and torch.equal(cosines[:, ::2], cosines[:, 1::2])
+
+
 def rounded_up(positions: int) -> int:
-    """The size of a table that holds `positions` positions."""
+    """Return the size of a table that holds `positions` positions."""
     return -(-positions // _CHUNK) * _CHUNK
 
 
 def _moves(kind: str) -> bool:
-    """Whether `transformers` updates the frequencies of this kind in its forward (`dynamic_rope_update`)."""
+    """Return whether `transformers` updates the frequencies of this kind in its forward (`dynamic_rope_update`)."""
     return kind == "longrope" or "dynamic" in kind
 
 

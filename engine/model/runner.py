@@ -16,14 +16,17 @@ from engine.core.errors import OutOfBlocks
 from engine.core.tree import TokenTree
 from engine.model.decoder import LeanDecoder
 from engine.model.forward import Forward
-from engine.model.kv_pool import KVCache, KVPool, commit_all
+from engine.model.kv_cache import KVCache, commit_all
+from engine.model.kv_pool import KVPool
 
 if TYPE_CHECKING:
     from engine.model.masked import MaskedForward
 
 
 class Runner:
-    """pool: where the keys and values of all requests are; None for the forward with masks, whose caches hold them."""
+    """Runs forwards over the requests of a target. pool: where the keys and values of all requests are; None for the
+    forward with masks, whose caches hold them.
+    """
 
     def __init__(self, forward: Forward | MaskedForward, pool: KVPool | None, vocab_size: int, dtype: torch.dtype):
         self.forward, self.pool, self.vocab_size, self.dtype = forward, pool, vocab_size, dtype
@@ -41,12 +44,12 @@ class Runner:
     def kv_type(self) -> str:
         """What keys and values are kept as: the name of the model's type, or q8_0."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return dtype if self.pool is None else self.pool.shape.kind
+        return dtype if self.pool is None else self.pool.kind
 
     def new_cache(self, capacity: int) -> Any:
-        """An empty cache for one request, with room for `capacity` positions, tree nodes included.
+        """Return an empty cache for one request, with space for `capacity` positions, tree nodes included.
 
-        Raises OutOfBlocks if the pool has no room for it.
+        Raises OutOfBlocks if the pool has no space for it.
         """
         if self.pool is None:
             return self._masked.new_cache(capacity)
@@ -59,8 +62,8 @@ class Runner:
         return cache
 
     def open_cache(self, most: int, tenant: str = "") -> Any:
-        """An empty cache for one request of at most `most` positions, drafts included; it takes blocks as it grows.
-        tenant: see `KVCache`.
+        """Return an empty cache for one request of at most `most` positions, drafts included; it takes blocks as it
+        grows. tenant: see `KVCache`.
         """
         return KVCache(self.pool, tenant) if self.pool is not None else self.new_cache(most)
 
@@ -73,10 +76,10 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, segments: Sequence[Segment], feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """One forward over all segments; the caller commits.
+        """Run one forward over all segments; the caller commits.
 
-        Returns the logits of the rows wanted, in the segments' order, [chosen, vocab] in the model's type, and
-        [rows, layers, hidden] features if layers are requested.
+        Returns the logits of the rows wanted, in the segments' order, [chosen, vocab] in the model's type, and [rows,
+        layers, hidden] features if layers are requested.
         """
         if self.pool is None:
             return self._masked(segments, feature_layers)
@@ -107,18 +110,18 @@ class Runner:
     def verify(
         self, cache: Any, tree: TokenTree, feature_layers: tuple[int, ...] = (), first: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """One forward over the tree's nodes from `first` on; the caller commits the accepted path.
+        """Run one forward over the tree's nodes from `first` on; the caller commits the accepted path.
 
-        The nodes before `first` were forwarded already (a draft model grows its tree level by level).
-        Returns [nodes, vocab] float32 logits and [nodes, layers, hidden] features if layers are requested.
+        The nodes before `first` were forwarded already (a draft model grows its tree level by level). Returns [nodes,
+        vocab] float32 logits and [nodes, layers, hidden] features if layers are requested.
         """
         logits, features = self.run([Segment.of_tree(tree, cache, first)], feature_layers)
         return logits.float(), features
 
 
 class Chosen(NamedTuple):
-    """inexact: why a token's bits depend on other rows, "" if they do not. unlike: why a CPU does not run the lean
-    decoder, "" if it does.
+    """The runner that a trial has chosen. inexact: why a token's bits depend on other rows, "" if they do
+    not. unlike: why a CPU does not run the lean decoder, "" if it does.
     """
 
     runner: Runner
@@ -127,6 +130,6 @@ class Chosen(NamedTuple):
 
 
 def bfloat16_bits(features: Tensor) -> NDArray[np.uint16]:
-    """The features, rounded to bfloat16, as messages carry them: numpy has no such type."""
+    """Return the features, rounded to bfloat16, as messages carry them: numpy has no such type."""
     bits: NDArray[np.uint16] = features.to("cpu", torch.bfloat16).view(torch.uint16).numpy()
     return bits

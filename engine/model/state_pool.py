@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from engine.core.errors import OutOfBlocks
 from engine.core.state_shape import StateShape
-from engine.model.saved_states import SavedStates
+from engine.model.saved.states import SavedStates
 
 EMPTY = 0
 """The slot of the empty text: zeros."""

@@ -6,7 +6,9 @@ the attention function; a window comes from the mask that the model asks for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +21,8 @@ from engine.core.batch import BLOCK, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Attention, Rule, has_pairs
 from engine.kernels.fused import STORE, store_kernel
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 
 NAME = "talon"
 """The name of our attention for `attn_implementation`."""
@@ -33,11 +36,23 @@ class Attends(Protocol):
     """A forward, as its attention layers see it."""
 
     def attend(self, layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query: [1, heads, rows, head_dim]; key, value: [1, kv_heads, rows, head_dim].
-
-        Returns [1, rows, heads, head_dim].
+        """Return [1, rows, heads, head_dim]. query: [1, heads, rows, head_dim]; key, value: [1, kv_heads, rows,
+        head_dim].
         """
         ...
+
+
+_under_way: ContextVar[Attends | None] = ContextVar("under_way", default=None)
+
+
+@contextmanager
+def attending(forward: Attends) -> Iterator[None]:
+    """In this context, attention layers call that forward. Some families do not pass options on to their layers."""
+    token = _under_way.set(forward)
+    try:
+        yield
+    finally:
+        _under_way.reset(token)
 
 
 class StockForward:
@@ -55,15 +70,15 @@ class StockForward:
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
         """See `engine.model.forward.Forward`."""
         self._entry.begin(batch)
-        out = self.model(
-            input_ids=torch.from_numpy(batch.tokens.astype(np.int64))[None],
-            position_ids=torch.from_numpy(batch.positions.astype(np.int64))[None],
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=torch.from_numpy(batch.chosen.astype(np.int64)),
-            output_hidden_states=bool(feature_layers),
-            exact=self,
-        )
+        with attending(self):
+            out = self.model(
+                input_ids=torch.from_numpy(batch.tokens.astype(np.int64))[None],
+                position_ids=torch.from_numpy(batch.positions.astype(np.int64))[None],
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=torch.from_numpy(batch.chosen.astype(np.int64)),
+                output_hidden_states=bool(feature_layers),
+            )
         if not feature_layers:
             return out.logits[0], None
         return out.logits[0], torch.stack([out.hidden_states[layer][0] for layer in feature_layers], dim=1)
@@ -120,10 +135,11 @@ def _attention_function(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    exact: Attends | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Called by `transformers`. Without `exact`, as in `generate`, keys and values are a whole text's, in order."""
+    """Attend when `transformers` calls. Outside `attending`, as in `generate`, keys and values are a whole text's, in
+    order.
+    """
     if kwargs.get("position_bias") is not None or kwargs.get("indexer_mask") is not None:
         raise Unsupported("its attention adds a bias")
     rule = Rule(
@@ -132,15 +148,15 @@ def _attention_function(
         softcap=float(softcap or 0.0),
         sinks=None if s_aux is None else s_aux.float().contiguous(),
     )
-    if exact is not None:
-        return exact.attend(module.layer_idx, rule, query, key, value), None
+    if (forward := _under_way.get()) is not None:
+        return forward.attend(module.layer_idx, rule, query, key, value), None
     if query.device.type != "cpu":
         raise Unsupported(f"no forward of ours is under way, which attention on {query.device.type} needs")
     return torch.cat([_whole_text(rule, *one) for one in zip(query, key, value, strict=True)]), None
 
 
 def _whole_text(rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of a text's last rows over all of it, in a pool of its own. query: [heads, rows, head_dim]."""
+    """Attend with a text's last rows to all of it, in a pool of its own. query: [heads, rows, head_dim]."""
     heads, rows, head_dim = query.shape
     kv_heads, length, _ = key.shape
     pool = KVPool(KVShape(1, kv_heads, head_dim, query.dtype, has_pairs(query.dtype)), -(-length // BLOCK))
@@ -156,7 +172,7 @@ def _whole_text(rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor
 def _window_marker(
     batch_size: int, q_length: int, kv_length: int, *args: Any, local_size: int | None = None, **kwargs: Any
 ) -> Tensor:
-    """Returned instead of a mask: the window that the model asked for, 0 for none. [1, 1, 1, 1] int64."""
+    """Return the window that the model asked for, 0 for none, in place of a mask: [1, 1, 1, 1] int64."""
     padding = kwargs.get("attention_mask")
     if padding is not None and not bool(padding.all()):
         raise Unsupported("padding")
@@ -182,7 +198,7 @@ class _NoCacheLayer(CacheLayerMixin):
     is_croppable = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """The layer holds nothing."""
+        """Do nothing: the layer holds nothing."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states

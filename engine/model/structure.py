@@ -7,8 +7,12 @@ code.
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import NamedTuple
+
 import msgspec
 
+from engine.kernels.fused import Activation
 from engine.model.rotary import Frequencies
 
 
@@ -34,11 +38,13 @@ class LinearStructure(msgspec.Struct, frozen=True):
 
 
 class NormStructure(msgspec.Struct, frozen=True):
-    """An RMSNorm. adds_one: it multiplies by 1 + weight."""
+    """See `Norm`. adds_one: it multiplies by 1 + weight. bias: "" if there is none."""
 
     weight: str
     epsilon: float
     adds_one: bool
+    centred: bool = False
+    bias: str = ""
 
 
 class MlpStructure(msgspec.Struct, frozen=True, tag=True):
@@ -46,13 +52,15 @@ class MlpStructure(msgspec.Struct, frozen=True, tag=True):
 
     gate_up: LinearStructure
     down: LinearStructure
-    gelu: bool
+    activation: Activation
+    plain: bool = False
 
 
 class ExpertsStructure(msgspec.Struct, frozen=True, tag=True):
     """See `ExpertMlp`. gate_up, down: the parameters that hold the matrices of all experts, `count` of them. router:
     its outputs are one for each expert, then the gate of the shared one, if there is one. bias: of the router's choice,
-    "" if there is none.
+    "" if there is none. gate_up_bias, down_bias: [experts, outputs], "" if there are none. in_turn: the parameters have
+    inputs before outputs, and the outputs of gate and up in turn.
     """
 
     router: LinearStructure
@@ -66,20 +74,35 @@ class ExpertsStructure(msgspec.Struct, frozen=True, tag=True):
     bias: str = ""
     scale: float = 1.0
     shared: MlpStructure | None = None
+    shared_gate: bool = True
+    activation: Activation = Activation.SILU
+    alpha: float = 1.0
+    limit: float = 0.0
+    gate_up_bias: str = ""
+    down_bias: str = ""
+    in_turn: bool = False
 
 
 class AttentionStructure(msgspec.Struct, frozen=True, tag=True):
     """See `AttentionWeights`. gated: the outputs of `qkv` are queries, keys, values, and a gate for each query, whose
-    sigmoid multiplies what attention gives.
+    sigmoid multiplies what attention gives. value_epsilon: of a norm of values without weights, 0 if there is none.
+    keys_of: the layer whose keys and values this one reads, None if they are its own.
     """
 
     qkv: LinearStructure
     out: LinearStructure
+    heads: int
+    kv_heads: int
+    head_dim: int
     query_norm: NormStructure | None
     key_norm: NormStructure | None
     rotated: int
     rotary_table: int
     gated: bool = False
+    value_epsilon: float = 0.0
+    values_are_keys: bool = False
+    norms_last: bool = False
+    keys_of: int | None = None
 
 
 class GatedDeltaStructure(msgspec.Struct, frozen=True, tag=True):
@@ -121,8 +144,29 @@ class ShortConvolutionStructure(msgspec.Struct, frozen=True, tag=True):
     width: int
 
 
+class PerLayerInputsStructure(msgspec.Struct, frozen=True):
+    """See `PerLayerInputs`. embedding: [vocab, layers * width]."""
+
+    project: LinearStructure
+    norm: NormStructure
+    embedding: str
+    embedding_scale: float
+    scale: float
+
+
+class LayerInputStructure(msgspec.Struct, frozen=True):
+    """See `LayerInput`."""
+
+    gate: LinearStructure
+    out: LinearStructure
+    norm: NormStructure
+    activation: Activation
+
+
 class LayerStructure(msgspec.Struct, frozen=True):
-    """See `LayerWeights`. mixer: what makes a row of itself and the rows before it."""
+    """See `LayerWeights`. mixer: what makes a row of itself and the rows before it. scale: the name of a number; "" if
+    there is none.
+    """
 
     mixer: AttentionStructure | GatedDeltaStructure | ShortConvolutionStructure
     mlp: MlpStructure | ExpertsStructure
@@ -131,6 +175,19 @@ class LayerStructure(msgspec.Struct, frozen=True):
     inner_norm: NormStructure | None
     down_norm: NormStructure | None
     residual_scale: float
+    layer_input: LayerInputStructure | None = None
+    scale: str = ""
+    parallel: bool = False
+
+
+class KeyPlace(NamedTuple):
+    """Where the keys and values are that a layer attends to: the part of the pool, and the layer in it. own: whether
+    the layer itself writes them.
+    """
+
+    part: int
+    layer: int
+    own: bool
 
 
 class DecoderStructure(msgspec.Struct, frozen=True):
@@ -140,9 +197,6 @@ class DecoderStructure(msgspec.Struct, frozen=True):
 
     vocab_size: int
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     rotary: tuple[Frequencies, ...]
     layers: tuple[LayerStructure, ...]
     norm: NormStructure
@@ -152,8 +206,29 @@ class DecoderStructure(msgspec.Struct, frozen=True):
     embedding_scale: float
     logit_divisor: float
     logit_cap: float
+    layer_inputs: PerLayerInputsStructure | None = None
 
     @property
-    def key_layers(self) -> int:
-        """How many layers have keys and values; the others have a state."""
-        return sum(isinstance(layer.mixer, AttentionStructure) for layer in self.layers)
+    def attending(self) -> dict[int, AttentionStructure]:
+        """The layers with attention by their numbers; the others have a state."""
+        return {at: layer.mixer for at, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionStructure)}
+
+    @property
+    def key_sizes(self) -> list[tuple[int, int, int]]:
+        """Of each part of a pool: how many layers write to it, the heads of their keys, and the dimensions of one."""
+        own = [(mixer.kv_heads, mixer.head_dim) for mixer in self.attending.values() if mixer.keys_of is None]
+        return [(count, *shape) for shape, count in Counter(own).items()]
+
+    @property
+    def key_places(self) -> list[KeyPlace]:
+        """Of each layer with attention."""
+        shapes, found = [shape for _, *shape in self.key_sizes], dict[int, KeyPlace]()
+        written = [0] * len(shapes)
+        for at, mixer in self.attending.items():
+            if mixer.keys_of is not None:
+                found[at] = found[mixer.keys_of]._replace(own=False)
+                continue
+            part = shapes.index([mixer.kv_heads, mixer.head_dim])
+            found[at] = KeyPlace(part, written[part], True)
+            written[part] += 1
+        return [*found.values()]

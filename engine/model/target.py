@@ -34,6 +34,7 @@ from engine.model.loading import (
     weights_of,
 )
 from engine.model.memory import check_memory, check_stock_memory, free_memory, kept_as, kv_room, pool_of
+from engine.model.reader.parts import text_part
 from engine.model.runner import Chosen, Runner
 from engine.model.structure import OtherStructure
 from engine.model.trial.activations import activations_of
@@ -64,7 +65,7 @@ class Target(Runner):
     def of_model(
         cls, model: Any, name: str, kv_memory: int | None = None, kv_type: KVType = "auto", draft: bool = False
     ) -> Target:
-        """The target of a stock model in memory. kv_memory, kv_type, draft: see `load`."""
+        """Return the target of a stock model in memory. kv_memory, kv_type, draft: see `load`."""
         from engine.model.trial.forward_choice import ForwardChoice
 
         facts = _facts_of(model, name)
@@ -94,15 +95,15 @@ class Target(Runner):
         if target.model is None:
             return target
         if isinstance(target.forward, LeanDecoder):  # which has copies in its own layout
-            target.model.model.layers, target.model.lm_head = torch.nn.ModuleList(), torch.nn.Identity()
+            text_part(target.model)[0].layers, target.model.lm_head = torch.nn.ModuleList(), torch.nn.Identity()
         elif target.device.type == "cpu":
             copy_mapped(parameter for parameter in target.model.parameters() if parameter.dim() > 1)
         return target
 
     @classmethod
     def of_config(cls, config: Config) -> Target:
-        """The target that a configuration names. Raises ConfigError if it cannot have those weights or activations, or
-        keys and values of that type.
+        """Return the target that a configuration names. Raises ConfigError if it cannot have those weights or
+        activations, or keys and values of that type.
         """
         memory, kv_type = config.verifier.kv_memory, config.verifier.kv_type
         target = cls.load(config.model, config.dtype, config.device, memory, config.activations, kv_type)
@@ -134,7 +135,7 @@ class Target(Runner):
         activations: ActivationsOption,
         kv_type: KVType,
     ) -> Target | None:
-        """The target of a directory whose weights lie in blocks or are quantised, with nothing in memory but the
+        """Return the target of a directory whose weights lie in blocks or are quantised, with nothing in memory but the
         decoder's own layout; None if the stock forward has to be loaded for it.
         """
         if device.type != "cpu" or (stored := open_stored(Path(path))) is None:
@@ -177,12 +178,11 @@ class Target(Runner):
         activations: Activations,
         kv_type: KVType,
     ) -> Target:
-        """The target that an earlier start has tried, without transformers."""
+        """Return the target that an earlier start has tried, without transformers."""
         weights = reopened(stored, proved.places, proved.vectors)
         structure, device = proved.structure, torch.device("cpu")
-        sizes = (structure.key_layers, structure.kv_heads, structure.head_dim)
         room, states = kv_room(kv_memory, device, weights.size), state_shape(structure, torch.bfloat16)
-        pool = pool_of(sizes, torch.bfloat16, kept_as(kv_type, device), room, device, states)
+        pool = pool_of(structure.key_sizes, torch.bfloat16, kept_as(kv_type, device), room, device, states)
         lean = LeanDecoder(structure, pool, proved.rules, weights, activations)
         chosen = Chosen(Runner(lean, pool, proved.facts.vocab_size, torch.bfloat16), "")
         return cls(path, proved.facts, chosen, device, weights.kind)
@@ -203,7 +203,7 @@ class Target(Runner):
 
     @torch.inference_mode()
     def capture(self, feature_layers: Sequence[int]) -> None:
-        """Before requests come: capture the CUDA graphs that most of them need, where there are such."""
+        """Capture, before requests come, the CUDA graphs that most of them need, where there are such."""
         if isinstance(self.forward, Captures):
             self.forward.capture(feature_layers, self.context)
 

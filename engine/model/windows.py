@@ -1,4 +1,4 @@
-"""Attention windows, tested on a short text.
+"""Tests attention windows on a short text.
 
 Real windows span thousands of positions, more than a check at load can read. What a layer does at a window's edge does
 not depend on the window's size, so models are tested with short ones.
@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 SHORT = 8
-_KEYS = ("sliding_window", "attention_chunk_size")  # what models read for their masks at every forward
+_KEYS = ("sliding_window", "attention_chunk_size")  # models read these for their masks at every forward
 
 
 @contextmanager
 def short_windows(config: Any) -> Iterator[bool]:
-    """In this context, every window that the configuration names is SHORT positions. Yields whether it names any."""
+    """Make every window that the configuration names SHORT positions in this context. Yields whether it names any."""
     named = {key: value for key in _KEYS if isinstance(value := getattr(config, key, None), int) and value > SHORT}
     for key in named:
         setattr(config, key, SHORT)

@@ -1,4 +1,4 @@
 """From logits to tokens: penalties, grammars, noise, the draw, and the walk down a tree.
 
-Imports `engine.core`, `engine.wire` (log-probabilities are a message) and `engine.kernels.jit_cache`.
+The folder imports `engine.core`, `engine.wire` (log-probabilities are a message) and `engine.kernels.jit_cache`.
 """

@@ -19,7 +19,9 @@ _PART = 1024  # numbers
 
 
 def argmax(logits: Tensor) -> list[int]:
-    """logits: [rows, vocab] -> each row's token with the largest logit, the first on ties; `NAN` if a logit is NaN."""
+    """Return each row's token with the largest logit, the first on ties; `NAN` if a logit is NaN. logits: [rows,
+    vocab].
+    """
     if logits.device.type != "cpu":
         return _in_torch(logits)
     if logits.dtype == torch.bfloat16:  # converting a row to float32 first would take ten times as long
@@ -29,7 +31,7 @@ def argmax(logits: Tensor) -> list[int]:
 
 
 def _in_numpy(logits: Tensor) -> list[int]:
-    """Takes a tenth of torch's time."""
+    """Find the tokens with numpy, in a tenth of torch's time."""
     scores = logits.float().numpy()
     best = scores.argmax(axis=-1)
     largest = scores[np.arange(len(best)), best]
@@ -46,7 +48,7 @@ def _in_torch(logits: Tensor) -> list[int]:
 @njit(cache=True, nogil=True)
 @versioned
 def argmax_bfloat16(bits: Any, row: int) -> int:
-    """bits: [rows, vocab] int16, the bits of bfloat16 numbers -> the row's token, as `argmax` returns it.
+    """Return the row's token, as `argmax` does. bits: [rows, vocab] int16, the bits of bfloat16 numbers.
 
     Each part's maximum is found without branches, many numbers at once; then only the best part is searched.
     """
@@ -67,6 +69,6 @@ def argmax_bfloat16(bits: Any, row: int) -> int:
 @njit(cache=True, nogil=True)
 @versioned
 def _ordered(bits: Any) -> Any:
-    """Maps bfloat16 bits to an integer of the same order; every NaN comes after infinity."""
+    """Map bfloat16 bits to an integer of the same order; every NaN comes after infinity."""
     ordered = bits ^ ((bits >> 15) & np.int16(0x7FFF))  # below zero a larger magnitude is less
-    return np.int16(ordered - np.int16(0x7F))  # far enough that NaN below minus infinity wrap around to the top
+    return np.int16(ordered - np.int16(0x7F))  # shifted so far that NaN below minus infinity wraps to the top

@@ -1,5 +1,5 @@
-"""One draw from softmax(scores) by the Gumbel-max rule, compiled as a whole. After a forward the caches are cold, and
-each of the dozen torch and numpy calls that it replaces cost ten times as much as its arithmetic.
+"""Makes one draw from softmax(scores) by the Gumbel-max rule, compiled as a whole. After a forward the caches are cold,
+and each of the dozen torch and numpy calls that it replaces cost ten times as much as its arithmetic.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _PART, _SEARCHED = 32, 1024  # tokens processed together
 @njit(cache=True, nogil=True)
 @versioned
 def draw(key: Any, scores: Any) -> Any:
-    """argmax over tokens of scores + noise, the first of equals; `NAN` where a score is NaN. scores: [vocab] float32.
+    """Return the argmax over tokens of scores + noise, the first of equals; `NAN` where a score is NaN. scores: [vocab]
+    float32.
 
-    With noise -log(-log u) and w = exp(score - best score), the largest score + noise is the largest w / -log u. As
-    1 - u <= -log u <= (1 - u) / u, that lies between w / (1 - u) - w and w / (1 - u), and a token whose upper bound is
+    With noise -log(-log u) and w = exp(score - best score), the largest score + noise is the largest w / -log u. As 1 -
+    u <= -log u <= (1 - u) / u, that lies between w / (1 - u) - w and w / (1 - u), and a token whose upper bound is
     below another's lower bound cannot win. The first lower bound is that of the best score: far below it a token needs
     a 1 - u so small that few have it. The tokens that the bounds leave, mostly one or two, are compared exactly. Within
     `_REACH` the float32 error of w is less than one part in 10^5, which `_CERTAIN` covers. The exponential covers the
@@ -54,7 +55,7 @@ def draw(key: Any, scores: Any) -> Any:
 @njit(cache=True, nogil=True)
 @versioned
 def draw_bfloat16(key: Any, logits: Any, row: int, temperature: float) -> Any:
-    """`draw` of the scores logits / temperature, float32. logits: [rows, vocab] int16, bfloat16 numbers."""
+    """Call `draw` with the scores logits / temperature, float32. logits: [rows, vocab] int16, bfloat16 numbers."""
     bits, by = logits[row], np.float32(temperature)
     wide = np.empty(len(bits), np.int32)
     for i in range(len(bits)):
@@ -68,7 +69,8 @@ def draw_bfloat16(key: Any, logits: Any, row: int, temperature: float) -> Any:
 @njit(cache=True, nogil=True)
 @versioned
 def _plausible(key: Any, scores: Any, peak: Any, rare: Any) -> Any:
-    """The tokens whose 1 - u is less than `rare`, or whose score is near the peak: their ids, ascending, w and 1 - u.
+    """Return the tokens whose 1 - u is less than `rare`, or whose score is near the peak: their ids, ascending, w and 1
+    - u.
 
     Most parts have none, which is determined without branches, many tokens at a time. No array is written in full.
     """
@@ -91,8 +93,8 @@ def _plausible(key: Any, scores: Any, peak: Any, rare: Any) -> Any:
 @njit(cache=True, nogil=True)
 @versioned
 def _first_best(scores: Any) -> Any:
-    """The first token with the largest score, or with a NaN. The largest of each part is found without branches, many
-    numbers at once; then only the best part is searched.
+    """Return the first token with the largest score, or with a NaN. The largest of each part is found without branches,
+    many numbers at once; then only the best part is searched.
     """
     bits = scores.view(np.int32)
     best, first = np.int32(-0x80000000), 0
@@ -111,14 +113,14 @@ def _first_best(scores: Any) -> Any:
 @njit(cache=True, nogil=True)
 @versioned
 def _ordered(bits: Any) -> Any:
-    """An integer that orders like the float32 number with these bits; every NaN comes after infinity."""
+    """Return an integer that orders like the float32 number with these bits; every NaN comes after infinity."""
     ordered = bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))  # below zero a larger magnitude is less
     return np.int32(ordered - np.int32(0x7FFFFF))  # shifted so far that NaN below minus infinity wraps to the top
 
 
 @njit
 def _missing_to_one(key: Any, token: Any) -> Any:
-    """1 - u of a token, float32, where u is the uniform number that its bits make."""
+    """Return 1 - u of a token, float32, where u is the uniform number that its bits make."""
     left = np.int64(bits_of(key, token) ^ np.uint64((1 << 52) - 1))
     return (np.float32(left) + np.float32(0.5)) * np.float32(UNIT)
 
@@ -126,7 +128,7 @@ def _missing_to_one(key: Any, token: Any) -> Any:
 @njit(cache=True, nogil=True)
 @versioned
 def noises_of(key: np.uint64, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """`noise_of` for [n] int64 tokens."""
+    """Return `noise_of` for [n] int64 tokens."""
     noises = np.empty(len(tokens), np.float64)
     for i in range(len(tokens)):
         noises[i] = noise_of(key, tokens[i])

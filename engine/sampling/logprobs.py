@@ -17,8 +17,8 @@ from engine.wire.messages import TokenLogprob
 
 
 def token_logprob(logits: Tensor, token: int, alternatives: int) -> TokenLogprob:
-    """The log-probability of `token`, and of the likeliest tokens; ties go to the lower id. logits: [vocab], before
-    penalties, grammar and temperature.
+    """Return the log-probability of `token`, and of the likeliest tokens; ties go to the lower id. logits: [vocab],
+    before penalties, grammar and temperature.
     """
     row: NDArray[np.float32] = logits.float().cpu().numpy()
     peak = row.max()
@@ -30,7 +30,7 @@ def token_logprob(logits: Tensor, token: int, alternatives: int) -> TokenLogprob
 
 
 def token_logprobs(rows: Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenLogprob]:
-    """`token_logprob` of each token after its row of [rows, vocab]; rows without a token are left out."""
+    """Return `token_logprob` of each token after its row of [rows, vocab]; rows without a token are left out."""
     return [token_logprob(row, token, alternatives) for row, token in zip(rows, tokens, strict=False)]
 
 

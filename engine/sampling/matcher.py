@@ -1,4 +1,4 @@
-"""Matcher: the state of an answer in its grammar, and which tokens may come next.
+"""A matcher is the state of an answer in its grammar, and says which tokens may come next.
 
 Making one takes milliseconds, seconds for the largest grammars and a second more for a process's first (the tokenizer
 has to be read). So `Matchers` makes them in its own thread: a request waits for its grammar, others do not.
@@ -21,13 +21,13 @@ from engine.core.errors import RequestError, RequestFailed
 from engine.core.grammar import JSON_WHITESPACE, Grammar
 from engine.core.tree import TokenTree
 
-_KEPT = 32  # grammars
+_KEPT = 32  # grammars that are kept
 _ANY_OBJECT = '{"type": "object"}'
 _FORMATS = (
     "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
     "uri-reference", "uri-template", "iri", "iri-reference", "uuid", "json-pointer", "relative-json-pointer", "regex",
 )  # fmt: skip
-"""The formats that JSON Schema defines. Those that the library knows are followed, all others say nothing."""
+"""The formats that JSON Schema defines. Those that the library knows are followed; all others have no effect."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords of a schema whose keys are names."""
 _VALUES = ("const", "enum", "default", "examples")
@@ -42,7 +42,7 @@ _ALWAYS_TRUE: dict[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, {}),
     "unevaluatedItems": (True, {}),
 }
-"""Keywords that the library may not know, with the values with which they say nothing."""
+"""Keywords that the library may not know, with the values with which they have no effect."""
 _NEEDS = {
     "if": ("then", "else"),
     "then": ("if",),
@@ -50,13 +50,13 @@ _NEEDS = {
     "minContains": ("contains",),
     "maxContains": ("contains",),
 }
-"""Keywords that say nothing unless one of these is beside them."""
+"""Keywords that have no effect unless one of these is beside them."""
 _REFUSALS = {
     "oneOf constraints are not supported": "oneOf is supported where its options exclude each other; use anyOf",
 }
-"""What a client can do, where the library's own words name what only its caller can."""
+"""What a client can do, for errors in which the library names what only its caller can do."""
 _STYLES = ((", ", ": "), (",", ":"))
-"""Separators assumed when guessing JSON: with them nearly everything but the values follows from the schema."""
+"""The separators assumed when guessing JSON: with them nearly everything but the values follows from the schema."""
 _FORESEEN = 16  # tokens
 
 
@@ -85,7 +85,7 @@ class Matchers:
         self._tokenizer: Any = None
 
     def begin(self, grammar: Grammar, answer: Sequence[int]) -> Future[Matcher]:
-        """A matcher that has consumed `answer`, once it is made."""
+        """Start making a matcher that has consumed `answer`."""
         self._thread = self._thread or ThreadPoolExecutor(1, "grammars")
         return self._thread.submit(self._make, grammar, list(answer))
 
@@ -131,7 +131,7 @@ class Matcher:
         self._bits = np.zeros((spelled + 31) // 32, np.uint32)
 
     def copy(self) -> Matcher:
-        """A copy in the same state."""
+        """Return a copy in the same state."""
         guides = [guide.deep_copy() for guide in self._guides]
         return Matcher(self._state.deep_copy(), guides, self._vocab_size, self._spelled)
 
@@ -151,11 +151,11 @@ class Matcher:
         return _first_line(self._state.get_error())
 
     def allows(self, token: int) -> bool:
-        """Whether `token`, which does not end the answer, may come next."""
+        """Return whether `token`, which does not end the answer, may come next."""
         return bool(self._state.validate_tokens([token]) == 1)
 
     def allowed(self) -> NDArray[np.bool_]:
-        """[vocab]: the tokens that may come next."""
+        """Return [vocab]: the tokens that may come next."""
         if self.ended or self.trouble:
             return np.zeros(self._vocab_size, np.bool_)
         self._state.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
@@ -169,7 +169,7 @@ class Matcher:
         self._guides = [guide for guide in self._guides if guide.consume_token(token)]
 
     def foreseen(self) -> list[int]:
-        """Tokens that most probably come next, because the grammar allows little else: a guess, for a draft."""
+        """Return tokens that most probably come next, because the grammar allows little else: a guess, for a draft."""
         for state in (*self._guides, self._state):
             known = itertools.takewhile(lambda token: token < self._vocab_size, state.compute_ff_tokens()[:_FORESEEN])
             if tokens := list(known):
@@ -177,7 +177,7 @@ class Matcher:
         return []
 
     def admitted(self, tree: TokenTree) -> NDArray[np.bool_]:
-        """[nodes]: whether the grammar allows each node of a draft; the root always is."""
+        """Return [nodes]: whether the grammar allows each node of a draft; the root always is."""
         admitted = np.zeros(len(tree), np.bool_)
         admitted[0] = True
         for leaf in np.setdiff1d(np.arange(1, len(tree)), tree.parents).tolist():
@@ -188,7 +188,7 @@ class Matcher:
 
 
 def _source(grammar: Grammar) -> str:
-    """The grammar in the library's own form. Raises RequestError for text that cannot be converted."""
+    """Return the grammar in the library's own form. Raises RequestError for text that cannot be converted."""
     library = _library()
     if grammar.regex is not None:
         return str(library.LLMatcher.grammar_from_regex(grammar.regex))
@@ -201,7 +201,7 @@ def _source(grammar: Grammar) -> str:
 
 
 def _guides(grammar: Grammar) -> list[str]:
-    """Grammars of JSON in the usual one-line styles."""
+    """Return grammars of JSON in the usual one-line styles."""
     if grammar.regex is not None or grammar.grammar is not None:
         return []
     return [
@@ -220,8 +220,8 @@ def _schema(grammar: Grammar) -> str:
 
 @functools.lru_cache(maxsize=_KEPT)
 def without_annotations(schema: str) -> str:
-    """The schema without what the library would refuse although it says nothing: `format`s that it does not know, which
-    are annotations to JSON Schema, and keywords that are always true.
+    """Return the schema without what the library would refuse although it has no effect: `format`s that it does not
+    know, which are annotations to JSON Schema, and keywords that are always true.
     """
     try:
         whole = json.loads(schema)
@@ -231,7 +231,7 @@ def without_annotations(schema: str) -> str:
 
 
 def _drop_annotations(schema: Any) -> bool:
-    """Drop from the schema itself what says nothing. Returns whether there was any."""
+    """Drop from the schema itself what has no effect, and return whether there was any."""
     waiting, dropped = [(schema, False)], False
     while waiting:
         value, named = waiting.pop()
@@ -267,7 +267,7 @@ def _known_formats() -> frozenset[str]:
 
 
 def _tokens(tokenizer: Any, vocab_size: int, eos_tokens: list[int]) -> Any:
-    """The library's view of a tokenizer, which may spell more tokens than the model has."""
+    """Return the library's view of a tokenizer, which may spell more tokens than the model has."""
     made, size = _library().LLTokenizer, max(vocab_size, len(tokenizer))
     try:
         content = tokenizer.backend_tokenizer.to_str()
@@ -279,7 +279,7 @@ def _tokens(tokenizer: Any, vocab_size: int, eos_tokens: list[int]) -> Any:
 def _refused(grammar: Grammar, reason: str) -> RequestError:
     field = next(name for name in grammar.__struct_fields__ if getattr(grammar, name))
     first, *others = [line.strip() for line in reason.splitlines() if line.strip()] or [""]
-    why = next((line for line in others if line.startswith("error:")), "")  # after a drawing of the place
+    why = next((line for line in others if line.startswith("error:")), "")  # the error follows a drawing of the place
     ours = next((told for theirs, told in _REFUSALS.items() if theirs in first), None)
     return RequestError(f"grammar.{field}: {ours or f'{first[:300]} {why}'.rstrip()}")
 
@@ -289,8 +289,8 @@ def _first_line(text: str) -> str:
 
 
 def _limits() -> Any:
-    """A lexer state takes 1 to 2 kB, and the library's own limit is five times as many. Errors go to callers and logs,
-    so they must not quote answers.
+    """Return the library's limits. A lexer state takes 1 to 2 kB, and the library's own limit is five times as many.
+    Errors go to callers and logs, so they must not quote answers.
     """
     return _library().LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 

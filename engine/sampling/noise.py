@@ -17,24 +17,28 @@ from engine.sampling.noise_bits import GOLDEN, MIX_1, MIX_2, UNIT, key_of
 
 
 def gumbel(seed: int, position: int, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise of `tokens` ([n] int64) as candidates for absolute `position`: [n] float64, on the CPU."""
+    """Return the standard Gumbel noise of `tokens` ([n] int64) as candidates for absolute `position`: [n] float64, on
+    the CPU.
+    """
     return torch.from_numpy(noises_of(key_of(seed, position), tokens.cpu().numpy()))
 
 
 def gumbel_nearby(seed: int, position: int, tokens: Tensor) -> Tensor:
-    """`gumbel` but for its last bits, computed and returned where the tokens are: enough for a drafter's guess."""
+    """Return `gumbel` but for its last bits, computed and returned where the tokens are: enough for a
+    drafter's guess.
+    """
     return gumbel(seed, position, tokens) if tokens.device.type == "cpu" else _nearly(seed, position, tokens)
 
 
 def divided(logits: Tensor, temperature: float) -> Tensor:
-    """logits / temperature. torch multiplies by the reciprocal of a number on a GPU; quotients are the CPU's here, as
-    in the kernel that draws for many rows.
+    """Return logits / temperature. On a GPU torch multiplies by the reciprocal of a number; this gives the CPU's
+    quotients, as the kernel does that draws for many rows.
     """
     return logits / (temperature if logits.device.type == "cpu" else logits.new_full((), temperature))
 
 
 def gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
-    """argmax over tokens of scores + noise, the first of equals: one draw from softmax(scores), exactly.
+    """Return the argmax over tokens of scores + noise, the first of equals: one draw from softmax(scores), exactly.
 
     scores: [vocab] float32, logits / T; -inf marks a token that may not be drawn. `NAN` if one is NaN.
     """
@@ -48,8 +52,8 @@ def gumbel_argmax(scores: Tensor, seed: int, position: int) -> int:
 
 
 def _rivals_on_device(scores: Tensor, seed: int, position: int) -> Tensor:
-    """The tokens that may win, ascending. Logarithms are cheap on an accelerator, but may differ from the CPU's in
-    their last bits.
+    """Return the tokens that may win, ascending. Logarithms are cheap on an accelerator, but may differ from the CPU's
+    in their last bits.
     """
     tokens = torch.arange(len(scores), device=scores.device)
     estimate = scores.double() + _nearly(seed, position, tokens)
@@ -62,12 +66,12 @@ def _nearly(seed: int, position: int, tokens: Tensor) -> Tensor:
 
 
 def _uniform(seed: int, position: int, tokens: Tensor) -> Tensor:
-    """[n] float64, odd multiples of 2^-53 below 1: no rounding on any device."""
+    """Return [n] float64, odd multiples of 2^-53 below 1: no rounding on any device."""
     return _bits(int(key_of(seed, position)), tokens).double().add_(0.5).mul_(UNIT)
 
 
 def _bits(key: int, tokens: Tensor) -> Tensor:
-    """52 uniform bits per token, [n] int64: those of `noise_bits`."""
+    """Return 52 uniform bits per token, [n] int64: those of `noise_bits`."""
     x = tokens * _signed(GOLDEN) + _signed(key)
     x = (x ^ _shift(x, 30)) * _signed(MIX_1)
     x = (x ^ _shift(x, 27)) * _signed(MIX_2)
@@ -75,10 +79,10 @@ def _bits(key: int, tokens: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, n: int) -> Tensor:
-    """Logical right shift of int64."""
+    """Shift int64 logically to the right."""
     return (x >> n) & ((1 << (64 - n)) - 1)
 
 
 def _signed(x: int) -> int:
-    """The int64 of the same 64 bits."""
+    """Return the int64 of the same 64 bits."""
     return int(np.uint64(x).view(np.int64))

@@ -19,27 +19,27 @@ UNIT = 2.0**-52
 
 
 def key_of(seed: int, position: int) -> np.uint64:
-    """The key that the bits of all tokens at an absolute position share. seed: 64 bits, signed or not."""
+    """Return the key that the bits of all tokens at an absolute position share. seed: 64 bits, signed or not."""
     key: np.uint64 = np.uint64(_key(np.uint64(seed % 2**64), position))
     return key
 
 
 def keys_from(seed: int, position: int, count: int) -> NDArray[np.uint64]:
-    """`key_of` for `count` positions from `position` on."""
+    """Return `key_of` for `count` positions from `position` on."""
     keys: NDArray[np.uint64] = _keys(np.uint64(seed % 2**64), position, count)
     return keys
 
 
 @njit
 def bits_of(key: Any, token: Any) -> Any:
-    """52 uniform bits of a token, for kernels."""
+    """Return 52 uniform bits of a token, for kernels."""
     x = np.uint64(token) * np.uint64(GOLDEN) + key
     return _mixed(x) >> np.uint64(12)
 
 
 @njit
 def noise_of(key: Any, token: Any) -> Any:
-    """Standard Gumbel noise of a token, float64, from an odd multiple of 2^-53 below 1, for kernels."""
+    """Return the standard Gumbel noise of a token, float64, from an odd multiple of 2^-53 below 1, for kernels."""
     return -math.log(-math.log((np.float64(bits_of(key, token)) + 0.5) * UNIT))
 
 

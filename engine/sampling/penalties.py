@@ -13,8 +13,8 @@ from engine.core.params import SamplingParams
 class Penalties:
     """A request's penalties, in this order: repetition penalty, frequency and presence penalty, logit bias.
 
-    The first covers prompt and answer and scales logits, as `transformers` does; the next two cover the answer and are
-    subtracted, as OpenAI's API says; the bias comes last, so that none of them scales it.
+    The first covers prompt and answer and scales logits, as `transformers` does. The next two cover the answer and are
+    subtracted, as OpenAI's API says. The bias comes last, so that none of them scales it.
     """
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], answer: Sequence[int], vocab_size: int):
@@ -37,7 +37,7 @@ class Penalties:
         return self._seen is not None or self._counts is not None or self._bias is not None
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """`logits` [vocab] float32 with all of them applied."""
+        """Return `logits` [vocab] float32 with all of them applied."""
         if self._seen is not None:
             seen = self._seen = self._seen.to(logits.device)
             logits = penalised(logits, seen, self._repetition)
@@ -58,5 +58,5 @@ class Penalties:
 
 
 def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """`logits` [vocab] with the repetition penalty on the tokens that were `seen`, [vocab] bool."""
+    """Return `logits` [vocab] with the repetition penalty on the tokens that were `seen`, [vocab] bool."""
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)

@@ -15,13 +15,14 @@ from engine.core.errors import RequestError, printable
 from engine.core.grammar import Grammar
 from engine.sampling.matcher import refusal_of, without_annotations
 
-_KEPT = 128  # schemas
+_KEPT = 128  # schemas that are kept
 _PATTERNS = 1024
 _MOST_KEPT = 32_768  # characters of a schema, or of expressions, that is remembered
 _LONGEST = 262_144  # characters of a schema; a longer one is left as it is
 _MOST_NAMES = 32
 _MOST_PATH = 200  # characters: names in it are the client's
-_MOST_ASKED = 256  # keywords of one schema about which the library is asked one by one; with more it is left as it is
+# keywords of one schema about which the library is asked one by one; with more the schema is left as it is
+_MOST_ASKED = 256
 KEYWORDS: dict[str, dict[str, Any]] = {
     "propertyNames": {"propertyNames": {"maxLength": 9}},
     "uniqueItems": {"uniqueItems": True},
@@ -53,8 +54,8 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
 
 class RelaxedSchema(NamedTuple):
-    """schema: what a grammar follows. left_out: the paths of the first keywords that it does not follow, from the root;
-    the last says how many more there are.
+    """A schema that a grammar can follow. schema: what a grammar follows. left_out: the paths of the first keywords
+    that it does not follow, from the root; the last says how many more there are.
     """
 
     schema: dict[str, Any]
@@ -69,7 +70,7 @@ def relaxed(schema: dict[str, Any]) -> RelaxedSchema:
 
 
 class _Names(list[str]):
-    """The first paths, and how many more there are."""
+    """The first paths that were added; further ones are only counted."""
 
     more = 0
 
@@ -110,7 +111,7 @@ def _without_unknown(schema: Any, path: str, left_out: _Names) -> Any:
         return schema
     unknown = {key for key, value in schema.items() if not _followed(key, value)}
     if "patternProperties" in unknown and schema.get("additionalProperties", True) is not True:
-        unknown.add("additionalProperties")  # which would forbid what they allow
+        unknown.add("additionalProperties")  # this would forbid what they allow
     for key in (key for key in schema if key in unknown):
         left_out.add(_longer(path, f".{key}"))
     kept = {key: value for key, value in schema.items() if key not in unknown}

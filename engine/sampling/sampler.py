@@ -23,14 +23,16 @@ from engine.sampling.noise_bits import key_of
 from engine.sampling.penalties import Penalties
 from engine.wire.messages import TokenLogprob
 
-_UNITS = 2**40  # of a chance, in sums of integers
+UNSETTLED = -2
+"""Stands for a token that could have been known, and is drawn when it is needed."""
+_UNITS = 2**40  # units of a probability, in sums of integers
 
 
 @dataclass(frozen=True)
 class LogitsView:
-    """The target's logits at a tree's nodes. rows: [nodes, vocab] in any type. settled: that tokens are drawn from them
-    unchanged, whatever came before. known: [nodes] what is drawn at each node from logits that are unchanged, if that
-    is known (`Sampler.is_plain`).
+    """The target's logits at a tree's nodes. rows: [nodes, vocab] in any type. settled: tokens are drawn from them
+    unchanged, whatever came before. known: [nodes] the tokens that are drawn at each node from unchanged logits, if
+    these are known (`Sampler.is_plain`); `UNSETTLED` at nodes where they are not.
     """
 
     rows: Tensor
@@ -41,7 +43,7 @@ class LogitsView:
         return NodeLogits(self, node)
 
     def best_of(self, node: int) -> int:
-        """The argmax of a node's logits, `NAN` if they hold NaN."""
+        """Return the argmax of a node's logits, `NAN` if they hold NaN."""
         return argmax(self.rows[node : node + 1])[0] if self.known is None else self.known[node]
 
 
@@ -66,9 +68,9 @@ class NodeLogits:
         return self.choices.rows[self.node].float()
 
     def sampled(self, temperature: float, seed: int, position: int) -> int:
-        """A draw from softmax(logits / temperature), `NAN` if they hold NaN."""
+        """Draw from softmax(logits / temperature); `NAN` if the logits hold NaN."""
         rows, known = self.choices.rows, self.choices.known
-        if known is not None:
+        if known is not None and known[self.node] != UNSETTLED:
             return known[self.node]
         if rows.device.type == "cpu" and rows.dtype == torch.bfloat16:
             bits = rows.view(torch.int16).numpy()
@@ -109,7 +111,7 @@ class Sampler:
 
     @property
     def position(self) -> int:
-        """Of the next token, absolute."""
+        """The absolute position of the next token."""
         return self._position
 
     @property
@@ -120,15 +122,20 @@ class Sampler:
         return self._is_settled and (self._greedy or not self._truncates)
 
     @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar may rule tokens out."""
+        return self._matcher is not None
+
+    @property
     def _is_settled(self) -> bool:
         return not self._penalties and self._is_long_enough
 
     def choices(self, logits: Tensor, known: Sequence[int] | None = None) -> LogitsView:
-        """The choices that `logits`, [nodes, vocab] in any type, leave. known: see `LogitsView`."""
+        """Return the choices that `logits`, [nodes, vocab] in any type, leave. known: see `LogitsView`."""
         return LogitsView(logits, self._is_settled, known)
 
     def draw(self, choice: NodeLogits) -> int:
-        """The next token. Raises NotANumber if the logits are not a distribution."""
+        """Draw the next token. Raises NotANumber if the logits are not a distribution."""
         token = self._choose(choice)
         if token == NAN:
             raise NotANumber(
@@ -152,7 +159,7 @@ class Sampler:
         return token
 
     def take_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """The log-probabilities of the tokens drawn since the last call."""
+        """Return the log-probabilities of the tokens drawn since the last call."""
         taken, self.logprobs = tuple(self.logprobs), []
         return taken
 
@@ -166,7 +173,7 @@ class Sampler:
         return self._best(choice, self._allowed(choice.logits))
 
     def _may_come(self, token: int) -> bool:
-        """Whether the grammar allows `token` next."""
+        """Return whether the grammar allows `token` next."""
         assert self._matcher is not None
         if token in self._stop:
             return self._is_long_enough and (self._matcher.complete or self._matcher.allows(token))
@@ -175,7 +182,7 @@ class Sampler:
         return self._matcher.allows(token)
 
     def _allowed(self, logits: Tensor) -> Tensor:
-        """[vocab] bool: the tokens that may come next, on the device of `logits`."""
+        """Return [vocab] bool: the tokens that may come next, on the device of `logits`."""
         assert self._matcher is not None
         allowed, complete = self._matcher.allowed(), self._matcher.complete
         stops = (allowed[self._stop] | complete) & self._is_long_enough  # those of the grammar's own text come before
@@ -199,7 +206,7 @@ class Sampler:
         return self._is_long_enough and not self.params.ignore_eos
 
     def _best(self, choice: NodeLogits, allowed: Tensor | None) -> int:
-        """The draw from the tokens that are `allowed`, all if None."""
+        """Draw from the tokens that are `allowed`, all if None."""
         params, temperature = self.params, self.params.temperature
         if allowed is None and choice.settled and (self._greedy or not self._truncates):
             return choice.best if self._greedy else choice.sampled(temperature, params.seed, self._position)
@@ -216,7 +223,7 @@ class Sampler:
         return gumbel_argmax(scores, params.seed, self._position)
 
     def _changed(self, logits: Tensor, allowed: Tensor | None) -> Tensor:
-        """[vocab] float32: with penalties, and with tokens that may not come masked."""
+        """Return [vocab] float32: the logits with penalties, and with tokens that may not come masked."""
         if self._penalties:
             logits = self._penalties(logits)
         if allowed is not None:
@@ -227,17 +234,17 @@ class Sampler:
 
 
 def _running_sum(probs: Tensor) -> Tensor:
-    """[n] the sums of the first 1 to n chances, the same bits in every run."""
+    """Return [n] the sums of the first 1 to n probabilities, the same bits in every run."""
     return probs.cumsum(-1) if probs.device.type == "cpu" else _sum_as_integers(probs)
 
 
 def _sum_as_integers(probs: Tensor) -> Tensor:
-    """`_running_sum` where numbers are added in varying order, as on a GPU: integers do not notice."""
+    """Return `_running_sum` where numbers are added in varying order, as on a GPU: integers do not notice."""
     return (probs.double() * _UNITS).long().cumsum(-1).double() / _UNITS
 
 
 def truncate(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """`scores` [..., vocab] with -inf at the tokens that top-k, top-p and min-p, in this order, rule out."""
+    """Return `scores` [..., vocab] with -inf at the tokens that top-k, top-p and min-p, in this order, rule out."""
     if 0 < top_k < scores.shape[-1]:
         scores = scores.masked_fill(scores < scores.topk(top_k).values[..., -1:], -torch.inf)
     if top_p < 1:

@@ -1,4 +1,4 @@
-"""Which replica a request belongs to: the one that holds its session's suffix cache and its prompt's blocks."""
+"""Tells which replica a request belongs to: the one that holds its session's suffix cache and its prompt's blocks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import msgspec
 
 SESSION_HEADER = "x-session-id"
 _BEGINNING = 1024
-"""Leading characters of a prompt that decide. Turns of one conversation begin alike, other questions seldom do."""
+"""So many leading characters of a prompt decide. Turns of one conversation begin alike, other questions seldom do."""
 
 
 def session_of(header: str | None, body: bytes) -> str:
-    """The session that a request names, or a name for all requests whose prompts begin like its own."""
+    """Return the session that a request names, or a name for all requests whose prompts begin like its own."""
     if header:
         return header
     return hashlib.sha256(_beginning(body).encode("utf8", "surrogatepass")).hexdigest()
 
 
 def _beginning(body: bytes) -> str:
-    """The beginning of the first prompt, or of the messages joined; of anything else, of its own text."""
+    """Return the beginning of the first prompt, or of the messages joined; of anything else, of its own text."""
     try:
         asked: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -13,7 +13,9 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(BaseModel):
-    """cached_tokens: those of the prompt that the prefix cache had, for every choice."""
+    """Details of the prompt's tokens. cached_tokens: tokens of the prompt that the prefix cache had, for
+    every choice.
+    """
 
     cached_tokens: int
 
@@ -64,7 +66,7 @@ class TokenSource(BaseModel):
 
 
 class ToolFunction(BaseModel):
-    """arguments: the text of a JSON object that follows the tool's schema."""
+    """The function of a call. arguments: the text of a JSON object that follows the tool's schema."""
 
     name: str
     arguments: str
@@ -77,7 +79,9 @@ class ToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """content: None where the answer only calls tools. reasoning_content: what comes before the answer."""
+    """The message that answers a chat. content: None where the answer only calls tools. reasoning_content: what comes
+    before the answer.
+    """
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -182,8 +186,8 @@ class PromptState(BaseModel):
 
 
 class ChangeSeen(BaseModel):
-    """A text that was another in an earlier prompt, though what is behind it was the same. at: tokens before it;
-    tokens: its own; behind: those behind it that were read again; times: how often. text: with --log-prompts, on a
+    """A text that was another in an earlier prompt, though the text after it was the same. at: tokens before it;
+    tokens: its own; behind: tokens after it that were read again; times: how often. text: with --log-prompts, on a
     server without keys.
     """
 
@@ -223,7 +227,7 @@ class InputTokens(BaseModel):
 
 
 class JsonObject(RootModel[dict[str, Any]]):
-    """An answer of another API's."""
+    """A JSON object of another API."""
 
 
 class Version(BaseModel):
@@ -238,7 +242,7 @@ class Status(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """param: the field that is wrong, if any."""
+    """What is wrong with a request. param: the field that is wrong, if any."""
 
     message: str
     type: str
@@ -255,5 +259,5 @@ Chunk = dict[str, Any]
 
 
 def named_event(chunk: Chunk) -> bytes:
-    """A server-sent event with the chunk's `type` as its name."""
+    """Return a server-sent event with the chunk's `type` as its name."""
     return f"event: {chunk['type']}\n".encode() + b"data: " + msgspec.json.encode(chunk) + b"\n\n"

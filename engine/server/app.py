@@ -59,7 +59,7 @@ _STREAM: Responses = {
 
 
 def create_app(serving: Serving) -> FastAPI:
-    """The application of one engine that has been started."""
+    """Make the application of one engine that has been started."""
     engine, settings, unnamed = serving.engine, serving.settings, unnamed_sources(serving.engine.config)
     app = FastAPI(
         title="Talon",
@@ -114,18 +114,18 @@ def create_app(serving: Serving) -> FastAPI:
     @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models", responses=_only(401))
     async def models() -> ModelList:
-        """The one model that is served."""
+        """List the one model that is served."""
         return ModelList(data=[_model(serving)])
 
     @app.get("/v1/models/{model:path}", responses=_only(401, 404))
     async def model(model: str) -> Model:
-        """The one model that is served, by its name."""
+        """Return the one model that is served, by its name."""
         check_model(model, settings)
         return _model(serving)
 
     @app.post("/tokenize", responses=_only(400, 401, 413, 415))
     async def tokenize(body: TokenizeRequest, request: Request) -> Tokenized:
-        """The token ids of a text, or of chat messages through the model's template."""
+        """Return the token ids of a text, or of chat messages through the model's template."""
         request.state.names = names_of(body)
         messages = body.messages
         asked: Any = body.prompt if messages is None else [message.plain() for message in messages]
@@ -137,38 +137,40 @@ def create_app(serving: Serving) -> FastAPI:
 
     @app.get("/prompts", responses=_only(401))
     async def prompts() -> Prompts:
-        """How much of all prompts was found in the prefix cache, what kept the rest from it, and what is being read."""
+        """Tell how much of all prompts was found in the prefix cache, what kept the rest from it, and what is being
+        read.
+        """
         return prompts_so_far(engine, serving.changed)
 
     @app.get("/health", responses=_only(503))
     async def health() -> Status:
-        """Whether this process can continue: 503 asks for a new one."""
+        """Tell whether this process can continue: 503 asks for a new one."""
         if engine.failed is not None:
             raise engine.failed
         return Status(status="ok")
 
     @app.get("/ready", responses=_only(503))
     async def ready() -> Status:
-        """Whether a request would start now: 503 while workers restart and during shutdown."""
+        """Tell whether a request would start now: 503 while workers restart and during shutdown."""
         serving.check()
         return Status(status="ready")
 
     @app.get("/version")
     async def version_() -> Version:
-        """Talon's version, the type of the target's matrices, how their products take rows, and what keys and values
-        are kept as.
+        """Return Talon's version, the type of the target's matrices, how their products take rows, and what keys and
+        values are kept as.
         """
         target = engine.target
         return Version(version=VERSION, activations=target.activations, weights=target.weights, kv_type=target.kv_type)
 
     @app.get("/metrics", response_class=Response, responses=_TEXT | _only(401))
     async def metrics() -> Response:
-        """Metrics for Prometheus."""
+        """Return metrics for Prometheus."""
         return Response(generate_latest(serving.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> HTMLResponse:
-        """A page that chats with the model."""
+        """Return a page that chats with the model."""
         return HTMLResponse(files("engine.server").joinpath("page.html").read_text("utf8"))
 
     return app
@@ -191,18 +193,19 @@ def _handle_errors(app: FastAPI, serving: Serving) -> None:
 
 
 def _http_error(error: HTTPException, app: FastAPI) -> ApiError:
-    """Errors met while a body is read, and those of FastAPI itself: no such path, another method."""
+    """Translate errors met while a body is read, and those of FastAPI itself: no such path, another method."""
     if isinstance(error.detail, ApiError):
         return error.detail
     if error.status_code == 404 and error.detail == "Not Found":
         return ApiError(404, f"no such route; there are {', '.join(_paths(app))}")
-    if error.status_code == 400:  # in a text that is no UTF-8, or in numbers and nesting that Python does not read
+    # the body holds a text that is no UTF-8, or numbers and nesting that Python does not read
+    if error.status_code == 400:
         return not_json()
     return ApiError(error.status_code, str(error.detail), allow=(error.headers or {}).get("Allow", ""))
 
 
 def _paths(app: FastAPI) -> list[str]:
-    """The routes that are documented."""
+    """Return the routes that are documented."""
     shown = (route.path for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema)
     return list(dict.fromkeys(path.replace(":path}", "}") for path in shown))
 

@@ -32,21 +32,21 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
 """Fields, and their values that ask for nothing."""
 _PRESENT = BeforeValidator(lambda _: True, json_schema_input_type=Any)
 SentBack = Annotated[bool, _PRESENT]
-"""A field of an earlier answer, which asks for nothing. Of its value only that there is one is kept."""
+"""A field of an earlier answer, which asks for nothing. Only its presence is kept, not its value."""
 Ignored = Annotated[bool, _PRESENT, "ignored"]
-"""A field that asks for what is not there: it changes no answer, and the answer and the log name it."""
+"""A field that asks for what does not exist here: it changes no answer, and the answer and the log name it."""
 
 
 @lru_cache
 def _numbers(body: type[BaseModel]) -> frozenset[str]:
-    """The fields that hold numbers."""
+    """Return the fields that hold numbers."""
     kinds = {name: {field.annotation, *get_args(field.annotation)} for name, field in body.model_fields.items()}
     return frozenset(name for name, kind in kinds.items() if kind & {int, float})
 
 
 @lru_cache
 def _ignored(body: type[BaseModel]) -> frozenset[str]:
-    """The fields that are `Ignored`."""
+    """Return the fields that are `Ignored`."""
     return frozenset(name for name, field in body.model_fields.items() if "ignored" in field.metadata)
 
 
@@ -60,24 +60,26 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_what_asks_for_nothing(cls, values: Any) -> Any:
-        """Clients send null for fields they leave open, and empty lists of tools."""
+        """Drop null, which clients send for fields they leave open, and empty lists of tools."""
         if not isinstance(values, dict):
             return values
         needed = {name for name, field in cls.model_fields.items() if field.is_required()}
         switches = {name for name, field in cls.model_fields.items() if field.annotation is bool}
-        said = {key for key in values.keys() & switches if isinstance(values[key], bool)}  # false says something here
+        said = {key for key in values.keys() & switches if isinstance(values[key], bool)}  # false has a meaning here
         idle = {key for key in values.keys() - said if any(_same(values[key], one) for one in _ABSENT.get(key, ()))}
         idle |= {key for key in values.keys() - needed if values[key] is None}
         asked = {key: value for key, value in values.items() if key not in idle}
         for key in _numbers(cls) & asked.keys():
-            if isinstance(asked[key], bool):  # to pydantic true is 1, as to Python
+            if isinstance(asked[key], bool):  # pydantic and Python take true for 1
                 raise ValueError(f"{key}: should be a number; {str(asked[key]).lower()} is none")
         return asked
 
     @field_validator("*")
     @classmethod
     def _is_text(cls, value: Any) -> Any:
-        """JSON can hold half a character. JSON schemas are left to the grammar's library, which refuses it too."""
+        """Refuse a text with half of a character, which JSON can hold. JSON schemas are left to the grammar's library,
+        which refuses it too.
+        """
         texts = value if isinstance(value, list) else [value]
         if not all(is_text(text) for text in texts if isinstance(text, str)):
             raise ValueError(HALF_A_CHARACTER)

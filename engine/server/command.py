@@ -99,7 +99,7 @@ def serve(
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:
-    """The keys of the file and of the environment; blank lines and lines that begin with # are ignored."""
+    """Return the keys of the file and of the environment; blank lines and lines that begin with # are ignored."""
     lines = os.environ.get(KEYS_VARIABLE, "").split(",")
     if file is not None:
         try:
@@ -113,12 +113,12 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
 
 
 def checked_root_path(path: str) -> str:
-    """The path without its last slash; ConfigError if it is none."""
+    """Return the path without its last slash; ConfigError for an invalid one."""
     if path and not path.startswith("/"):
         raise ConfigError(f"--root-path {path}: is no path; begin it with a slash, for example /talon")
     return path.rstrip("/")
 
 
 def short_name(model: str) -> str:
-    """A hub id or a catalogue name as it is; of a path its last part."""
+    """Return a hub id or a catalogue name as it is; of a path its last part."""
     return Path(model).resolve().name if Path(model).exists() else model

@@ -40,8 +40,8 @@ ROUTER = RequestRouterConfig(
     request_router_kwargs={"num_fallback_replicas": 2},
 )
 _TRIES = 3  # replicas tried for a request until one begins to answer
-_PAUSE_S = 0.3  # before the second try, twice as long before the third: until dead replicas are known
-_MOST_BODY = 4 << 20  # bytes
+_PAUSE_S = 0.3  # seconds before the second try, twice as long before the third: until dead replicas are known
+_MOST_BODY = 4 << 20  # most bytes of a body
 _LOST = (RayError, RayServeException)
 
 
@@ -87,18 +87,18 @@ class Replica:
         self.app = create_app(serving)
 
     async def handle(self, request: bytes) -> AsyncGenerator[bytes]:
-        """An HttpRequest; yields what `in_process.answer` does."""
+        """Answer an HttpRequest; yields what `in_process.answer` does."""
         async with contextlib.aclosing(answer(self.app, msgspec.msgpack.decode(request, type=HttpRequest))) as parts:
             async for part in parts:
                 yield part
 
     def check_health(self) -> None:
-        """Raises when only a new replica helps."""
+        """Raise an error when only a new replica helps."""
         if self.engine is not None and self.engine.failed is not None:
             raise self.engine.failed
 
     async def __del__(self) -> None:
-        """Ray Serve's hook at the end of a replica."""
+        """Close the engine: Ray Serve calls this at the end of a replica."""
         if self.engine is not None:
             await self.engine.close()
 
@@ -131,7 +131,9 @@ class FrontDoor:
 
 
 async def _plain(request: Request) -> tuple[bytes, list[tuple[bytes, bytes]]]:
-    """The body without its compression, since its text says which replica the request belongs to, and the headers."""
+    """Return the body without its compression, since its text says which replica the request belongs to, and the
+    headers.
+    """
     body, gunzip = b"", gunzip_for(request.headers.get("content-encoding", ""), _MOST_BODY)
     async for part in request.stream():
         body += part if gunzip is None else gunzip.feed(part)
@@ -143,7 +145,7 @@ async def _plain(request: Request) -> tuple[bytes, list[tuple[bytes, bytes]]]:
 
 
 async def _rest(parts: Any) -> AsyncGenerator[bytes]:
-    """The body of an answer that has begun; if its replica dies, an event says so and the stream ends."""
+    """Yield the body of an answer that has begun; if its replica dies, an event says so and the stream ends."""
     try:
         async for part in parts:
             yield part
@@ -155,5 +157,5 @@ async def _rest(parts: Any) -> AsyncGenerator[bytes]:
 
 
 def build_app(arguments: dict[str, Any]) -> serve.Application:
-    """What `import_path` of the YAML file names, with its `args`."""
+    """Build what `import_path` of the YAML file names, with its `args`."""
     return FrontDoor.bind(Replica.bind(Arguments.model_validate(arguments)))  # type: ignore[attr-defined]

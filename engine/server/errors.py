@@ -15,7 +15,7 @@ from engine.server.answers import Error, ErrorDetail
 
 RETRY_AFTER_S = 1
 CONTEXT_LENGTH = "context_length_exceeded"
-_FIELD_NAME = re.compile(r"(?!str$|int$)[a-z_0-9]+")  # and not a branch of a union
+_FIELD_NAME = re.compile(r"(?!str$|int$)[a-z_0-9]+")  # a name that is not a branch of a union
 _FIELD = re.compile(r"^([a-z_][a-z0-9_.]*)(=|: )")
 _PROMPT = "give a text, token ids, or a list of texts or of lists of token ids; no list may be empty"
 _ANTHROPIC = "/v1/messages"
@@ -62,31 +62,34 @@ class ApiError(TalonError):
         return Error(error=detail)
 
     def response(self, path: str = "") -> JSONResponse:
-        """The answer at a route, whose API it has the form of."""
+        """Return the answer at a route, whose API it has the form of."""
         body = anthropic_error(self) if path.startswith(_ANTHROPIC) else self.body.model_dump()
         return JSONResponse(body, self.status, self.headers)
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
-    """An error as Anthropic's clients expect it."""
+    """Return an error as Anthropic's clients expect it."""
     kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     message = str(error) if error.over is None else f"{error.param}: {_anthropic_words(error.over)}"
     said: dict[str, Any] = {"type": kind, "message": message}
-    if (error.code, error.param) == ("unsupported", "thread"):  # so told, the client's tool runner goes on without
+    # with this answer the client's tool runner goes on without a thread
+    if (error.code, error.param) == ("unsupported", "thread"):
         said["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": said}
 
 
 def _anthropic_words(over: OverContext) -> str:
-    """What Anthropic says of a request that does not fit. Its clients read the numbers and shorten the conversation."""
+    """Return what Anthropic says of a request that does not fit. Its clients read the numbers and shorten the
+    conversation.
+    """
     if over.answer:
         return f"input length and `max_tokens` exceed context limit: {over.tokens} + {over.answer} > {over.most}"
     return f"prompt is too long: {over.tokens} tokens > {over.most} maximum"
 
 
 def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
-    """The error as a client sees it. Of an unexpected one it learns only that it happened: the text is for the log.
-    names: what the client calls the engine's fields, where it uses other names.
+    """Return the error as a client sees it. Of an unexpected one it learns only that it happened: the text is for the
+    log. names: what the client calls the engine's fields, where it uses other names.
     """
     match error:
         case ApiError():
@@ -109,12 +112,12 @@ def not_json() -> ApiError:
 
 
 def returning() -> ApiError:
-    """The engine's workers are being restarted."""
+    """Return the error while the engine's workers are being restarted."""
     return ApiError(503, "the workers are being started again; try again soon", "server_error", "unavailable")
 
 
 def field_of(message: str) -> str:
-    """The field that one of our one-line errors names at its beginning."""
+    """Return the field that one of our one-line errors names at its beginning."""
     found = _FIELD.match(message)
     return found[1] if found else ""
 
@@ -130,11 +133,12 @@ def _refusal(error: RequestError, names: Mapping[str, str]) -> ApiError:
 
 def _validation(error: RequestValidationError) -> ApiError:
     errors: Any = error.errors()
-    branches = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]  # several of a union's
-    typed = [one for one in branches if not one["type"].endswith("_type")]  # of the branch that the client meant
+    # errors of several branches of a union
+    branches = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]
+    typed = [one for one in branches if not one["type"].endswith("_type")]  # errors of the branch that the client meant
     first = max(typed or branches, key=lambda one: len(one["loc"]))
     field = _path(first["loc"][1:])
-    if isinstance(error.body, bytes):  # not read as JSON, whatever it holds
+    if isinstance(error.body, bytes):  # the body was not read as JSON, whatever it holds
         return ApiError(400, "the body is not sent as JSON; add the header Content-Type: application/json")
     if first["type"] == "json_invalid":
         return not_json()
@@ -142,19 +146,19 @@ def _validation(error: RequestValidationError) -> ApiError:
         *above, name = first["loc"][1:]
         field = ".".join(filter(None, (_path(above), name[:_MOST_NAME])))
         return ApiError(400, f"{field}: is not supported by this server; leave it out", code="unsupported", param=field)
-    if first["loc"][1:2] == ("prompt",) and len(branches) > 1:  # nobody knows which one was meant
+    if first["loc"][1:2] == ("prompt",) and len(branches) > 1:  # which branch was meant is unknown
         halved = any(one["type"] == "string_unicode" for one in branches)
         return ApiError(400, f"prompt: {HALF_A_CHARACTER if halved else _PROMPT}", param="prompt")
     same = [one for one in branches if typed == [] and _path(one["loc"][1:]) == field]
     message = " or ".join(dict.fromkeys(map(_said, same or [first])))
-    if first["type"] == "value_error" and (named := field_of(message)):  # ours: it names the field
+    if first["type"] == "value_error" and (named := field_of(message)):  # one of our own errors, which names the field
         above = f"{field}." if field else ""
         return ApiError(400, above + message, param=above + named)
     return ApiError(400, f"{field or 'body'}: {message[0].lower()}{message[1:]}", param=field)
 
 
 def _path(location: Sequence[int | str]) -> str:
-    """A location in the body as messages[1].content, without pydantic's names of a union's branches."""
+    """Return a location in the body as messages[1].content, without pydantic's names of a union's branches."""
     path = ""
     for above, part in zip(("", *location), location, strict=False):
         if isinstance(part, int):
@@ -165,7 +169,7 @@ def _path(location: Sequence[int | str]) -> str:
 
 
 def _said(error: dict[str, Any]) -> str:
-    """What is wrong, without pydantic's own terms."""
+    """Return what is wrong, without pydantic's own terms."""
     more = error.get("ctx", {})
     kind = more.get("discriminator", "").strip("'")
     match error["type"]:

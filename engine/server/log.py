@@ -28,7 +28,7 @@ class JsonLines(logging.Formatter):
 
 
 class Readable(logging.Formatter):
-    """A record as one line to read: time, event, then the fields that say something."""
+    """A record as one line to read: time, event, then the fields that hold something."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
@@ -42,24 +42,24 @@ class Readable(logging.Formatter):
 
 
 def _printable(value: object) -> str:
-    """The value as text that cannot move a terminal's cursor: clients choose paths and users."""
+    """Return the value as text that cannot move a terminal's cursor: clients choose paths and users."""
     text = str(value)
     return text if text.isprintable() else ascii(text)
 
 
 class Log:
-    """prompts: whether prompts and answers may appear in it."""
+    """The server's log. prompts: whether prompts and answers may appear in it."""
 
     def __init__(self, prompts: bool = False):
         self.prompts = prompts
         self._logger = logging.getLogger(_LOGGER)
 
     def request(self, fields: dict[str, object]) -> None:
-        """A request has been answered."""
+        """Log a request that has been answered."""
         self._logger.info("request", extra={"fields": fields})
 
     def started(self, url: str, model: str, target: Ready) -> None:
-        """Requests are accepted from now on."""
+        """Log that requests are accepted from now on."""
         fields = {"url": url, "model": model, "activations": target.activations}
         fields |= {"weights": target.weights, "kv_type": target.kv_type}
         fields |= {"head": target.head} if target.head else {}
@@ -68,11 +68,11 @@ class Log:
         self._logger.info("serving", extra={"fields": fields | megabytes})
 
     def warn(self, text: str) -> None:
-        """Something that the operator should know."""
+        """Log something that the operator should know."""
         self._logger.warning(text)
 
     def failed(self, number: str, error: BaseException) -> None:
-        """An unexpected error."""
+        """Log an unexpected error."""
         self._logger.error("internal error", exc_info=error, extra={"fields": {"id": number}})
 
 

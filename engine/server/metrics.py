@@ -1,4 +1,4 @@
-"""Prometheus metrics: vLLM's names where it has one, so that its dashboards work, and talon's own beside them."""
+"""Prometheus metrics: vLLM's names where it has one, so that its dashboards work, and Talon's own beside them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class Latencies:
         self._model = model
 
     def emitted(self, before_s: float, tokens: int, first: bool) -> float:
-        """`tokens` tokens arrived, the previous ones at `before_s` (time.perf_counter). Returns when these arrived."""
+        """Count `tokens` tokens that arrived, the previous ones at `before_s` (time.perf_counter). Returns when these
+        arrived.
+        """
         now_s = time.perf_counter()
         if first:
             self._first.observe(now_s - before_s)
@@ -52,7 +54,7 @@ class Latencies:
         return now_s
 
     def ended(self, started_s: float, result: Result, reason: str) -> None:
-        """An answer is complete."""
+        """Count an answer that is complete."""
         self._whole.observe(time.perf_counter() - started_s)
         first, *later = result.rounds
         self._queued.observe(first.queued_us / 1e6)
@@ -61,12 +63,12 @@ class Latencies:
         self._ended.labels(self._model, reason).inc()
 
     def refused(self, status: int) -> None:
-        """A request was answered with an error."""
+        """Count a request that was answered with an error."""
         self._refused.labels(str(status)).inc()
 
 
 class EngineCollector(Collector):
-    """The engine's counters, read on request. changed: text of prompts that spoils the prefix cache."""
+    """Reads the engine's counters on request. changed: text of prompts that spoils the prefix cache."""
 
     def __init__(self, engine: Engine, model: str, changed: ChangedText):
         self.engine, self.model, self.changed = engine, model, changed
@@ -114,6 +116,6 @@ class EngineCollector(Collector):
     def _accepted_per_position(self, accepted_at: list[int]) -> Metric:
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
         family = CounterMetricFamily(name, "Of these, by place in the draft.", labels=["model_name", "position"])
-        for position, count in enumerate(accepted_at or [0]):  # the name exists before the first is accepted
+        for position, count in enumerate(accepted_at or [0]):  # the name exists before the first token is accepted
             family.add_metric([self.model, str(position)], count)
         return family

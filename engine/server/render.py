@@ -50,32 +50,34 @@ class Renderer(Protocol):
     done: bytes
 
     def opening(self) -> list[Chunk]:
-        """Chunks before the first token."""
+        """Return the chunks before the first token."""
 
     def progress(self, choice: int, progress: PromptProgress) -> list[Chunk]:
-        """The chunks that say how far the prompt is."""
+        """Return the chunks that say how far the prompt is."""
 
     def piece(self, choice: int, piece: Piece) -> list[Chunk]:
-        """The chunks of one round of a choice."""
+        """Return the chunks of one round of a choice."""
 
     def closing(self, choice: int, result: Result) -> list[Chunk]:
-        """The chunks that end a choice."""
+        """Return the chunks that end a choice."""
 
     def whole(self, results: Sequence[Result]) -> BaseModel:
-        """The whole answer with all choices."""
+        """Return the whole answer with all choices."""
 
     def ending(self, results: Sequence[Result]) -> list[Chunk]:
-        """The chunks after all choices."""
+        """Return the chunks after all choices."""
 
     def failure(self, error: ApiError) -> Chunk:
-        """The chunk of an error after the stream has begun."""
+        """Return the chunk of an error after the stream has begun."""
 
     def event(self, chunk: Chunk) -> bytes:
-        """A chunk as it is sent."""
+        """Return a chunk as it is sent."""
 
 
 class _Format:
-    """kind: the chunks' `object`. body: the request. unnamed: sources that are shown as "target"."""
+    """What the forms of chat and text completions share. kind: the chunks' `object`. body: the request. unnamed:
+    sources that are shown as "target".
+    """
 
     kind, letters = "", ""
     done = b"data: [DONE]\n\n"
@@ -98,12 +100,12 @@ class _Format:
             "model": model,
         }
         self._prompts = sum({id(one.prompt): len(one.prompt) for one in wanted}.values())
-        """Tokens. A prompt counts once, however many choices it has: they share its list. Equal prompts of a batch do
-        not.
+        """Tokens of prompts. A prompt counts once, however many choices it has: they share its list. Equal prompts of a
+        batch do not.
         """
 
     def ending(self, results: Sequence[Result]) -> list[Chunk]:
-        """The chunk that counts tokens, if it was asked for."""
+        """Return the chunk that counts tokens, if it was asked for."""
         if not self.body.includes_usage:
             return []
         figures = {"usage": self._usage(results).model_dump(), "metrics": self._metrics(results).model_dump()}
@@ -123,7 +125,9 @@ class _Format:
         )
 
     def _cached(self, results: Sequence[Result]) -> int:
-        """Tokens of the prompts that the prefix cache had; of a prompt with several choices, for each of them."""
+        """Return the tokens of the prompts that the prefix cache had; of a prompt with several choices, for each of
+        them.
+        """
         found: dict[int, int] = {}
         for one, result in zip(self.wanted, results, strict=True):
             cached = min(result.metrics.cached_tokens, len(one.prompt))
@@ -144,7 +148,7 @@ class _Format:
         chunk = {**self._head, "choices": [choice]}
         if self.body.counts_throughout:
             chunk["usage"] = self._count(self._sent).model_dump()
-        elif self.body.includes_usage:  # as OpenAI's, where usage follows
+        elif self.body.includes_usage:  # as OpenAI's chunks, where usage follows
             chunk["usage"] = None
         return chunk
 
@@ -248,7 +252,7 @@ class TextRenderer(_Format):
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self._answers: dict[int, TextStream] = {}
-        """For each choice that has begun, so that its echo was sent: the text of its answer's tokens."""
+        """The text of its answer's tokens, for each choice that has begun, so that its echo was sent."""
 
     def opening(self) -> list[Chunk]:
         return []
@@ -284,7 +288,7 @@ class TextRenderer(_Format):
         return self._chunk({"index": choice, "text": text, "logprobs": None, "finish_reason": None} | more)
 
     def _shown(self, choice: int, arrival: Piece | Result, text: str) -> tuple[str, TextLogprobs | None]:
-        """The text, and its tokens' log-probabilities. An echo comes before everything else."""
+        """Return the text, and its tokens' log-probabilities. An echo comes before everything else."""
         wanted = self.wanted[choice]
         echo = None if choice in self._answers else wanted.echo
         if choice not in self._answers:
@@ -313,19 +317,23 @@ class TextRenderer(_Format):
         )
 
     def _top(self, one: TokenLogprob) -> dict[str, float]:
-        """Of tokens with the same text, the likeliest counts; the token itself is always included."""
+        """Return the log-probability of each text: of tokens with the same text, the likeliest counts; the token itself
+        is always included.
+        """
         ranked = {self.vocabulary.text(token): logprob for token, logprob in reversed(one.top)}
         return {self.vocabulary.text(one.token): one.logprob} | ranked
 
 
 def unnamed_sources(config: Config) -> frozenset[str]:
-    """The sources that clients are not told of: where answers are shared, retrieval names what others were told."""
+    """Return the sources that clients are not told of: where answers are shared, retrieval names what
+    others were told.
+    """
     remembers = any(METHODS[name].remembers for name in parts(config))
     return frozenset({"retrieval"} if config.drafter.share_answers and remembers else ())
 
 
 def _metrics(results: Sequence[Result], ignored: list[str]) -> AnswerMetrics:
-    """Metrics of all choices together, which ran concurrently."""
+    """Return metrics of all choices together, which ran concurrently."""
     rounds = [round_ for result in results for round_ in result.rounds[1:]]
     tokens = sum(len(result.token_ids) for result in results)
     longest_s = max(len(result.token_ids) / result.metrics.tokens_per_second for result in results)

@@ -1,4 +1,4 @@
-"""Engine and HTTP server in one event loop, from the first signal to the last answer."""
+"""Runs engine and HTTP server in one event loop, from the first signal to the last answer."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ async def run_server(config: Config, settings: Settings, where: Listening) -> No
 
 
 def _tell(line: str) -> None:
-    """A line for a person, if standard error is a terminal; the log is for programs."""
+    """Print a line for a person, if standard error is a terminal; the log is for programs."""
     if sys.stderr.isatty():
         print(f"talon: {line}", file=sys.stderr)
 
 
 def listen(where: Listening) -> socket.socket:
-    """The socket, bound before a model is loaded, so that most failures show at once."""
+    """Return the socket, bound before a model is loaded, so that most failures show at once."""
     family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -88,7 +88,7 @@ def check_certificate(where: Listening) -> None:
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(where.certificate, where.key)
-    except OSError as error:  # of which SSLError is one
+    except OSError as error:  # SSLError is one of these
         raise ConfigError(f"--tls-cert {where.certificate}, --tls-key {where.key}: no such pair: {error}") from None
 
 
@@ -132,7 +132,9 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Replaces uvicorn's own, which would send the signal once more at the end, before the engine is closed."""
+        """Replace uvicorn's own handling, which would send the signal once more at the end, before the engine is
+        closed.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.handle_exit, number, None)
@@ -149,7 +151,7 @@ class _Server(uvicorn.Server):
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """While the model loads, SIGTERM ends the process as Ctrl-C does: workers and files are cleaned up."""
+    """End the process on SIGTERM as on Ctrl-C while the model loads: workers and files are cleaned up."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     told = False

@@ -29,8 +29,8 @@ _AS_THEY_ARE = ("name", "tool_call_id", "reasoning_content")
 
 
 class AskedMessage(Body):
-    """A chat message. `developer` is the newer name of `system`. content: of an answer it may be missing, null or
-    an empty list. name: of who wrote it; templates may use it.
+    """A chat message. `developer` is the newer name of `system`. content: of an answer it may be missing, null or an
+    empty list. name: who wrote it; templates may use it.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -52,7 +52,7 @@ class AskedMessage(Body):
         return self
 
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates take it: arguments of calls are objects."""
+        """Return the message as chat templates take it: arguments of calls are objects."""
         parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
@@ -61,8 +61,8 @@ class AskedMessage(Body):
 
 
 class StreamOptions(Body):
-    """include_usage: one more chunk at the end, without choices, that counts tokens. continuous_usage_stats: every
-    chunk counts those so far, as vLLM's do.
+    """What a stream sends besides the answer. include_usage: one more chunk at the end, without choices, that counts
+    tokens. continuous_usage_stats: every chunk counts those so far, as vLLM's do.
     """
 
     include_usage: bool = False
@@ -124,7 +124,7 @@ class SpeculationFields(Body):
 
 
 class Generation(Body):
-    """What chat and text completions have in common."""
+    """The fields that chat and text completions have in common."""
 
     model: str
     stream: bool = False

@@ -29,7 +29,7 @@ from engine.server.reading.progress import comment
 from engine.server.render import Renderer
 from engine.server.schema import ChatRequest
 from engine.server.settings import Settings
-from engine.server.tools.calling import Calling, SchemaPaths
+from engine.server.tools.calling import Calling, ClientNames
 from engine.server.traces import Traces
 from engine.server.translate import ChoiceRequest, chat_choices, names_of, owned, places_for
 from engine.server.vocabulary import Vocabulary
@@ -85,15 +85,15 @@ class Serving:
         request: Request,
         body: ChatRequest,
         renderer: Callable[[list[ChoiceRequest], Calling], Renderer],
-        paths: SchemaPaths | None = None,
+        names: ClientNames | None = None,
     ) -> Response:
-        """Answer a chat request; `renderer` says in which API's form, and `paths` what the client calls its schemas.
+        """Answer a chat request; `renderer` says in which API's form, and `names` what the client calls its parts.
         Raises TalonError for what refuses it.
         """
         self.check()
-        request.state.names = names_of(body)
+        request.state.names = names_of(body, names)
         with places_for(body, body.n, self.engine, self.settings) as places:
-            calling = await anyio.to_thread.run_sync(Calling.of, body, self.answers, paths)
+            calling = await anyio.to_thread.run_sync(Calling.of, body, self.answers, names)
             choices = await chat_choices(body, self.engine, self.settings, self.vocabulary, calling)
             wanted = owned(choices, request.state.owner, self.engine.config)
             self.note(calling.noted, _NOT_IN_GRAMMARS)
@@ -108,7 +108,9 @@ class Serving:
         places: Reservation,
         calling: Calling | None = None,
     ) -> Response:
-        """A stream begins once the engine has accepted the request, so that refusals get their own HTTP status."""
+        """Answer a request. A stream begins once the engine has accepted it, so that refusals get their own HTTP
+        status.
+        """
         choices = RunningChoices(self.engine, wanted, self.latencies, places)
         record = request.state.record
         record |= {"model": body.model, "stream": body.stream, "choices": len(wanted)}
@@ -155,7 +157,8 @@ class Serving:
             try:
                 yield _events(format_, format_.opening())
                 async for event in choices:
-                    if chunks := results.rendered(event, format_):  # what sends nothing must not put off a comment
+                    # an event that sends nothing must not put off a comment
+                    if chunks := results.rendered(event, format_):
                         yield _events(format_, chunks)
                 yield _events(format_, format_.ending(results.complete))
                 await results.compare()
@@ -200,7 +203,7 @@ class Results:
                 self._see(event)
 
     def rendered(self, event: Event, format_: Renderer) -> list[Chunk]:
-        """The chunks of an event."""
+        """Return the chunks of an event."""
         self._see(event)
         choice, arrival = event
         if isinstance(arrival, PromptProgress):

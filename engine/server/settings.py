@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """model: the name that clients use. api_keys: any of them grants access; empty: everyone has access. cors_origins:
+    """The options of one server.
+
+    model: the name that clients use. api_keys: any of them grants access; empty: everyone has access. cors_origins:
     pages of these origins may call; empty: no page of another origin. max_body_bytes: of a request. max_prompt_tokens:
     None: what the context holds. clamp_max_tokens: a max_tokens beyond the rest of the context means that rest; False:
-    it is refused. max_choices: maximum answers of one request, over all of its prompts. root_path: where a proxy
-    serves this, such as /talon; it may remove that from the paths, or not. log_prompts: put prompts and answers into
-    the log. tool_format: how calls of tools are written, None: as the chat template says. traces: an OTLP endpoint
-    for OpenTelemetry, such as http://localhost:4318/v1/traces.
+    it is refused. max_choices: maximum answers of one request, over all of its prompts. root_path: where a proxy serves
+    this, such as /talon; it may remove that from the paths, or not. log_prompts: put prompts and answers into the log.
+    tool_format: how calls of tools are written, None: as the chat template says. traces: an OTLP endpoint for
+    OpenTelemetry, such as http://localhost:4318/v1/traces.
     """
 
     model: str

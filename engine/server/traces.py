@@ -38,13 +38,13 @@ def check(endpoint: str | None) -> None:
 
 
 class Traces:
-    """endpoint: where spans are sent, as OTLP over HTTP; None: nowhere."""
+    """Sends spans of requests. endpoint: where spans are sent, as OTLP over HTTP; None: nowhere."""
 
     def __init__(self, endpoint: str | None):
         self._provider = None if endpoint is None else _provider(endpoint)
 
     def request(self, headers: Mapping[str, str], fields: Mapping[str, Any]) -> None:
-        """A request has been answered, just now."""
+        """Send a span of a request that has been answered, just now."""
         if self._provider is None:
             return
         from opentelemetry.trace import SpanKind

@@ -29,7 +29,7 @@ from engine.server.schema import (
     TokenizeRequest,
 )
 from engine.server.settings import Settings
-from engine.server.tools.calling import Calling
+from engine.server.tools.calling import Calling, ClientNames
 from engine.server.vocabulary import Vocabulary
 from engine.text.chat import Rendering
 from engine.text.fill_in import FillIn
@@ -53,7 +53,7 @@ class ChoiceRequest:
 
 
 def places_for(body: Generation, choices: int, engine: Engine, settings: Settings) -> Reservation:
-    """Places for all choices of a request, before its prompts are tokenised. Raises QueueFull or ApiError."""
+    """Reserve places for all choices of a request, before its prompts are tokenised. Raises QueueFull or ApiError."""
     check_model(body.model, settings)
     most = min(settings.max_choices, engine.config.queue.size)
     if choices > most:
@@ -62,7 +62,7 @@ def places_for(body: Generation, choices: int, engine: Engine, settings: Setting
 
 
 def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
-    """The chat request that another API's request is translated to. Raises RequestValidationError."""
+    """Return the chat request that another API's request is translated to. Raises RequestValidationError."""
     try:
         return ChatRequest.model_validate(fields)
     except ValidationError as error:
@@ -71,7 +71,7 @@ def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
 
 
 async def chat_prompt(body: ChatRequest, engine: Engine, settings: Settings, calling: Calling) -> list[int]:
-    """The tokens of a chat request's messages. Raises RequestError or ApiError."""
+    """Return the tokens of a chat request's messages. Raises RequestError or ApiError."""
     messages = [message.plain() for message in body.messages]
     rendering = replace(body.rendering, tools=calling.shown)
     return await _encoded("messages", messages, engine, settings, rendering)
@@ -80,7 +80,7 @@ async def chat_prompt(body: ChatRequest, engine: Engine, settings: Settings, cal
 async def chat_choices(
     body: ChatRequest, engine: Engine, settings: Settings, vocabulary: Vocabulary, calling: Calling
 ) -> list[ChoiceRequest]:
-    """The choices of a chat request. Raises RequestError or ApiError."""
+    """Return the choices of a chat request. Raises RequestError or ApiError."""
     prompt = await chat_prompt(body, engine, settings, calling)
     calling = calling.after(vocabulary.texts(prompt[-_OPENING:]))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -103,8 +103,8 @@ async def text_choices(
     vocabulary: Vocabulary,
     fill_in: FillIn | None,
 ) -> list[ChoiceRequest]:
-    """The choices of a text completion, those of the first prompt first. fill_in: how the model fills in, None if it
-    cannot. Raises RequestError or ApiError.
+    """Return the choices of a text completion, those of the first prompt first. fill_in: how the model fills in, None
+    if it cannot. Raises RequestError or ApiError.
     """
     more: dict[str, Any] = {
         "max_tokens": _limit(body.limit, engine.target.context, settings),
@@ -132,7 +132,9 @@ async def text_choices(
 
 
 def owned(wanted: Sequence[ChoiceRequest], owner: str | None, config: Config) -> list[ChoiceRequest]:
-    """The choices, drafted for from the earlier answers of `owner` alone, or of all where the operator shares them."""
+    """Return the choices, drafted for from the earlier answers of `owner` alone, or of all where the operator shares
+    them.
+    """
     whose = "" if config.drafter.share_answers else owner
 
     def of(sampling: SamplingParams) -> SamplingParams:
@@ -142,9 +144,14 @@ def owned(wanted: Sequence[ChoiceRequest], owner: str | None, config: Config) ->
     return [replace(one, sampling=of(one.sampling)) for one in wanted]
 
 
-def names_of(body: ChatRequest | CompletionRequest | TokenizeRequest) -> dict[str, str]:
-    """What the client calls the engine's fields, where it uses other names."""
-    names = {}
+def names_of(
+    body: ChatRequest | CompletionRequest | TokenizeRequest, client: ClientNames | None = None
+) -> dict[str, str]:
+    """Return what the client calls the engine's fields, where it uses other names. client: those of an API whose
+    requests are translated to chat requests.
+    """
+    own = {} if client is None else client.fields
+    names = dict(own)
     if not isinstance(body, CompletionRequest) and body.messages is not None:
         names["prompt"] = "messages"
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
@@ -152,11 +159,11 @@ def names_of(body: ChatRequest | CompletionRequest | TokenizeRequest) -> dict[st
     if isinstance(body, Generation):
         tools = isinstance(body, ChatRequest) and body.tools is not None and body.tool_choice != "none"
         names["grammar"] = "tools" if tools else _grammar(body)[0]
-    return names
+    return {field: own.get(name, name) for field, name in names.items()}
 
 
 def _limit(asked: int | None, room: int, settings: Settings) -> int:
-    """The maximum of an answer's tokens. None: what the context has room for. Of 0 the engine makes one, not shown."""
+    """Return the maximum of an answer's tokens. None: the rest of the context. Of 0 the engine makes one, not shown."""
     if asked is None:
         return room
     return max(1, min(asked, room) if settings.clamp_max_tokens else asked)
@@ -184,8 +191,8 @@ def check_model(model: str, settings: Settings) -> None:
 
 
 def _sampling(body: Generation, **more: Any) -> SamplingParams:
-    """The parameters that all choices share. Fields left open take the model's own values; sampling is the default,
-    with a random seed.
+    """Return the parameters that all choices share. Fields left open take the model's own values; sampling is the
+    default, with a random seed.
     """
     values = {
         "temperature": body.temperature,
@@ -203,7 +210,7 @@ def _sampling(body: Generation, **more: Any) -> SamplingParams:
 
 
 def _grammar(body: Generation) -> tuple[str, Any]:
-    """The field that says what the answer must look like, and the engine's grammar for it."""
+    """Return the field that says what the answer must look like, and the engine's grammar for it."""
     wanted = body.response_format if isinstance(body, ChatRequest) else None
     if isinstance(wanted, JsonSchemaFormat):
         return "response_format.json_schema.schema", {"json_schema": wanted.json_schema.schema_}

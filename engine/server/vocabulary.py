@@ -11,7 +11,9 @@ from engine.text.token_pieces import PARTIAL, raw_bytes
 
 
 class Vocabulary:
-    """tokenizer: of `load_tokenizer`. A token may be part of a character: its text is U+FFFD then, its bytes exact."""
+    """The tokens of one model as clients see them. tokenizer: of `load_tokenizer`. A token may be part of a character:
+    its text is U+FFFD then, its bytes exact.
+    """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -20,16 +22,18 @@ class Vocabulary:
         self.bytes = lru_cache(maxsize=1 << 16)(self._bytes)
 
     def texts(self, tokens: list[int]) -> str:
-        """The text of several tokens together, special ones included."""
+        """Return the text of several tokens together, special ones included."""
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def stream(self, special: bool = False, before: Sequence[int] = ()) -> TextStream:
-        """The text of tokens one after another, as the engine makes it: see `TextStream`."""
+        """Return a stream of the text of tokens one after another, as the engine makes it: see `TextStream`."""
         return TextStream(self._tokenizer, special=special, before=before)
 
     def prompt_offsets(self, tokens: list[int], text: str) -> list[int]:
-        """Where each token of a prompt begins in its text. Special tokens that the tokenizer has added begin at 0."""
+        """Return where each token of a prompt begins in its text. Special tokens that the tokenizer has added begin at
+        0.
+        """
         added = 0
         while added < len(tokens) and self._is_special(tokens[added]) and not text.startswith(self.text(tokens[added])):
             added += 1
@@ -41,7 +45,9 @@ class Vocabulary:
         return not text
 
     def _text(self, token: int) -> str:
-        """Decoded after another token, since the decoders of SentencePiece drop the space that a text begins with."""
+        """Decode a token after another one, since the decoders of SentencePiece drop the space that a
+        text begins with.
+        """
         return self.texts([*self._anchor, token])[len(self.texts(self._anchor)) :]
 
     def _bytes(self, token: int) -> list[int]:
@@ -51,7 +57,9 @@ class Vocabulary:
 
 
 def offset(stream: TextStream, token: int) -> int:
-    """Where `token` begins in the stream's text, to which it is added. The tokens of one character begin together."""
+    """Return where `token` begins in the stream's text, to which it is added. The tokens of one character begin
+    together.
+    """
     begins = len(stream.text)
     stream.push(token)
     return begins

@@ -1,4 +1,4 @@
 """Tokens to text and back: chat messages, pieces of answers, stop texts.
 
-Imports `engine.core`; the tokenizer is handed in.
+The folder imports `engine.core`; the tokenizer is handed in.
 """

@@ -17,8 +17,8 @@ BLANKS = r"[ \t\r\n]*"
 
 @dataclass(frozen=True)
 class Recipient:
-    """Another form of a call: a message to the tool. It is `begin`, the tool's name, one of `middles`, the arguments,
-    at the beginning of an answer or after the `header` of a message.
+    """Another form of a call: a message to the tool. It is `begin`, the tool's name, one of `middles` and the
+    arguments, at the beginning of an answer or after the `header` of a message.
     """
 
     header: str
@@ -31,13 +31,13 @@ class ToolFormat:
     """How calls are written: `opens`, then calls with `between` between them, then `closes`. A call is `begin`, the
     tool's name, `middle`, its arguments, `end`.
 
-    marks: texts that a chat template of this format contains, all of them. unlike: texts that none contains, of
-    formats that look alike. trigger: the beginning of `opens` + `begin` after which an answer is a call. leading: calls
-    come at the beginning of an answer only. single: an answer is one call at most. arguments: how they are written: a
-    JSON object, Qwen3-Coder's <parameter=NAME>, or Gemma's object with its texts between two `quote`. skipped: control
-    texts between the parts of an answer that are not part of its text. id_length: of a call's id, where the template
-    wants one. bare: some models of this format leave out what calls are written between, so an answer that begins with
-    the JSON of a call is one. recipient: a call's other form, if it has one.
+    marks: texts that a chat template of this format contains, all of them. unlike: texts that no such template
+    contains, of formats that look alike. trigger: the beginning of `opens` + `begin` after which an answer is a call.
+    leading: calls come at the beginning of an answer only. single: an answer is one call at most. arguments: how they
+    are written: a JSON object, Qwen3-Coder's <parameter=NAME>, or Gemma's object with its texts between two `quote`.
+    skipped: control texts between the parts of an answer that are not part of its text. id_length: of a call's id,
+    where the template wants one. bare: some models of this format leave out what calls are written between, so an
+    answer that begins with the JSON of a call is one. recipient: a call's other form, if it has one.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ToolFormat:
 
     @property
     def rest(self) -> str:
-        """What follows the trigger, up to the first tool's name."""
+        """The text from the trigger to the first tool's name."""
         return (self.opens + self.begin).removeprefix(self.trigger)
 
 
@@ -96,7 +96,7 @@ _HARMONY = (
     "<|end|>",
 )
 
-TOOL_FORMATS = (  # the first whose marks a template contains
+TOOL_FORMATS = (  # the first whose marks a template contains is taken
     ToolFormat(
         "harmony",
         marks=("<|channel|>", "functions."),  # its templates write the name apart
@@ -227,8 +227,8 @@ class AnswerFormat:
 
     @classmethod
     def of(cls, tokenizer: Any, name: str | None = None) -> AnswerFormat:
-        """The format of a tokenizer's chat template. name: of a tool format, instead of that found.
-        Raises ConfigError if there is no such name.
+        """Find the format of a tokenizer's chat template. name: of a tool format, instead of that found. Raises
+        ConfigError if there is no such name.
         """
         template = _text_of(tokenizer.chat_template)
         named = {one.name: one for one in TOOL_FORMATS}
@@ -245,7 +245,7 @@ class AnswerFormat:
         return self.special - self.marks(calls=True)
 
     def marks(self, calls: bool) -> frozenset[int]:
-        """The added tokens that reasoning, and `calls`, are written with."""
+        """Return the added tokens that reasoning, and with `calls` the calls, are written with."""
         texts = list(self.tools.skipped) if self.tools is not None else []
         if self.reasoning is not None:
             texts += [self.reasoning.begin, self.reasoning.end]
@@ -258,8 +258,8 @@ class AnswerFormat:
 @dataclass(frozen=True)
 class BareForm:
     """How a call is written without its marks. lead: regular expression of what comes before the arguments of the tool
-    NAME. end: of what follows them. indented: whether the JSON may be, and be in a fence, which one call opens and the
-    same or a later one closes.
+    NAME. end: of what follows them. indented: whether the JSON may be indented, and be in a fence, which one call opens
+    and the same or a later one closes.
     """
 
     lead: str
@@ -286,5 +286,5 @@ def _reasoning_of(template: str) -> ReasoningFormat | None:
 
 
 def _text_of(template: Any) -> str:
-    """A chat template's text; a tokenizer may have several, of which one is for tools."""
+    """Return a chat template's text; a tokenizer may have several, of which one is for tools."""
     return "\n".join(template.values()) if isinstance(template, dict) else template or ""

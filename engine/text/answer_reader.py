@@ -23,10 +23,10 @@ class AnswerPart(NamedTuple):
 
 
 class AnswerReader:
-    """`feed` it an answer's text, control tokens of `format_` included; `end` gives what it has held back.
+    """Takes an answer's text with `feed`, control tokens of `format_` included; `end` gives what it has held back.
 
-    tools: that may be called; none: calls are text. thinking: the answer begins within reasoning. A call that is cut
-    off, by `max_tokens` or a stop text, is as far as it came.
+    tools: that may be called; without any, calls are text. thinking: the answer begins within reasoning. A call that is
+    cut off, by `max_tokens` or a stop text, ends where it was cut.
     """
 
     def __init__(self, format_: AnswerFormat, tools: Sequence[Tool] = (), thinking: bool = False):
@@ -41,15 +41,15 @@ class AnswerReader:
             (form, re.compile(form.lead.replace("NAME", f"(?P<name>{names})"))) for form in BARE_FORMS if bare
         ]
         self._bare_end: re.Pattern[str] | None = None
-        self._middles: Sequence[str] = ()  # what may follow the name of the call
+        self._middles: Sequence[str] = ()  # texts that may follow the name of the call
         self._held, self._blank = "", ""
         self._arguments: ArgumentsReader | None = None
         self._state: Callable[[], list[AnswerPart] | None] = self._thinks if thinking else self._opens
-        self._said, self._thought = False, False  # text that is not blank; reasoning
+        self._said, self._thought = False, False  # whether there was text that is not blank, and reasoning
         self.calls = 0
 
     def feed(self, text: str) -> list[AnswerPart]:
-        """The parts that are certain now."""
+        """Read more text, and return the parts that are certain now."""
         self._held += text
         parts: list[AnswerPart] = []
         while (found := self._state()) is not None:
@@ -57,7 +57,7 @@ class AnswerReader:
         return _joined(parts)
 
     def end(self) -> list[AnswerPart]:
-        """The rest, after which nothing follows."""
+        """Return the rest, after which nothing follows."""
         held, blank, self._held, self._blank = self._held, self._blank, "", ""
         if self._state == self._thinks:
             return [AnswerPart("reasoning", held)] if held else []
@@ -70,7 +70,7 @@ class AnswerReader:
     # Each state reads what it can of the text held, and returns the parts; None when it needs more text.
 
     def _opens(self) -> list[AnswerPart] | None:
-        """A message begins: whom it is to, if it is to a tool."""
+        """Begin a message: whom it is to, if it is to a tool."""
         if self._recipient is not None:
             begin = self._recipient.begin
             if (found := re.match(BLANKS + re.escape(begin), self._held)) is not None:
@@ -109,7 +109,9 @@ class AnswerReader:
         return not self._said and (held.startswith(tools.trigger) or tools.trigger.startswith(held))
 
     def _say(self, text: str, held: int) -> list[AnswerPart] | None:
-        """The text's part; blanks wait for what follows, and do not begin or end a part where others are beside it."""
+        """Return the text's part. Blanks wait for what follows: where other parts stand beside a text, it does not
+        begin or end with them.
+        """
         self._held = self._held[len(self._held) - held :] if held else ""
         text = self._blank + text
         shown = text.rstrip() if self._reasoning is not None or self._tools is not None else text
@@ -132,7 +134,7 @@ class AnswerReader:
         return [AnswerPart("reasoning", thought)] if thought else None
 
     def _maybe_bare(self) -> list[AnswerPart] | Literal[True] | None:
-        """The bare call that comes next, None if it may be one yet, True if it is none."""
+        """Return the bare call that comes next, None if it may yet become one, True if it is none."""
         held = _unblanked(self._held)
         for form, lead in self._bare:
             if (match := lead.match(held)) is not None:
@@ -151,7 +153,7 @@ class AnswerReader:
         return []
 
     def _follows_bare(self) -> list[AnswerPart] | None:
-        """After a bare call another one may follow, on a line of its own, in the same fence or another."""
+        """Read what follows a bare call: another one, on a line of its own, in the same fence or another."""
         behind = _BEHIND_BARE.match(self._held)
         assert behind is not None
         self._held = self._held[behind.end() :]
@@ -193,7 +195,7 @@ class AnswerReader:
         return self._expect(self._tools.end, self._between)
 
     def _between(self) -> list[AnswerPart] | None:
-        """After a call another one follows, or nothing that is shown."""
+        """Read what follows a call: another one, or nothing that is shown."""
         assert self._tools is not None
         following = self._tools.between + self._tools.begin
         if not self._held.startswith(following):
@@ -223,13 +225,13 @@ def _unblanked(text: str) -> str:
 
 
 def _first(text: str, marks: Mapping[str, object]) -> tuple[int, str]:
-    """The first mark in the text, the longest of those at one place, and where it is; "" if there is none."""
+    """Return the first mark in the text, the longest of those at one place, and where it is; "" if there is none."""
     found = [(text.find(mark), mark) for mark in marks if mark in text]
     return min(found, key=lambda one: (one[0], -len(one[1])), default=(-1, ""))
 
 
 def _joined(parts: Sequence[AnswerPart]) -> list[AnswerPart]:
-    """The parts, with neighbours of one kind as one; a call's name is whole."""
+    """Join neighbouring parts of one kind; a call's name is whole."""
     joined: list[AnswerPart] = []
     for part in parts:
         if joined and joined[-1].kind == part.kind != "call":

@@ -1,7 +1,7 @@
-"""The arguments of a call as they arrive, however a model writes them: JSON comes out, piece by piece.
+"""Reads the arguments of a call as they arrive, however a model writes them: JSON comes out, piece by piece.
 
-A reader's `feed` takes text that begins where the last left off, and says how many characters of it it has read, and
-the JSON that they stand for; `done` once the arguments are complete: what follows is not read.
+A reader's `feed` takes text that begins where the last piece ended. It returns how many characters it has read, and the
+JSON that they stand for. `done` says that the arguments are complete: what follows is not read.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _PLAIN = re.compile(r"[^{}\[\],\s]+")
 
 
 class ArgumentsReader(Protocol):
-    """See the module."""
+    """What every reader has; see the module."""
 
     done: bool
 
     def feed(self, text: str) -> tuple[int, str]:
-        """Read what is certain."""
+        """Read what is certain, and return the number of characters read and their JSON."""
 
 
 class JsonReader:
-    """A JSON value as it is: `done` when it has closed what it opened."""
+    """Reads a JSON value as it is: `done` when it has closed what it opened."""
 
     def __init__(self) -> None:
         self.done = False
@@ -51,8 +51,8 @@ class JsonReader:
 
 
 class ParametersReader:
-    """Qwen3-Coder's: <parameter=NAME>, a line with the value, </parameter>. texts: the names of parameters whose values
-    are written as they are; others are JSON.
+    """Reads Qwen3-Coder's parameters: <parameter=NAME>, a line with the value, </parameter>. texts: the names of
+    parameters whose values are written as they are; others are JSON.
     """
 
     _OPENS, _CLOSES, _ENDS = "\n<parameter=", "\n</parameter>", "\n</function>"
@@ -97,7 +97,7 @@ class ParametersReader:
 
 
 class GemmaReader:
-    """Gemma's object: names without quotes, and texts between two `quote`."""
+    """Reads Gemma's object: names without quotes, and texts between two `quote`."""
 
     def __init__(self, quote: str):
         self.done = False
@@ -142,7 +142,7 @@ class GemmaReader:
 
 
 def begun(text: str, mark: str) -> int:
-    """How many characters of the beginning of `mark` the text ends with; never all of them."""
+    """Return with how many characters of the beginning of `mark` the text ends; never all of them."""
     for count in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:count]):
             return count

@@ -1,6 +1,6 @@
 """Chat messages to token ids: control tokens are those that the chat template writes, never what a message spells.
 
-A template is a program, so only a trial tells what it wrote from what it copied: it runs again on messages in disguise,
+A template is a program, so only a trial tells what it wrote from what it copied. It runs again on messages in disguise,
 whose characters are replaced, one by one, with private-use characters that the text does not hold. If the outcome is
 the text in disguise, whatever still spells a control token in it is the template's own.
 """
@@ -22,9 +22,9 @@ from engine.core.errors import RequestError, first_line, shown
 from engine.text.token_pieces import special_tokens
 
 _BLOCK = 256
-_BLOCKS = range(0xF0000 // _BLOCK, 0x10FF00 // _BLOCK)  # of private-use characters
-_ESCAPED = '"\\'  # JSON's escapes would depend on the disguise
-_RESERVED = {  # arguments of `apply_chat_template` in `transformers`, of which templates see some
+_BLOCKS = range(0xF0000 // _BLOCK, 0x10FF00 // _BLOCK)  # blocks of private-use characters
+_ESCAPED = '"\\'  # their escapes in JSON would depend on the disguise
+_RESERVED = {  # arguments of `apply_chat_template` in `transformers`, some of which templates see
     *("self", "conversation", "messages", "tools", "documents", "chat_template", "kwargs", "tokenizer_kwargs"),
     *("add_generation_prompt", "continue_final_message", "sanitize_control_tokens", "tokenize", "truncation"),
     *("padding", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
@@ -37,7 +37,7 @@ _Change = Callable[[str], str]
 class Rendering:
     """How chat messages become a prompt. opens_answer: the prompt ends with what begins an answer. continues: the
     answer continues the last message, which is left open. variables: of the template, such as enable_thinking. tools:
-    that the answer may call, as OpenAI writes them.
+    those that the answer may call, as OpenAI writes them.
     """
 
     opens_answer: bool = True
@@ -47,7 +47,7 @@ class Rendering:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of `apply_chat_template`. No variable may take the place of one of the method's own."""
+        """The arguments of `apply_chat_template`. No variable may take the place of one of the method's own."""
         if taken := self.variables.keys() & _RESERVED:
             raise RequestError(f"chat_template_kwargs.{min(taken)}: is no variable of a chat template; leave it out")
         own = {"add_generation_prompt": self.opens_answer, "continue_final_message": self.continues}
@@ -55,7 +55,7 @@ class Rendering:
 
 
 def render(tokenizer: Any, messages: Sequence[Any], rendering: Rendering) -> str:
-    """The text that the chat template makes of the messages. Raises RequestError."""
+    """Return the text that the chat template makes of the messages. Raises RequestError."""
     arguments = rendering.arguments
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
@@ -64,8 +64,8 @@ def render(tokenizer: Any, messages: Sequence[Any], rendering: Rendering) -> str
 
 
 def turn_end(tokenizer: Any) -> int | None:
-    """The added token that the chat template writes after an assistant's turn, the last one if it says; None if it
-    writes none.
+    """Return the added token that the chat template writes after an assistant's turn, the last one if it writes
+    several; None if it writes none.
     """
     if not tokenizer.chat_template:
         return None
@@ -82,7 +82,7 @@ def turn_end(tokenizer: Any) -> int | None:
 
 
 def chat_tokens(tokenizer: Any, messages: Sequence[Any], text: str, rendering: Rendering) -> list[int]:
-    """The token ids of chat messages, of which the chat template makes `text`."""
+    """Return the token ids of chat messages, of which the chat template makes `text`."""
     named = [name for name in special_tokens(tokenizer).values() if name.strip()]
     if named and (spelled := _places(named, text)):
         own = _places_of_template(tokenizer, messages, text, rendering, named)
@@ -96,22 +96,22 @@ def _places(named: Iterable[str], text: str) -> list[tuple[int, int]]:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """The longest of the texts at a place, as tokenizers find special tokens."""
+    """Match the longest of the texts at a place, as tokenizers find special tokens."""
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)")
 
 
-# What the template wrote.
+# Which places of a text the template wrote.
 
 
 def _places_of_template(
     tokenizer: Any, messages: Sequence[Any], text: str, rendering: Rendering, named: Sequence[str]
 ) -> list[tuple[int, int]]:
-    """Where in `text` the template itself wrote control tokens."""
+    """Return where in `text` the template itself wrote control tokens."""
     disguise = Disguise.of(text, named)
 
     def rendered(every: bool, hidden: Iterable[str]) -> str | None:
-        """The disguised text, None if the disguise changes what the template does. every: disguise all characters, and
-        not only those that spell one of the `hidden`.
+        """Return the disguised text, None if the disguise changes what the template does. every: disguise all
+        characters, and not only those that spell one of the `hidden`.
         """
         pattern = _any_of(hidden)
 
@@ -130,8 +130,8 @@ def _places_of_template(
             return None
         return outcome if disguise.reveal(outcome) == text else None
 
-    # a template that tests what a message holds does not know it in disguise: then only control tokens are disguised,
-    # and of these only the ones that it does not test for
+    # A template that tests what a message holds does not know it in disguise: then only control tokens are disguised,
+    # and of these only the ones that it does not test for.
     outcome = rendered(True, named) or rendered(False, named)
     if outcome is None:
         held = {match[0] for value in _texts([*messages, *rendering.tools]) for match in _any_of(named).finditer(value)}
@@ -146,13 +146,17 @@ def _places_of_template(
 
 @dataclass(frozen=True)
 class Disguise:
-    """table: of `str.translate`, from characters to private-use ones that the text does not hold."""
+    """Replaces characters, so that what is copied can be told from what a template writes. table: of `str.translate`,
+    from characters to private-use ones that the text does not hold.
+    """
 
     table: dict[int, int]
 
     @classmethod
     def of(cls, text: str, named: Sequence[str]) -> Disguise:
-        """A disguise for what is copied into `text`. Raises RequestError if it holds all private-use blocks."""
+        """Make a disguise for what is copied into `text`. Raises RequestError if the text holds all
+        private-use blocks.
+        """
         taken = {ord(character) // _BLOCK for character in text if ord(character) >= _BLOCKS[0] * _BLOCK}
         block = next((block for block in _BLOCKS if block not in taken), None)
         if block is None:
@@ -166,7 +170,7 @@ class Disguise:
 
 
 def _changed(value: Any, changed: _Change, spelled: _Change) -> Any:
-    """A message, or a value in one, with its texts changed; those that templates test, and keys, as `spelled` says."""
+    """Change the texts of a message, or of a value in one; those that templates test, and keys, as `spelled` says."""
     if isinstance(value, str):
         return changed(value)
     if isinstance(value, Mapping):
@@ -182,7 +186,7 @@ def _changed(value: Any, changed: _Change, spelled: _Change) -> Any:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value."""
+    """Yield all texts in a value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -199,8 +203,9 @@ def _texts(value: Any) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _PlainTokenizer:
-    """A copy of a tokenizer for which a special token's text is text. The tokens themselves have a mark before it, that
-    nobody can guess. ids: the original ids of the tokens so marked. A marked one is a token within a word too.
+    """A copy of a tokenizer for which a special token's text is text. Before the special tokens themselves stands a
+    mark that nobody can guess. ids: the original ids of the tokens so marked. A marked token is found within a word
+    too.
     """
 
     tokenizer: Tokenizer
@@ -228,7 +233,7 @@ _plain: WeakKeyDictionary[Any, _PlainTokenizer] = WeakKeyDictionary()
 
 
 def _without_others(tokenizer: Any, text: str, own: Sequence[tuple[int, int]]) -> list[int]:
-    """The token ids of `text`, in which special tokens are at the places `own` alone. Raises RequestError."""
+    """Return the token ids of `text`, in which special tokens are at the places `own` alone. Raises RequestError."""
     if tokenizer not in _plain:
         _plain[tokenizer] = _PlainTokenizer.of(tokenizer)
     plain, marked, end = _plain[tokenizer], "", 0
@@ -237,7 +242,7 @@ def _without_others(tokenizer: Any, text: str, own: Sequence[tuple[int, int]]) -
         marked += text[end:start] + plain.mark + text[start:stop]
         end = stop
     ids = plain.tokenizer.encode(marked + text[end:], add_special_tokens=False).ids
-    if sum(token in plain.ids for token in ids) != len(places):  # the mark would be in the prompt
+    if sum(token in plain.ids for token in ids) != len(places):  # the mark would otherwise be in the prompt
         spelled = sorted({*_places(special_tokens(tokenizer).values(), text)}.difference(own))
         names = [text[start:stop] for start, stop in spelled]
         raise RequestError(
@@ -248,14 +253,14 @@ def _without_others(tokenizer: Any, text: str, own: Sequence[tuple[int, int]]) -
 
 
 def _tokens_at(tokenizer: Any, text: str, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Keep the places at which the tokenizer finds the special token that is written there: some are none within a
-    word, or after other text.
+    """Keep the places at which the tokenizer finds the special token that is written there: within a word, or after
+    other text, it may find none.
     """
     encoded, special = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False), special_tokens(tokenizer)
     found = [(*span, special[i]) for i, span in zip(encoded.ids, encoded.offsets, strict=True) if i in special]
 
     def is_token(start: int, stop: int) -> bool:
-        """Spans hold the white space that a token takes with it."""
+        """Return whether a token is there. Spans hold the white space that a token takes with it."""
         before = bisect_right(found, start, key=itemgetter(0))
         _, end, name = found[before - 1] if before else (0, 0, "")
         return bool(end >= stop and name == text[start:stop])

@@ -1,4 +1,4 @@
-"""Text and chat messages to tokens."""
+"""Encodes text and chat messages as tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from engine.text.chat import Rendering, chat_tokens, render
 def encode_text(
     tokenizer: Any, prompt: str | Sequence[Any], raw: bool = False, rendering: Rendering | None = None
 ) -> list[int]:
-    """Token ids of a text (one user message, unless `raw`) or of chat messages, through the chat template.
+    """Return the token ids of a text (one user message, unless `raw`) or of chat messages, through the chat template.
 
     What a message spells never becomes a special token; a text that is taken as it is (`raw`, or without a template)
-    may spell them, and where it has no tokens it is the token that begins texts, if the tokenizer has one. Raises
-    RequestError for messages it cannot take.
+    may spell special tokens. Where such a text has no tokens, the result is the token that begins texts, if the
+    tokenizer has one. Raises RequestError for messages that it cannot take.
     """
     if isinstance(prompt, str):
         if raw or not tokenizer.chat_template:
@@ -35,8 +35,8 @@ def encode_text(
 
 
 def _raw_tokens(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text that may spell special ones. The token that the tokenizer begins a text with is not there
-    twice, where the text spells it too.
+    """Return the tokens of a text that may spell special ones. Where the text spells the token that the tokenizer
+    begins texts with, it is not there twice.
     """
     _check_text(text)
     tokens: list[int] = list(tokenizer(text)["input_ids"])

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: a prompt of the text before the cursor and that after it, with the model's own tokens."""
+"""Fill-in-the-middle: a prompt of the text before the cursor and the text after it, with the model's own tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from engine.core.errors import RequestError
 
 @dataclass(frozen=True)
 class FillInFormat:
-    """The tokens before the prefix, before the suffix, and before the answer. suffix_first: it precedes the prefix.
-    ends: tokens, of those that the model has, that end an answer. repository, file: before the name of a repository and
-    of each of its files.
+    """The tokens before the prefix, before the suffix, and before the answer. suffix_first: the suffix precedes the
+    prefix. ends: tokens, of those that the model has, that end an answer. repository, file: the tokens before the name
+    of a repository and of each of its files.
     """
 
     prefix: str
@@ -26,7 +26,7 @@ class FillInFormat:
     file: str = ""
 
 
-FILL_IN_FORMATS = (  # the first whose tokens a tokenizer has
+FILL_IN_FORMATS = (  # the first whose tokens a tokenizer has is taken
     FillInFormat(  # Qwen, CodeGemma
         "<|fim_prefix|>",
         "<|fim_suffix|>",
@@ -49,7 +49,7 @@ FILL_IN_FORMATS = (  # the first whose tokens a tokenizer has
     FillInFormat("[PREFIX]", "[SUFFIX]", "", suffix_first=True),  # Codestral
 )
 
-_REPOSITORY, _THIS_FILE = "myproject\n", "filename\n"  # llama.cpp's names, of what editors do not tell
+_REPOSITORY, _THIS_FILE = "myproject\n", "filename\n"  # llama.cpp's names, for what editors do not tell
 _SNIPPET = "\n\n--- snippet ---\n\n"
 
 
@@ -63,7 +63,7 @@ class FillIn:
 
     @classmethod
     def of(cls, tokenizer: Any) -> FillIn | None:
-        """None if the tokenizer has no tokens for it."""
+        """Find how the tokenizer's model fills in; None if the tokenizer has no tokens for it."""
         for one in FILL_IN_FORMATS:
             if all(_token(tokenizer, text) is not None for text in (one.prefix, one.suffix, one.middle) if text):
                 begins = tokenizer.bos_token_id
@@ -72,7 +72,7 @@ class FillIn:
         return None
 
     def prompt(self, prefix: str, suffix: str) -> list[int]:
-        """The tokens of a prompt. Raises RequestError for what is no text."""
+        """Return the tokens of a prompt. Raises RequestError for a text that is not valid."""
         for field, text in (("prompt", prefix), ("suffix", suffix)):
             if not is_text(text):
                 raise RequestError(f"{field}: {HALF_A_CHARACTER}")
@@ -82,8 +82,8 @@ class FillIn:
         return [*self.begins, *parts, *self._marked(self.format.middle, "")]
 
     def before(self, files: Sequence[tuple[str, str]], most: int) -> list[int]:
-        """The tokens of other files, as (name, text), that precede a prompt: the last ones, at most `most` tokens. A
-        model without tokens for files reads snippets.
+        """Return the tokens of other files, given as (name, text), that precede a prompt: the last ones, at most `most`
+        tokens. A model without tokens for files reads snippets.
         """
         marks = (self.format.repository, self.format.file)
         known = all(_token(self.tokenizer, mark) is not None for mark in marks)
@@ -111,6 +111,6 @@ class FillIn:
 
 
 def _token(tokenizer: Any, text: str) -> int | None:
-    """The id of a token, None if the tokenizer has none of that text."""
+    """Return the id of a token, None if the tokenizer has none of that text."""
     token: int | None = tokenizer.convert_tokens_to_ids(text) if text else None
     return token if token is not None and tokenizer.convert_ids_to_tokens(token) == text else None

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 
 class StopText:
-    """matched: how many characters of the stop text's beginning the answer ends with; never all of them."""
+    """A stop text that is looked for. matched: how many characters of the stop text's beginning the answer ends with;
+    never all of them.
+    """
 
     def __init__(self, text: str):
         self.text, self.matched = text, 0
         self._shorter = [0] * len(text)
-        """For each length, less one, of a match: the next shorter one."""
+        """The next shorter match for the match of each length, less one."""
         for end in range(1, len(text)):
             self._shorter[end] = self._after(self._shorter[end - 1], text[end])
 
     def find(self, piece: str, counts: bool = True) -> int | None:
-        """Read the answer's next `piece`. Returns where in it the stop text begins, below 0 if in an earlier one, or
+        """Read the answer's next `piece`. Returns where in it the stop text begins, below 0 if in an earlier piece, or
         None if it is not complete. counts: whether a stop text that ends in this piece is to be found.
         """
         for end, character in enumerate(piece, 1):
@@ -26,7 +28,7 @@ class StopText:
         return None
 
     def _after(self, matched: int, character: str) -> int:
-        """The length of the match after one more character."""
+        """Return the length of the match after one more character."""
         while matched and self.text[matched] != character:
             matched = self._shorter[matched - 1]
         return matched + (self.text[matched] == character)

@@ -9,16 +9,16 @@ from typing import Any
 from engine.text.stop import StopText
 from engine.text.token_pieces import PARTIAL, partial_bytes, special_tokens
 
-_BEHIND = range(6, 10)  # tokens before an answer to decode its first ones with: some may be special, four a character
+_BEHIND = range(6, 10)  # tokens before an answer, to decode its first ones with: some may be special, four a character
 
 
 class TextStream:
     """Detokenises one answer. `push` tokens, `take` what can be shown; `text` is all there is so far.
 
-    tokenizer: of `load_tokenizer`. A window of the last tokens is decoded with and without the newest, because
-    a token's text depends on its neighbours (word-initial spaces). Tokens that are parts of characters are decoded
-    here, byte by byte: only an incomplete character is waited for, not every U+FFFD that a text ends in. special:
-    special tokens are part of the text; visible: these are. before: the tokens before the answer, without which the
+    tokenizer: of `load_tokenizer`. A window of the last tokens is decoded with and without the newest, because a
+    token's text depends on its neighbours (word-initial spaces). Tokens that are parts of characters are decoded here,
+    byte by byte: only an incomplete character is waited for, not every U+FFFD that a text ends in. special: special
+    tokens are part of the text; visible: these tokens are. before: the tokens before the answer, without which the
     decoders of SentencePiece drop the space that it begins with.
     """
 
@@ -43,8 +43,8 @@ class TextStream:
         self._may_stop, self.stopped = True, False
 
     def push(self, token: int, may_stop: bool = True) -> bool:
-        """Add a token; true once a stop string is complete, which ends the text before it. may_stop: whether a stop
-        string that ends with this token counts.
+        """Add a token; return whether a stop string is complete, which ends the text before it. may_stop: whether a
+        stop string that ends with this token counts.
         """
         self._may_stop = may_stop
         if may_stop and token in self._stop_tokens:
@@ -55,7 +55,7 @@ class TextStream:
         return self.stopped
 
     def take(self, final: bool = False) -> str:
-        """Text not taken yet. `final`: nothing follows, so hold nothing back."""
+        """Return the text that was not taken yet. final: nothing follows, so nothing is held back."""
         if final and not self.stopped:
             self._append(self._bytes.decode(b"", final=True))
         end = len(self.text)
@@ -65,7 +65,7 @@ class TextStream:
         return piece
 
     def _text_of(self, token: int) -> str:
-        """The text that is complete with `token`, which is added."""
+        """Return the text that is complete with `token`, which is added."""
         self._tokens.append(token)
         if (part := partial_bytes(self._tokenizer, token)) is not None:
             piece = self._bytes.decode(part)
@@ -78,7 +78,9 @@ class TextStream:
         return piece
 
     def _whole_end(self, tokens: Sequence[int]) -> list[int]:
-        """A few of the last tokens whose text is whole characters: half of one would spoil what it is decoded with."""
+        """Return a few of the last tokens whose text is whole characters: half of one would spoil what it is decoded
+        with.
+        """
         for count in _BEHIND:
             last = [*tokens[-count:]]
             text = self._decode(last)

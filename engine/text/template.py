@@ -1,4 +1,5 @@
-"""Chat templates: programs in Jinja that models bring, run as `transformers` runs them, whose import takes seconds.
+"""Chat templates are programs in Jinja that models bring. They run here as `transformers` runs them, without its
+import, which takes seconds.
 
 A template is foreign code: it runs in Jinja's sandbox, and sees only copies of plain data.
 """
@@ -32,8 +33,8 @@ def render_template(
     continues: bool,
     variables: Mapping[str, Any],
 ) -> str:
-    """The text that the template makes of the messages. opens_answer, continues: see `Rendering`. Raises whatever the
-    template does, and ValueError if it does not show the message to continue.
+    """Return the text that the template makes of the messages. opens_answer, continues: see `Rendering`. Raises
+    whatever the template does, and ValueError if it does not show the message to continue.
     """
     if not messages:
         raise ValueError("there are no messages")
@@ -48,13 +49,13 @@ def render_template(
 
 
 def _named(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning under the names that templates read."""
+    """Return the message with its reasoning under the names that templates read."""
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _marked(chat: Sequence[dict[str, Any]], template: str) -> str:
-    """The text of the last message, which gets the mark."""
+    """Mark the last message, and return its text."""
     content = chat[-1].get("content")
     if content is None or "content" not in template:
         raise ValueError("the last message has no content to continue")
@@ -77,7 +78,7 @@ def _up_to_mark(text: str, last: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A copy in which everything is of JSON's own types: objects have methods that a template could call."""
+    """Copy a value so that everything is of JSON's own types: objects have methods that a template could call."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):
@@ -107,7 +108,7 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would escape what HTML does not take."""
+    """Write JSON as `transformers` does; Jinja's own filter would escape what HTML does not take."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -120,7 +121,7 @@ def _now(form: str) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model wrote, for training; here it shows what is in it."""
+    """`{% generation %}` marks what the model wrote, for training; here it shows its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -134,7 +135,7 @@ class _Generation(Extension):
 
 
 class _Dictionaries:
-    """`dict`, without the methods by which a template could reach more than that."""
+    """`dict`, without the methods by which a template could reach more than the dictionary."""
 
     def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
         return dict(*args, **items)
@@ -144,9 +145,9 @@ class _Dictionaries:
 
 
 class _Namespace(Namespace):
-    """Jinja's, without names that begin with an underscore, which are Python's own."""
+    """Jinja's namespace, without names that begin with an underscore, which are Python's own."""
 
-    def __init__(*args: Any, **items: Any) -> None:  # so that `self` may be an item
+    def __init__(*args: Any, **items: Any) -> None:  # positional, so that `self` may be an item
         held = dict(*args[1:], **items)
         for name in held:
             _check_name(name)

@@ -1,4 +1,4 @@
-"""What single tokens are: special ones, and parts of characters with their bytes."""
+"""Tells what single tokens are: special ones, and parts of characters with their bytes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 PARTIAL = "\ufffd"
-"""What decoders write in place of bytes that are no character."""
+"""Decoders write this in place of bytes that are no character."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 @dataclass
 class _Known:
-    """What was found out about a tokenizer's tokens. special: with their texts. partial: see `partial_bytes`."""
+    """What was found out about a tokenizer's tokens. special: special tokens with their texts. partial: see
+    `partial_bytes`.
+    """
 
     special: dict[int, str]
     partial: dict[int, bytes | None] = field(default_factory=dict)
@@ -25,12 +27,12 @@ _known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """The special tokens of a tokenizer, with their texts."""
+    """Return the special tokens of a tokenizer, with their texts."""
     return _known_of(tokenizer).special
 
 
 def partial_bytes(tokenizer: Any, token: int) -> bytes | None:
-    """The bytes of a token that may be a part of a character, None if it is text or its bytes are not known.
+    """Return the bytes of a token that may be a part of a character, None if it is text or its bytes are not known.
 
     A token `<0x0A>` counts as a part: next to bytes that are no character, its decoder would not show it either.
     """
@@ -51,7 +53,7 @@ def _known_of(tokenizer: Any) -> _Known:
 
 
 def raw_bytes(tokenizer: Any, token: int) -> bytes | None:
-    """The bytes that a token's piece of the vocabulary stands for; None if it does not say."""
+    """Return the bytes that a token's piece of the vocabulary stands for; None if the piece does not say."""
     piece = tokenizer.convert_ids_to_tokens(token) or ""
     if isinstance(piece, bytes):
         return piece
@@ -67,8 +69,8 @@ def _is_byte(tokenizer: Any, token: int) -> bool:
 
 @lru_cache(maxsize=1)
 def _byte_level() -> dict[str, int]:
-    """The byte of each letter in byte-level vocabularies, as GPT-2 chose them: printable bytes stand for themselves,
-    the others for the characters after U+00FF.
+    """Return the byte of each letter in byte-level vocabularies, as GPT-2 chose them: printable bytes stand for
+    themselves, the others for the characters after U+00FF.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,7 +1,7 @@
 """A model's tokenizer, over the `tokenizers` library alone.
 
 `transformers` wraps the same library, but takes seconds to import, and decides only when it loads a tokenizer what its
-class changes in the file's. So what it has decided is plain data, that a later start reads instead.
+class changes in the file's. Its decisions are kept as plain data, which later starts read instead.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from engine.text.template import render_template
 
 class TokenizerState(msgspec.Struct, frozen=True):
     """What a tokenizer is. backend: the JSON of the library's tokenizer. named: special tokens by their roles, such as
-    bos_token. special: the texts of all. splits_special: text never spells special tokens. chat_template: one, or some
-    by their names.
+    bos_token. special: the texts of all special tokens. splits_special: text never spells special tokens.
+    chat_template: one, or some by their names.
     """
 
     backend: str
@@ -46,14 +46,14 @@ class Tokenizer:
         self._unknown = self._id_of(state.named.get("unk_token"))
 
     def __len__(self) -> int:
-        """Tokens, added ones included."""
+        """Return the number of tokens, added ones included."""
         return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
 
     def __call__(
         self, text: str | Sequence[str], add_special_tokens: bool = True, verbose: bool = True
     ) -> dict[str, Any]:
-        """The ids of a text as `input_ids`, or a list of them for each of several. verbose: `transformers` warns of
-        long ones.
+        """Return the ids of a text as `input_ids`, or a list of them for each of several. verbose: `transformers` warns
+        of long texts.
         """
         several = [text] if isinstance(text, str) else list(text)
         found = self.backend_tokenizer.encode_batch(several, add_special_tokens=add_special_tokens)
@@ -67,7 +67,9 @@ class Tokenizer:
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
-        """The text of some ids. clean_up_tokenization_spaces: which `transformers` may do, and this never does."""
+        """Return the text of some ids. clean_up_tokenization_spaces: `transformers` may do this; here it
+        has no effect.
+        """
         assert not clean_up_tokenization_spaces
         return str(self.backend_tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
 
@@ -75,12 +77,12 @@ class Tokenizer:
         return [self.decode(ids, skip_special_tokens) for ids in texts]
 
     def convert_ids_to_tokens(self, token: int) -> str | None:
-        """The piece of the vocabulary; None for what is no token."""
+        """Return the piece of the vocabulary; None if there is no such token."""
         piece: str | None = self.backend_tokenizer.id_to_token(int(token))
         return piece
 
     def convert_tokens_to_ids(self, piece: str) -> int | None:
-        """The id of a piece, or that of the unknown one; None if there is none."""
+        """Return the id of a piece, or that of the unknown one; None if there is none."""
         token = self._id_of(piece)
         return self._unknown if token is None else token
 
@@ -90,7 +92,7 @@ class Tokenizer:
 
     @property
     def added_tokens_decoder(self) -> dict[int, Any]:
-        """Added tokens by their ids."""
+        """The added tokens by their ids."""
         added: dict[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
         return added
 
@@ -107,7 +109,7 @@ class Tokenizer:
         tokenize: bool = True,
         **variables: Any,
     ) -> str | list[int]:
-        """The text of chat messages, or its ids. variables: of the template. Raises what the template does."""
+        """Return the text of chat messages, or its ids. variables: of the template. Raises what the template does."""
         template = self._template(tools)
         values = {**self.special_tokens_map, **variables}
         text = render_template(template, messages, tools, add_generation_prompt, continue_final_message, values)

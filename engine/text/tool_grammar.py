@@ -1,7 +1,7 @@
-"""The grammar of an answer that may call tools or reason, in llguidance's variant of Lark.
+"""Writes the grammar of an answer that may call tools or reason, in llguidance's variant of Lark.
 
 Where a call begins, the grammar holds to its end: the name is a tool's, and the arguments follow its schema. JSON has
-one style, that of `json.dumps`: so all but the values is forced, and what is forced is drafted at no cost.
+one style, that of `json.dumps`, so all but the values is forced, and what is forced is drafted at no cost.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from engine.core.grammar import JSON_WHITESPACE
 from engine.text.answer_format import BARE_FORMS, BLANKS, AnswerFormat, ReasoningFormat, ToolFormat
 
-MOST_CALLS = 64  # in one answer: a small model may repeat itself
-MOST_BEHIND = 16  # characters behind the last call of an answer
+MOST_CALLS = 64  # calls in one answer: a small model may repeat itself
+MOST_BEHIND = 16  # characters after the last call of an answer
 _STYLE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties", "propertyNames")
 _ANY = r"/(.|\n)*/"
@@ -25,14 +25,14 @@ _SOME = r"/(.|\n)+/"
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that may be called. schema: JSON schema of its arguments, an object's."""
+    """A tool that may be called. schema: JSON schema of its arguments, which are an object."""
 
     name: str
     schema: dict[str, Any]
 
     @property
     def closed_schema(self) -> dict[str, Any]:
-        """The schema, with no other arguments than it names, where it names some and does not say."""
+        """The schema; where it names some arguments and does not speak of others, it allows no others."""
         plain = self.schema.get("properties") and not any(key in self.schema for key in _COMBINED)
         closed = {"additionalProperties": False} if plain or not self.schema else {}
         return {"type": "object", **closed, **self.schema}
@@ -52,12 +52,12 @@ class Wanted:
 
 
 def tool_grammar(format_: AnswerFormat, wanted: Wanted) -> str:
-    """The grammar's text."""
+    """Return the grammar's text."""
     return _Writer(format_).grammar(wanted)
 
 
 class _Writer:
-    """rules: those written so far."""
+    """Writes the rules of a grammar. rules: those written so far."""
 
     def __init__(self, format_: AnswerFormat):
         self.format, self.rules = format_, [f"OTHER: {_SOME}"]
@@ -88,7 +88,9 @@ class _Writer:
         return "\n".join(["%llguidance {}", *reversed(self.rules)])
 
     def _reasoning(self, thinking: bool) -> str:
-        """What comes before the answer: reasoning that the prompt has begun, or that the answer may begin."""
+        """Return an expression for what comes before the answer: reasoning that the prompt has begun, or that the
+        answer may begin.
+        """
         reasoning = self.format.reasoning
         if reasoning is None:
             return ""
@@ -105,7 +107,7 @@ class _Writer:
         return self._added.match(text) is not None
 
     def _until(self, reasoning: ReasoningFormat, name: str) -> None:
-        """A rule for what goes on until reasoning ends, control tokens included."""
+        """Add a rule for what goes on until reasoning ends, control tokens included."""
         if reasoning.end in self.format.added:
             self.rules.append(f"{name}: {self._free(reasoning.end)} {self._literal(reasoning.end)}")
         else:
@@ -137,7 +139,7 @@ class _Writer:
         self.rules += [f"GAP: /{BLANKS}/", f"lead: (GAP? {unread})*" if (unread := self._unread()) else 'lead: ""']
 
     def _answer(self, tools: ToolFormat | None, wanted: Wanted) -> str:
-        """An answer that calls nothing."""
+        """Return an expression for an answer that calls nothing."""
         if wanted.answer is not None:
             return f"%json {_dumps(wanted.answer)}"
         if wanted.calls == "auto" and tools is not None and tools.leading:
@@ -146,7 +148,9 @@ class _Writer:
         return self._free(tools.trigger if tools is not None and wanted.calls == "auto" else "")
 
     def _free(self, without: str) -> str:
-        """Any text, and any of the added tokens but those of reasoning and `without`, with which something begins."""
+        """Return an expression for any text, and any of the added tokens but those of reasoning and `without`, with
+        which something begins.
+        """
         tools = self.format.tools
         if tools is not None and tools.skipped:  # the tokens of headers begin many things
             return "OTHER?"
@@ -169,7 +173,7 @@ class _Writer:
         return _any_token(self.format.unread)
 
     def _calls(self, tools: ToolFormat, wanted: Wanted) -> None:
-        """Rules for calls, from the trigger's end on."""
+        """Add rules for calls, from the trigger's end on."""
         named = [f"call_{number}" for number in range(len(wanted.tools))]
         more, trail = "", ""
         if wanted.many and not tools.single and len(wanted.tools) and MOST_CALLS > 1:
@@ -181,7 +185,7 @@ class _Writer:
             self.rules.append(f"{name}: {lead} {self._arguments(tools, tool, name)} {end}")
 
     def _call_to(self, tools: ToolFormat, wanted: Wanted) -> str:
-        """Rules for a call in the form of a message to a tool."""
+        """Add rules for a call in the form of a message to a tool, and return the first rule's name."""
         assert tools.recipient is not None
         middles = " | ".join(f"({self._literal(middle)})" for middle in tools.recipient.middles)
         ways = []
@@ -192,7 +196,9 @@ class _Writer:
         return f"to ({' | '.join(ways)})"
 
     def _bare_calls(self, wanted: Wanted) -> str:
-        """Rules for calls without their marks, with which an answer begins. They hold from the arguments on."""
+        """Add rules for calls without their marks, with which an answer begins. The rules hold from the
+        arguments on.
+        """
         for place, form in enumerate(BARE_FORMS):
             style = {"x-guidance": JSON_WHITESPACE} if form.indented else _STYLE
             for number, tool in enumerate(wanted.tools):
@@ -207,7 +213,7 @@ class _Writer:
         return f"{first} {following}{{0,{MOST_CALLS - 1}}} {self._trail()}"
 
     def _bare_call(self, name: str, before: str, wanted: Wanted) -> str:
-        """A rule for one call. before: regular expression of what comes before it."""
+        """Add a rule for one call. before: regular expression of what comes before it."""
         ways = []
         for place, form in enumerate(BARE_FORMS):
             for number, tool in enumerate(wanted.tools):
@@ -218,8 +224,9 @@ class _Writer:
         return name
 
     def _trail(self) -> str:
-        """What may follow the last of several calls, without being read: a little of any text. Without it a line's end,
-        which models write before they end an answer or go on with text, would force another call.
+        """Return an expression for what may follow the last of several calls without being read: a little of any text.
+        Without it a line's end, which models write before they end an answer or go on with text, would force another
+        call.
         """
         if (rule := f"TRAIL: /[ \\n](.|\\n){{0,{MOST_BEHIND - 1}}}/") not in self.rules:
             self.rules.append(rule)
@@ -256,7 +263,9 @@ class _Writer:
     # Gemma's objects.
 
     def _gemma(self, schema: Any, root: dict[str, Any], quote: str, name: str, depth: int = 0) -> str:
-        """A rule or an expression for a value. Deep schemas that refer to themselves end in any JSON of their kind."""
+        """Return a rule or an expression for a value. Deep schemas that refer to themselves end in any JSON of their
+        kind.
+        """
         schema, mark = _resolved(schema, root), self._literal(quote)
         if is_text(schema, root):
             if options := _options(schema, root):
@@ -283,8 +292,8 @@ class _Writer:
         return f"%json {_dumps(_within(schema, root) | _STYLE)}"
 
     def _listed(self, parts: Sequence[tuple[str, bool]], name: str) -> str:
-        """Members of an object in their order, with commas between those that are there: a rule for each place, for
-        where something came before, and for where nothing did.
+        """Return an expression for members of an object in their order, with commas between those that are there: a
+        rule for each place, for where something came before, and for where nothing did.
         """
         for number in range(len(parts), -1, -1):
             for before in (True, False):
@@ -298,7 +307,7 @@ class _Writer:
         return f"{name}_then_0_0"
 
     def _literal(self, text: str) -> str:
-        """A text as the model's tokens spell it: added tokens as such."""
+        """Return a text as the model's tokens spell it: added tokens as such."""
         parts, end = [], 0
         for found in self._added.finditer(text):
             parts += [json.dumps(text[end : found.start()]), f"<[{self.format.added[found[0]]}]>"]
@@ -312,7 +321,9 @@ def _any_token(ids: Collection[int]) -> str:
 
 
 def is_text(schema: Any, root: dict[str, Any]) -> bool:
-    """Whether a value is written as plain text, where formats have such: strings, and what may be a string."""
+    """Return whether a value is written as plain text in formats that have plain texts: strings, and what may be a
+    string.
+    """
     schema = _resolved(schema, root)
     if not isinstance(schema, dict):
         return False
@@ -330,7 +341,7 @@ def _options(schema: Any, root: dict[str, Any]) -> list[Any]:
 
 
 def _resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """What a schema refers to within `root`."""
+    """Return what a schema refers to within `root`."""
     for _ in range(8):
         if not (isinstance(schema, dict) and isinstance(schema.get("$ref"), str)):
             break
@@ -342,13 +353,13 @@ def _resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
 
 
 def _within(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """A part of a schema with the definitions that it may refer to."""
+    """Return a part of a schema with the definitions that it may refer to."""
     shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
     return {**shared, **schema} if isinstance(schema, dict) else shared
 
 
 def _text_pattern(schema: Any, root: dict[str, Any]) -> str:
-    """A regular expression of a text's lengths."""
+    """Return a regular expression of a text's lengths."""
     schema = _resolved(schema, root)
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     return rf"(.|\n){{{least},{most}}}" if least or most != "" else r"(.|\n)*"

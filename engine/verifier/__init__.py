@@ -1,4 +1,4 @@
 """The verifier's worker: the round, what is in it, and what it costs.
 
-Imports `engine.model`, `engine.sampling`, `engine.wire` and what lies below them; no drafter.
+The folder imports `engine.model`, `engine.sampling`, `engine.wire` and what lies below them; no drafter.
 """

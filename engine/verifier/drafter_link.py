@@ -12,14 +12,13 @@ from engine.core.errors import ProtocolError
 from engine.core.hidden_states import NO_STATES
 from engine.core.methods import METHODS
 from engine.core.tree import TokenTree
+from engine.costs.bandit import Experience
+from engine.costs.cost_model import CostModel
+from engine.costs.draft_choice import DraftKinds
 from engine.model.target import Target
-from engine.verifier.bandit import Experience
-from engine.verifier.cost_model import CostModel
-from engine.verifier.draft_choice import DraftKinds
 from engine.verifier.request import Request
 from engine.verifier.scheduler import Scheduler
-from engine.verifier.step_input import Proposal
-from engine.verifier.step_result import StepResult
+from engine.verifier.step import Step, StepResult
 from engine.wire.loop_link import LoopRouter
 from engine.wire.messages import Array, Draft, Finish, Hello, Message, Rejoin, RoundVerdict, Start
 from engine.wire.transport import Router
@@ -28,8 +27,10 @@ FROM_DRAFTER = (Hello, Draft)
 
 
 class DrafterLink:
-    """router: drafters connect to it; the one that sent the latest Hello drafts. kinds: what its drafts have gained.
-    A drafter that owes a draft for longer than the configuration's draft_timeout_s is late, until its next message.
+    """The verifier's end of its link to drafters.
+
+    router: drafters connect to it; the one that sent the latest Hello drafts. kinds: what its drafts have gained. A
+    drafter that owes a draft for longer than the configuration's draft_timeout_s is late, until its next message.
 
     The router bounds what a drafter leaves unread. A drafter to which no more can be sent is dropped, as if it were
     gone; once it reads again it is asked to rejoin, as after a restart.
@@ -58,14 +59,14 @@ class DrafterLink:
         if self.drafter is not None and not self._late:
             running = (r for r in self.requests.running if r.wants_draft and r.has_answer)
             waiting = (r for r in running if not (r.reading or r.has_draft))
-            oldest = min((request.asked_ns for request in waiting), default=None)
+            oldest = min((request.waiting_since_ns for request in waiting), default=None)
             self._late = oldest is not None and time.perf_counter_ns() - oldest > self.timeout_s * 1e9
         return self.drafter is not None and not self._late
 
     # What arrives.
 
     def receive(self) -> None:
-        """Between rounds: file drafts, welcome drafters."""
+        """Process what has arrived between rounds: file drafts, welcome drafters."""
         self.poll()
         for peer, hello in self._newcomers:
             self._welcome(peer, hello)
@@ -83,7 +84,7 @@ class DrafterLink:
                 self._keep(message, arrays)
 
     def _welcome(self, peer: str, hello: Hello) -> None:
-        """A drafter joins: it learns of every request, and drafts from the text so far."""
+        """Welcome a drafter that joins: it learns of every request, and drafts from the text so far."""
         layers_exist = all(0 <= layer <= self.target.layers for layer in hello.feature_layers)
         if not (layers_exist and 0 <= hello.successors <= self.target.vocab_size):
             self.router.malformed += 1
@@ -99,7 +100,7 @@ class DrafterLink:
             self.introduce(request)
 
     def _kinds_of(self, hello: Hello) -> DraftKinds:
-        """The kinds of drafts that must pay for their cost."""
+        """Return the kinds of drafts that must pay for their cost."""
         if not self.weighed:
             return DraftKinds()
         model = Experience(hello.draft_s, hello.read_s) if self.method.has_model and hello.rests else None
@@ -107,7 +108,7 @@ class DrafterLink:
         return DraftKinds(Experience() if retrieves else None, model)
 
     def _forget_states(self, layers: Sequence[int]) -> None:
-        """The hidden states that are kept are of other layers than these, which the new drafter wants."""
+        """Forget the hidden states that are kept: they are of other layers than these, which the new drafter wants."""
         if self.target.pool is not None:
             self.target.pool.forget_states(layers)
         for request in self.requests:
@@ -122,11 +123,11 @@ class DrafterLink:
         elif (request := self.requests.find(message.request)) is not None:
             request.take_draft(message, arrays)
 
-    def proposal(self, request: Request) -> Proposal:
-        """The draft to verify; the root alone if there is none, or none that can be verified."""
-        root = Proposal(0, TokenTree.root_only(request.text[-1]))
+    def step_of(self, request: Request) -> Step:
+        """Return the request's step, with its draft; with the root alone if there is none that can be verified."""
+        root = TokenTree.root_only(request.text[-1])
         if (filed := request.drafts.get(request.outcome)) is None:
-            return root
+            return Step.of(request, root)
         draft, arrays = filed
         try:
             tree = TokenTree(*arrays).validate(self.target.vocab_size)
@@ -134,9 +135,9 @@ class DrafterLink:
                 raise ProtocolError("draft is over the budget or does not continue its outcome")
         except ProtocolError:
             self.router.malformed += 1
-            return root
+            return Step.of(request, root)
         fits = len(request.text) + int(tree.depths.max()) <= self.target.context
-        return Proposal(draft.draft, tree, draft.draft_us) if fits else root
+        return Step.of(request, tree, draft.draft, draft.draft_us) if fits else Step.of(request, root)
 
     # What is sent.
 
@@ -166,7 +167,7 @@ class DrafterLink:
             request=request.number,
             round=request.round,
             draft=result.draft,
-            ahead=costs.ahead.second,
+            ahead=costs.drafting_ahead,
             root_only=request.root_only,
             rest=rest,
             rates=costs.rates(requests, request.root_only),
@@ -178,5 +179,5 @@ class DrafterLink:
         self._send(verdict, arrays)
 
     def finish(self, request: Request) -> None:
-        """The request is over."""
+        """End the request."""
         self._send(Finish(request=request.number))

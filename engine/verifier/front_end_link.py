@@ -11,12 +11,12 @@ from engine.config import Config
 from engine.core.errors import NotANumber, ProtocolError, RequestError, first_line
 from engine.core.methods import find
 from engine.core.params import own_defaults
+from engine.costs.cost_model import CostModel
 from engine.model.target import Target
 from engine.sampling.matcher import Matcher, Matchers
-from engine.verifier.cost_model import CostModel
 from engine.verifier.request import Request
 from engine.verifier.scheduler import Scheduler
-from engine.verifier.step_result import StepResult
+from engine.verifier.step import StepResult
 from engine.weights.tokenizer import load_tokenizer
 from engine.wire.messages import Array, Cancel, Emitted, Failed, Heartbeat, PromptsRead, Ready, Stop, Submit, Tokens
 from engine.wire.transport import Dealer
@@ -27,7 +27,9 @@ _GRAMMAR_S = 0.005  # between checks whether a grammar has been read
 
 
 class FrontEndLink:
-    """budget: maximum nodes of a tree, for which a request reserves room."""
+    """The verifier's end of its link to the front end. budget: maximum nodes of a tree, for which a request reserves
+    room.
+    """
 
     def __init__(self, dealer: Dealer, target: Target, config: Config):
         self.dealer, self.target, self.budget = dealer, target, config.drafter.budget
@@ -124,7 +126,7 @@ class FrontEndLink:
             defaults=defaults,
             eos_tokens=tuple(sorted(target.eos_tokens)),
             weight_bytes=target.weight_bytes,
-            kv_bytes=0 if pool is None else pool.blocks * pool.shape.block_bytes,
+            kv_bytes=0 if pool is None else pool.blocks * pool.block_bytes,
             state_bytes=0 if states is None else states.memory,
             snapshot_bytes=0 if states is None else states.shape.slot_bytes,
             activations=target.activations,
@@ -169,24 +171,24 @@ class FrontEndLink:
         return True
 
 
-def _tokens(conclusion: StepResult, forward_ns: int, busy_ns: int, now_ns: int) -> Tokens:
-    request = conclusion.request
+def _tokens(result: StepResult, forward_ns: int, busy_ns: int, now_ns: int) -> Tokens:
+    request = result.request
     prompt_logprobs, request.prompt_logprobs = tuple(request.prompt_logprobs), []
     return Tokens(
         request=request.number,
         round=request.round,
-        tokens=tuple(conclusion.tokens),
+        tokens=tuple(result.tokens),
         finish_reason=request.sampler.finish_reason,
-        nodes=conclusion.nodes,
-        depth=conclusion.depth,
-        hit=conclusion.hit,
+        nodes=result.nodes,
+        depth=result.depth,
+        hit=result.hit,
         round_us=(now_ns - request.since_ns) // 1000,
         forward_us=forward_ns // 1000,
-        draft_us=conclusion.draft_us,
+        draft_us=result.draft_us,
         busy_us=busy_ns // 1000,
         at_us=now_ns // 1000,
-        sources=conclusion.sources,
-        logprobs=conclusion.logprobs,
+        sources=result.sources,
+        logprobs=result.logprobs,
         prompt_logprobs=prompt_logprobs,
         cached=request.cached,
         queued_us=request.queued_us or 0,

@@ -1,24 +1,30 @@
-"""What is drawn at the nodes of all trees of a round, where it can be known before anyone walks down a tree.
+"""What a forward gave for a round's trees and chunks, as the host reads it.
 
-On a GPU every result that is read waits for the device, so all draws of a round are one kernel and one copy to the
-host, and so are the hidden states of the paths that they will accept. On a CPU the walk draws at the nodes it reaches.
+On a GPU every result that is read waits for the device, so all of a round is drawn, gathered and sent to the host in
+one piece, which is launched behind the forward (`engine.model.cuda.receipt`). On a CPU the walk down a tree draws at
+the nodes that it reaches, and nothing is computed before it is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.core.hidden_states import States
-from engine.core.tree import TokenTree
-from engine.model.cuda.graphs import uploaded
+from engine.device import uploaded
+from engine.model.drawn_tree import DrawnTree
+from engine.model.kv_pool import KVPool
 from engine.model.runner import bfloat16_bits
 from engine.sampling.argmax import argmax
-from engine.sampling.sampler import Sampler
+from engine.wire.messages import Array
+
+if TYPE_CHECKING:
+    from engine.model.cuda.receipt import Receipt
 
 _SMALL = 8  # nodes of a tree of which the argmax is found without knowing whether it is needed
 
@@ -26,72 +32,74 @@ Known = Sequence[int] | None
 """[nodes] the token drawn at each node of a tree (`engine.sampling.sampler.LogitsView`), if that is known."""
 
 
-def known_tokens(trees: Sequence[TokenTree], samplers: Sequence[Sampler], logits: Tensor) -> list[Known]:
-    """What each sampler draws at the nodes of its tree. logits: [rows, vocab], the trees' one after the other."""
-    known: list[Known] = [None] * len(trees)
-    begins = [0, *accumulate(map(len, trees))]
-    # one call for all nodes, since a call takes longer than a row's argmax; but of a large tree few nodes are drawn
-    # from, and on a CPU the logits of the others need not be read
-    at_once = logits.device.type != "cpu" or len(logits) <= _SMALL * len(trees)
-    greedy = [i for i, sampler in enumerate(samplers) if sampler.params.greedy]
-    if at_once and greedy:
-        best = argmax(logits)
-        for i in greedy:
-            known[i] = best[begins[i] : begins[i + 1]]
-    sampled = [i for i, sampler in enumerate(samplers) if sampler.is_plain and not sampler.params.greedy]
-    if logits.device.type != "cpu" and sampled:
-        _draw([(trees[i], samplers[i], begins[i]) for i in sampled], logits, sampled, known)
-    return known
+class RowsOnHost:
+    """Reads what is there when it is asked for. The arguments are those of `engine.model.cuda.receipt.Receipt`."""
+
+    def __init__(
+        self, trees: Sequence[DrawnTree], logits: Tensor, states: Tensor | None, rows: int = 0, successors: int = 0
+    ):
+        self._trees, self._logits, self._states = trees, logits, states
+        self._rows, self._successors = rows, successors
+
+    def known(self, index: int) -> Known:
+        """Return what is drawn at each node of the tree of that index, if one call finds it for all trees: a call takes
+        longer than a row's argmax. But of a large tree few nodes are drawn from, and the others' logits need not be
+        read.
+        """
+        one = self._trees[index]
+        if one.first >= self._rows or not one.sampler.params.greedy or self._best is None:
+            return None
+        return self._best[one.first : one.first + len(one.tree)]
+
+    @cached_property
+    def _best(self) -> list[int] | None:
+        trees = sum(one.first < self._rows for one in self._trees)
+        if self._logits.device.type == "cpu" and self._rows > _SMALL * trees:
+            return None
+        return argmax(self._logits[: self._rows])
+
+    def states_of(self, index: int, path: Sequence[int]) -> States | None:
+        """Return [path, layers, hidden] of the nodes on the accepted path of the tree of that index."""
+        if self._states is None:
+            return None
+        rows = self._trees[index].first + np.asarray(path, np.int64)
+        if self._states.device.type == "cpu":
+            return self._bits[rows]
+        return bfloat16_bits(self._states.index_select(0, *uploaded([torch.from_numpy(rows)], self._states.device)))
+
+    @cached_property
+    def _bits(self) -> States:
+        assert self._states is not None
+        return bfloat16_bits(self._states[: self._rows])
+
+    def read_states(self, first: int, count: int) -> States | None:
+        """Return [count, layers, hidden] of rows of prompts, from `first` on."""
+        return None if self._states is None else bfloat16_bits(self._states[first : first + count])
+
+    def successors_of(self, first: int, count: int) -> Array | None:
+        """Return [count, successors] int32: the likeliest tokens of a tree's rows, from `first` on."""
+        if not self._successors:
+            return None
+        ranked: Array = self._logits[first : first + count].topk(self._successors).indices.int().cpu().numpy()
+        return ranked
 
 
-def _draw(
-    parts: Sequence[tuple[TokenTree, Sampler, int]], logits: Tensor, places: Sequence[int], known: list[Known]
-) -> None:
-    """Draw at all nodes of some trees, each given with its sampler and its first row. known: filled in at `places`."""
-    try:
-        from engine.model.cuda.noise_kernels import Draw, drawn
-    except ImportError:  # no Triton: the walk draws node by node
-        return
-    draws = [
-        Draw(first + node, sampler.params.temperature, sampler.params.seed, sampler.position + depth)
-        for tree, sampler, first in parts
-        for node, depth in enumerate(tree.depths.tolist())
-    ]
-    tokens = iter(drawn(logits, draws))
-    for place, (tree, _, _) in zip(places, parts, strict=True):
-        known[place] = [next(tokens) for _ in range(len(tree))]
+Output: TypeAlias = "RowsOnHost | Receipt"
 
 
-class RowStates:
-    """The hidden states of a forward's rows as the host gets them. states: [rows, layers, hidden]. expected: the rows
-    that will be asked for, which a GPU sends together; others are sent when they are asked for.
-    """
-
-    def __init__(self, states: Tensor, expected: Sequence[int]):
-        self._states = states
-        self._on_host = states.device.type == "cpu"
-        self._sent = bfloat16_bits(states if self._on_host else self._picked(expected))
-        self._places = {row: place for place, row in enumerate(expected)}
-
-    def of(self, rows: Sequence[int]) -> States:
-        """[rows, layers, hidden]"""
-        if self._on_host:
-            return self._sent[list(rows)]
-        if all(row in self._places for row in rows):
-            return self._sent[[self._places[row] for row in rows]]
-        return bfloat16_bits(self._picked(rows))
-
-    def _picked(self, rows: Sequence[int]) -> Tensor:
-        (picked,) = uploaded([torch.from_numpy(np.asarray(rows, np.int64))], self._states.device)
-        return self._states.index_select(0, picked)
-
-
-def row_states(states: Tensor | None, trees: Sequence[TokenTree], known: Sequence[Known]) -> RowStates | None:
-    """Those of trees' rows, with the paths that are known to be accepted. states: [rows, layers, hidden], None if
-    nobody wants them.
-    """
-    if states is None:
-        return None
-    firsts = [0, *accumulate(map(len, trees))]
-    found = zip(firsts, trees, known, strict=False)
-    return RowStates(states, [first + n for first, tree, some in found if some is not None for n in tree.walk(some)])
+def output_of(
+    trees: Sequence[DrawnTree],
+    logits: Tensor,
+    states: Tensor | None,
+    pool: KVPool | None,
+    rows: int = 0,
+    successors: int = 0,
+) -> Output:
+    """Take what a forward gave. The arguments are those of `engine.model.cuda.receipt.Receipt`."""
+    if logits.device.type != "cpu":
+        try:
+            from engine.model.cuda.receipt import Receipt
+        except ImportError:  # no Triton
+            return RowsOnHost(trees, logits, states, rows, successors)
+        return Receipt(trees, logits, states, pool, rows, successors)
+    return RowsOnHost(trees, logits, states, rows, successors)

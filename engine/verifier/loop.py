@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,14 +20,13 @@ from engine.core.batch import Segment
 from engine.core.errors import OutOfBlocks, StateLost
 from engine.core.methods import METHODS
 from engine.model.target import Target
+from engine.placement import Threads
 from engine.verifier.drafter_link import FROM_DRAFTER, DrafterLink
 from engine.verifier.front_end_link import FROM_FRONT_END, FrontEndLink
-from engine.verifier.placement import Threads
 from engine.verifier.request import Request
 from engine.verifier.round_timer import RoundTimer
 from engine.verifier.scheduler import Plan, Scheduler
-from engine.verifier.step_input import StepInput, cut
-from engine.verifier.step_result import ChunkRows, StepResult, TreeRows, chunk_rows, tree_rows
+from engine.verifier.step import Drawing, Step, StepResult, cut, drawings
 from engine.wire.loop_link import LoopRouter
 from engine.wire.messages import Cancel
 from engine.wire.trace import Trace
@@ -102,10 +102,10 @@ class Verifier:
         return self.requests.plan(time.perf_counter_ns(), self.timer.costs, self.drafter.present)
 
     def _step(self, plan: Plan) -> None:
-        """One forward over the trees and chunks of the plan: schedule, run, verify, tell, commit."""
+        """Run one forward over the trees and chunks of the plan: schedule, run, verify, tell, commit."""
         if self.drafter.drafter is not None:
             self.timer.observe_wait(plan.decoding)
-        steps = self._step_inputs(plan.decoding)
+        steps = self._steps(plan.decoding)
         try:
             plan, steps = self._reserve(plan, steps)
         except OutOfBlocks as error:
@@ -116,53 +116,50 @@ class Verifier:
             return
         started_ns = time.perf_counter_ns()
         self.front_end.send_progress(plan.reading, self.timer.costs, self.requests.chunk, started_ns)
+        readers, wants = [request for request, _ in plan.reading], self.drafter.wants
         try:
-            logits, hidden_states = self.target.run([*trees, *chunks], self.drafter.wants.feature_layers)
+            logits, hidden_states = self.target.run([*trees, *chunks], wants.feature_layers)
+            draws = drawings(steps, readers, chunks, logits, hidden_states, wants.successors, self.target.pool)
         except (torch.AcceleratorError, StateLost):
             raise  # the device's or the requests' state is lost: this worker ends, and the next one continues
         except Exception as error:  # exhausted memory, say
             return self._blame(plan, error)
         self.timer.end_forward(started_ns, [*trees, *chunks])
-        if self.timer.costs.ahead.second:
+        if self.timer.costs.drafting_ahead:
             self.drafter.poll()  # drafts that arrived meanwhile
-        readers = [request for request, _ in plan.reading]
-        rows: list[TreeRows | ChunkRows] = [
-            *tree_rows(steps, logits, hidden_states, self.drafter.wants.successors),
-            *chunk_rows(readers, chunks, logits, hidden_states),
-        ]
-        results = self._verify_and_tell_drafter(plan, rows)
+        results = self._draw_and_tell_drafter(plan, steps, draws)
         self.timer.observe_round(results, steps, [*trees, *chunks], self.drafter)
         self._tell_front_end(results)
         self._commit(plan.members)
 
-    def _step_inputs(self, decoding: list[Request]) -> list[StepInput]:
-        """The trees of all requests, cut together to the nodes that pay."""
-        rounds = [StepInput.of(request, self.drafter.proposal(request)) for request in decoding]
+    def _steps(self, decoding: list[Request]) -> list[Step]:
+        """Take the trees of all requests, cut together to the nodes that pay."""
+        steps = [self.drafter.step_of(request) for request in decoding]
         cuts = self.config.verifier.cut and self.drafter.wants.calibrated
-        return cut(rounds, self.timer.costs) if cuts else rounds
+        return cut(steps, self.timer.costs) if cuts else steps
 
-    def _reserve(self, plan: Plan, rounds: list[StepInput]) -> tuple[Plan, list[StepInput]]:
-        """The part of the plan that there are blocks for. Roots and chunks get blocks first, so drafts never
+    def _reserve(self, plan: Plan, steps: list[Step]) -> tuple[Plan, list[Step]]:
+        """Return the part of the plan that there are blocks for. Roots and chunks get blocks first, so drafts never
         decide who takes part; trees are cut to the blocks that are left, the oldest request's first. Raises OutOfBlocks
         if one request is left and its root or chunk does not fit.
         """
         chunks = dict(plan.reading)
         plan = self.requests.reserve(plan, lambda request: chunks.get(request, 1))
-        staying = [round_ for round_ in rounds if round_.request in plan.decoding]
-        return plan, [round_.best(self.requests.room(round_.request, len(round_.kept))) for round_ in staying]
+        staying = [step for step in steps if step.request in plan.decoding]
+        return plan, [step.best(self.requests.reserve_rows(step.request, len(step.kept))) for step in staying]
 
-    def _verify_and_tell_drafter(self, plan: Plan, rows: Sequence[TreeRows | ChunkRows]) -> list[StepResult]:
+    def _draw_and_tell_drafter(self, plan: Plan, steps: Sequence[Step], draws: Sequence[Drawing]) -> list[StepResult]:
         """Draw each request's tokens, and send the verdict at once: retrieval drafts for one request while the next
         tree is walked down. But a model drafts for all of them in one forward, and gets all verdicts together.
         """
         together = self.method.has_model and not all(request.choice.rests for request in plan.members)
         missing = sum(request.wants_draft for request in plan.decoding)
         results = []
-        for part in rows:
-            if (result := self._verify(part)) is not None:
+        for request, draw, step in zip_longest(plan.members, draws, steps):
+            if (result := self._draw(request, draw)) is not None:
                 results.append(result)
-                if isinstance(part, TreeRows):
-                    self.timer.observe_draft(part.step, result, self.drafter)
+                if step is not None:  # a tree was verified, and not a prompt read
+                    self.timer.observe_draft(step, result, self.drafter)
                 if not together:
                     self._tell_drafter(result, len(plan.members), missing)
         if together:
@@ -171,14 +168,14 @@ class Verifier:
                 self._tell_drafter(result, len(results), missing)
         return results
 
-    def _verify(self, part: TreeRows | ChunkRows) -> StepResult | None:
-        """What the round came to for one request; None if it only read, or if it failed, which ends it alone."""
+    def _draw(self, request: Request, draw: Drawing) -> StepResult | None:
+        """Return what the round came to for one request; None if it only read, or failed, which ends it alone."""
         try:
-            return part.verify()
+            return draw()
         except torch.AcceleratorError:
             raise  # as in `_step`
         except Exception as error:  # logits that are not numbers
-            self._fail(part.request, error)
+            self._fail(request, error)
             return None
 
     def _tell_drafter(self, result: StepResult, requests: int, missing: int) -> None:
@@ -188,7 +185,7 @@ class Verifier:
         request, costs = result.request, self.timer.costs
         if not request.wants_draft or request.sampler.finish_reason is not None:
             return
-        waiting = max(1, missing) if costs.ahead.second and not request.hit else 0
+        waiting = max(1, missing) if costs.drafting_ahead and not request.hit else 0
         request.choice.decide(self.drafter.kinds, costs, requests, len(result.tokens), request.left, waiting)
         request.choose_root_only(request.choice.root_only and self.drafter.present)
         if not (request.root_only and request.choice.rests and not self.method.merges):
@@ -207,7 +204,8 @@ class Verifier:
         running = [request for request in requests if request in self.requests.running]  # the others have failed
         self.target.commit([(request.cache, request.rows_kept) for request in running])
         for request in running:
-            request.publish()
+            request.share_blocks()
+            request.trim_cache()
             if request.sampler.finish_reason is not None:
                 self._forget(request)
 
@@ -224,7 +222,9 @@ class Verifier:
     # When a request ends, or something fails.
 
     def _blame(self, plan: Plan, error: Exception) -> None:
-        """A forward failed: run each request's part alone, and end only the requests that fail."""
+        """Find out whom a failed forward is to blame on: run each request's part alone, and end only the requests that
+        fail.
+        """
         members = plan.members
         if len(members) == 1:
             return self._fail(members[0], error)

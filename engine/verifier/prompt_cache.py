@@ -41,13 +41,13 @@ def prompt_cache(config: Config, target: Target) -> Iterator[None]:
 
 
 def _identity(model: str, target: Target) -> bytes:
-    """The SHA-256 of all that decides the bits of keys and values: the model's files, its type, our kernels and what
-    compiles them, the processor, and, for what is not in this list, the bits of a text that is read for it.
+    """Return the SHA-256 of all that decides the bits of keys and values: the model's files, its type, our kernels and
+    what compiles them, the processor, and, for what is not in this list, the bits of a text that is read for it.
     """
     assert target.pool is not None
     facts = (
         target.dtype,
-        target.pool.shape,
+        [part.shape for part in target.pool.parts],
         None if target.pool.layer_states is None else target.pool.layer_states.shape,
         machine_code(),
         [version(name) for name in _LIBRARIES],
@@ -56,14 +56,14 @@ def _identity(model: str, target: Target) -> bytes:
 
 
 def _probe(target: Target) -> bytes:
-    """A hash of the logits, keys, values and state of a fixed text."""
+    """Return a hash of the logits, keys, values and state of a fixed text."""
     assert target.pool is not None
     length = min(_PROBE_BLOCKS * BLOCK, target.context)
     cache = target.new_cache(length)
     logits, _ = target.prefill(cache, [(7919 * at + 1) % target.vocab_size for at in range(length)])
     digest = hashlib.sha256(logits.cpu().numpy().tobytes())
-    for part in target.pool.keys, target.pool.values:
-        digest.update(part[:, cache.table.tolist()].float().numpy().tobytes())
+    for kept in [one for part in target.pool.parts for one in (part.keys, part.values)]:
+        digest.update(kept[:, cache.table.tolist()].float().numpy().tobytes())
     if target.pool.layer_states is not None:
         digest.update(target.pool.layer_states.states[cache.state.slot])
     cache.release()

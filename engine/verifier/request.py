@@ -12,10 +12,10 @@ from engine.core.batch import Segment, WantedRows
 from engine.core.hidden_states import HiddenStates, States
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
+from engine.costs.draft_choice import DraftChoice
 from engine.model.target import Target
 from engine.sampling.matcher import Matcher
 from engine.sampling.sampler import Sampler
-from engine.verifier.draft_choice import DraftChoice
 from engine.wire.messages import Array, Draft, PromptProgress, TokenLogprob
 
 Outcome = tuple[int, int, int, int]
@@ -65,7 +65,7 @@ class Request:
         self.outcome: Outcome = (1, 0, 0, self.text[-1]) if answer else (0, 0, 0, 0)
         self.drafts: dict[Outcome, tuple[Draft, list[Array]]] = {}
         self.forget_states()
-        self.since_ns = self.asked_ns = time.perf_counter_ns()
+        self.since_ns = self.waiting_since_ns = time.perf_counter_ns()
         self.rows_kept: Sequence[int] = ()
         self.hit = False  # when the last verdict was sent, the tree for it was already here
         self.root_only = False  # the next round verifies the root alone
@@ -85,7 +85,7 @@ class Request:
 
     def join_drafter(self) -> None:
         """A new drafter knows nothing of the drafts of the one before it, and drafts from the text so far."""
-        self.drafts, self.root_only, self.asked_ns = {}, False, time.perf_counter_ns()
+        self.drafts, self.root_only, self.waiting_since_ns = {}, False, time.perf_counter_ns()
         self.choice = DraftChoice(len(self.text))
         self.outcome = (self.next_round, 0, 0, self.text[-1])
 
@@ -97,28 +97,30 @@ class Request:
             self.drafts[outcome] = (draft, arrays)
 
     def take_unsent(self, emitted: int = 0) -> list[int]:
-        """Tokens of the text that the drafter does not know, but for the last `emitted`, which its verdict carries."""
+        """Return the tokens of the text that the drafter does not know, but for the last `emitted`, which its verdict
+        carries.
+        """
         unsent, self.n_sent = self.text[self.n_sent : len(self.text) - emitted], len(self.text)
         return unsent
 
     def choose_root_only(self, root_only: bool) -> None:
-        """Whether the next round verifies the root alone, unless its tree has arrived."""
+        """Decide whether the next round verifies the root alone, unless its tree has arrived."""
         self.root_only = root_only and not self.hit
 
     def note_wait(self, wait_s: float) -> None:
-        """How long its latest draft was waited for."""
+        """Note how long its latest draft was waited for."""
         self.waited_s = wait_s
 
     # A round.
 
     def admit(self, now_ns: int) -> None:
-        """It runs from now on, for the first time or again after a preemption."""
+        """Let it run from now on, for the first time or again after a preemption."""
         if self.queued_us is None:
             self.queued_us = (now_ns - self.since_ns) // 1000
 
     def accept(self, rows: list[int], draft: int, node: int, tokens: list[int], states: States | None) -> None:
-        """A tree was verified: the path of `rows`, which ends at `node` of the tree `draft`, was accepted, and `tokens`
-        were drawn. states: [rows, layers, hidden] of the path, if wanted.
+        """Accept the path of `rows`, which ends at `node` of the tree `draft`, and the `tokens` that were drawn.
+        states: [rows, layers, hidden] of the path, if wanted.
         """
         self.rows_kept = rows
         if states is not None:
@@ -127,42 +129,46 @@ class Request:
         self._go_on(draft, node, tokens)
 
     def read(self, chunk: Segment, logprobs: Sequence[TokenLogprob], states: States | None) -> bool:
-        """A chunk of the text was read. Returns whether it was the last one. logprobs: of the prompt's tokens after it,
-        if wanted; states: [tokens, layers, hidden].
+        """Note that a chunk of the text was read, and return whether it was the last one. logprobs: of the prompt's
+        tokens after it, if wanted; states: [tokens, layers, hidden].
         """
         self.rows_kept = range(len(chunk))
         self.prompt_logprobs += logprobs
         if states is not None:
             self.features.add(chunk.past, states, unsent=self.wants_draft and not self.has_answer)
-        self.asked_ns = time.perf_counter_ns()
+        self.waiting_since_ns = time.perf_counter_ns()
         return chunk.past + len(chunk) == self.read_to
 
     def begin_answer(self, token: int) -> None:
-        """The first token was drawn."""
+        """Begin the answer with its first token."""
         self.has_answer = True
         self._go_on(0, 0, [token])
 
     def _go_on(self, draft: int, node: int, tokens: list[int]) -> None:
-        """A round emitted `tokens`; its path through tree `draft` ended at `node`."""
+        """Go on to the next round: a round emitted `tokens`; its path through tree `draft` ended at `node`."""
         self.text.extend(tokens)
         self.outcome = (self.round + 1, draft, node, tokens[-1])
         self.hit = self.has_draft
 
     def end_round(self, now_ns: int) -> None:
-        """Its tokens were sent. Drafts for outcomes that did not come true are dropped."""
+        """End the round, whose tokens were sent. Drafts for outcomes that did not come true are dropped."""
         self.drafts = {self.outcome: self.drafts[self.outcome]} if self.hit else {}
-        self.since_ns = self.asked_ns = now_ns
+        self.since_ns = self.waiting_since_ns = now_ns
 
-    def publish(self) -> None:
-        """Let other requests find what was committed, and free the blocks of the rows that were not."""
+    def share_blocks(self) -> None:
+        """Let other requests find the full blocks of what was committed."""
         if self.target.pool is not None:
             self.cache.publish(self.text, self.features.of_block)
+
+    def trim_cache(self) -> None:
+        """Release the blocks of the rows that were not committed."""
+        if self.target.pool is not None:
             self.cache.trim()
 
     # Its text and cache.
 
     def progress(self, now_ns: int, left_s: float) -> PromptProgress:
-        """How far its prompt is. left_s: the estimated time until the first token."""
+        """Return how far its prompt is. left_s: the estimated time until the first token."""
         return PromptProgress(
             request=self.number,
             read=self.cache.length,
@@ -213,24 +219,24 @@ class Request:
             self.features.adopt(states)
         self.cached += self.cache.length - known
         if not self.reading:
-            self.asked_ns = now_ns
+            self.waiting_since_ns = now_ns
 
     def chunk(self, count: int) -> Segment:
-        """The next `count` tokens to read; after the last one of a prompt, logits are wanted to draw from."""
+        """Return the next `count` tokens to read; after the last one of a prompt, logits are wanted to draw from."""
         start: int = self.cache.length
         last = start + count == self.read_to and not self.has_answer
         wanted: WantedRows = "all" if self.reads_all else "last" if last else "none"
         return Segment.of_text(self.text[start : start + count], self.cache, wanted)
 
     def forced_tokens(self, tree: TokenTree) -> list[int]:
-        """Tokens to graft onto a draft: those that the grammar implies, within the drafter's budget."""
+        """Return the tokens to graft onto a draft: those that the grammar implies, within the drafter's budget."""
         if self.matcher is None or not self.wants_draft:
             return []
         room = min(self.draft_room - len(tree), self.target.context - len(self.text))
         return self.matcher.foreseen()[: max(0, room)]
 
     def admitted(self, tree: TokenTree) -> Array:
-        """The nodes of a draft that may be verified: those the grammar allows, at most the request's budget."""
+        """Return the nodes of a draft that may be verified: those the grammar allows, at most the request's budget."""
         nodes = np.arange(len(tree)) if self.matcher is None else np.flatnonzero(self.matcher.admitted(tree))
         options = self.sampling.speculation
         if options is None or options.budget is None or len(nodes) <= options.budget:

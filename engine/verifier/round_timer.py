@@ -12,17 +12,15 @@ from engine.config import Config
 from engine.core.batch import BLOCK, Segment
 from engine.core.methods import GRAMMAR, MODELS
 from engine.core.tree import TokenTree
-from engine.model.cuda.graphs import wait
+from engine.costs.cost_model import CostModel
+from engine.costs.forward_time import Attended, ForwardTime
+from engine.device import wait
 from engine.model.target import Target
-from engine.verifier.cost_model import CostModel
-from engine.verifier.draft_choice import DraftedRound
+from engine.placement import Threads
 from engine.verifier.drafter_link import DrafterLink
-from engine.verifier.forward_time import Attended, ForwardTime
 from engine.verifier.measured_forward import BESIDE, MeasuredForward
-from engine.verifier.placement import Threads
 from engine.verifier.request import Request
-from engine.verifier.step_input import StepInput
-from engine.verifier.step_result import StepResult
+from engine.verifier.step import Step, StepResult
 from engine.wire.messages import Array
 from engine.wire.trace import Trace
 
@@ -30,7 +28,9 @@ _MEASURED_ROWS = 256  # maximum rows of the forwards measured at start-up
 
 
 class RoundTimer:
-    """busy_ns: time of all forwards so far. forward_ns: of the latest."""
+    """Measures forwards and rounds for the cost model. busy_ns: time of all forwards so far. forward_ns:
+    of the latest.
+    """
 
     def __init__(self, config: Config, target: Target, threads: Threads, trace: Trace):
         self.config, self.target, self.threads, self.trace = config, target, threads, trace
@@ -56,7 +56,7 @@ class RoundTimer:
         forward.close()
 
     def _most_rows(self) -> int:
-        """Maximum rows of the forwards to measure."""
+        """Return the maximum rows of the forwards to measure."""
         drafted = 1 if self.config.method == "none" else self.config.drafter.budget
         room = _MEASURED_ROWS if self.target.pool is None else self.target.pool.blocks * BLOCK - BESIDE
         if len(sizes := self.target.forward_sizes) > 1:  # what a prompt's large forward takes follows from no small one
@@ -67,13 +67,13 @@ class RoundTimer:
 
     def observe_wait(self, decoding: Sequence[Request]) -> None:
         """Start of a round: learn how long it waited for its drafts, unless a prompt was read meanwhile."""
-        asked = [request for request in decoding if request.wants_draft and not (request.hit or request.root_only)]
-        since_ns = min((request.asked_ns for request in asked), default=0)
-        wait_s = (time.perf_counter_ns() - since_ns) / 1e9 if asked and since_ns >= self._ended_ns else 0.0
+        waited = [request for request in decoding if request.wants_draft and not (request.hit or request.root_only)]
+        since_ns = min((request.waiting_since_ns for request in waited), default=0)
+        wait_s = (time.perf_counter_ns() - since_ns) / 1e9 if waited and since_ns >= self._ended_ns else 0.0
         if wait_s:
             self.costs.observe_wait(wait_s)
         for request in decoding:
-            request.note_wait(wait_s / len(asked) if request in asked else 0.0)
+            request.note_wait(wait_s / len(waited) if request in waited else 0.0)
 
     def end_forward(self, started_ns: int, segments: Sequence[Segment]) -> None:
         """Wait for the end of the forward, including the simulated accelerator's time."""
@@ -86,65 +86,69 @@ class RoundTimer:
         self.busy_ns += self.forward_ns
         self._rows, self._requests = sum(map(len, segments)), sum(segment.tree is not None for segment in segments)
 
-    def observe_draft(self, step: StepInput, result: StepResult, drafts: DrafterLink) -> None:
-        """What a draft has brought and taken. step: the request's part of the round; result: what it came to."""
-        if drafts.drafter is None or not step.asked:
+    def observe_draft(self, step: Step, result: StepResult, drafts: DrafterLink) -> None:
+        """Let the request's choice of drafts learn what its draft has gained and taken."""
+        if drafts.drafter is None or not step.wanted:
             return
-        tree, of_model = step.proposal.tree, step.proposal.draft_us > 0
+        tree, of_model = step.drafted, step.draft_us > 0
         verified = step.kept[step.kept < len(tree)]
         alone = np.flatnonzero(tree.source & MODELS == 0)  # what is retrieval's, of a model's tree verified or not
         if not of_model:
             alone = np.intersect1d(alone, verified)
         accepted = sum(bool(source) and source != GRAMMAR for source in result.sources)
-        by_retrieval, told = _followed(tree, alone, result.tokens)
+        by_retrieval, decided = _followed(tree, alone, result.tokens)
         others = self._rows - len(verified)
-        root_s, alone_s, all_s = map(self.costs.forward.seconds, (others + 1, others + told, self._rows))
-        drafted = DraftedRound(
-            by_retrieval,
-            accepted - by_retrieval,
-            alone_s - root_s,
-            all_s - alone_s,
-            step.request.waited_s,
-            of_model,
+        root_s, alone_s, all_s = map(self.costs.forward.seconds, (others + 1, others + decided, self._rows))
+        step.request.choice.observe(
+            drafts.kinds,
+            self.costs,
+            self._requests,
+            by_retrieval=by_retrieval,
+            by_model=accepted - by_retrieval,
+            retrieval_rows_s=alone_s - root_s,
+            model_rows_s=all_s - alone_s,
+            waited_s=step.request.waited_s,
+            model_drafted=of_model,
         )
-        step.request.choice.observe(drafts.kinds, self.costs, self._requests, drafted)
 
     def observe_round(
         self,
-        concluded: Sequence[StepResult],
-        rounds: Sequence[StepInput],
+        results: Sequence[StepResult],
+        steps: Sequence[Step],
         segments: Sequence[Segment],
         drafts: DrafterLink,
     ) -> None:
-        """End of a round. Rounds that lost a request or read a prompt teach nothing but the forward's time."""
+        """Learn from a round at its end. Rounds that lost a request or read a prompt teach nothing but the forward's
+        time.
+        """
         now, forward_s = time.perf_counter_ns(), self.forward_ns / 1e9
         rows, past = sum(map(len, segments)), sum(segment.past for segment in segments)
         self.costs.forward.observe(rows, Attended(past, sum(len(s) * s.past for s in segments)), forward_s)
         since, self._ended_ns = self._ended_ns, now
-        verified = {round_.request for round_ in rounds}
-        decoded = [conclusion for conclusion in concluded if conclusion.request in verified]
-        if not decoded or len(decoded) < len(rounds):
+        verified = {step.request for step in steps}
+        decoded = [result for result in results if result.request in verified]
+        if not decoded or len(decoded) < len(steps):
             return
-        tokens, round_s = sum(len(c.tokens) for c in decoded), (now - since) / 1e9
+        tokens, round_s = sum(len(result.tokens) for result in decoded), (now - since) / 1e9
         drafter = drafts.drafter is not None
-        if len(segments) > len(rounds):
+        if len(segments) > len(steps):
             return
-        if all(conclusion.request.round > 1 for conclusion in decoded):
-            self.costs.observe_round(len(rounds), rows, tokens, round_s - forward_s, past)
-            if drafter and all(conclusion.request.wants_draft for conclusion in decoded):
-                self._observe_mode(len(rounds), tokens, round_s)
+        if all(result.request.round > 1 for result in decoded):
+            self.costs.observe_round(len(steps), rows, tokens, round_s - forward_s, past)
+            if drafter and all(result.request.wants_draft for result in decoded):
+                self._observe_mode(len(steps), tokens, round_s)
 
     def _observe_mode(self, requests: int, tokens: int, round_s: float) -> None:
         """Let the choice of the mode learn from a round whose requests are all drafted for."""
-        ahead = self.costs.ahead.second
+        ahead = self.costs.drafting_ahead
         self.costs.observe_mode(requests, tokens, round_s)
-        if self.costs.ahead.second != ahead:
+        if self.costs.drafting_ahead != ahead:
             torch.set_num_threads(self.threads.verifier(not ahead))
 
 
 def _followed(tree: TokenTree, nodes: Array, tokens: Sequence[int]) -> tuple[int, int]:
-    """How many of the tokens after its root the tree has with these nodes, and of how many nodes these tokens tell
-    whether they are right: of all but those below the last token. nodes: the root among them.
+    """Return how many of the tokens after its root the tree has with these nodes, and of how many nodes these tokens
+    tell whether they are right: of all but those below the last token. nodes: the root among them.
     """
     among, node, matched = set(nodes.tolist()), 0, 0
     for token in tokens:

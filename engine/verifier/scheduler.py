@@ -1,4 +1,4 @@
-"""Which requests take part in the next forward: no I/O, no tensors, no clock of its own.
+"""Decides which requests take part in the next forward: no I/O, no tensors, no clock of its own.
 
 All decoding requests share each forward: eight rows cost little more than one, so leaving a request out saves nothing.
 The only question is how long to wait for a missing tree. Prompts are read in chunks that join these forwards: half of
@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 
 from engine.core.batch import BLOCK
 from engine.core.errors import OutOfBlocks
+from engine.costs.cost_model import CostModel
 from engine.model.kv_pool import Ending
-from engine.verifier.cost_model import CostModel
 from engine.verifier.request import Request
 
 
 @dataclass(frozen=True)
 class Plan:
-    """decoding: requests whose trees are verified; reading: requests and how many of their tokens are read.
+    """What the next forward does. decoding: requests whose trees are verified; reading: requests and how many of their
+    tokens are read.
 
     wait_s: if there is nothing to do, how long only a message can change that.
     """
@@ -39,12 +40,14 @@ class Plan:
         return [*self.decoding, *(request for request, _ in self.reading)]
 
     def of(self, request: Request) -> Plan:
-        """The part of the plan that concerns one request."""
+        """Return the part of the plan that concerns one request."""
         return Plan([r for r in self.decoding if r is request], [part for part in self.reading if part[0] is request])
 
 
 class Scheduler:
-    """waiting: requests not admitted yet; running: the others, the oldest first.
+    """Holds the requests, and plans forwards.
+
+    waiting: requests not admitted yet; running: the others, the oldest first.
 
     most: maximum requests that run at once; chunk: maximum prompt tokens read in one forward. needs_states: whether
     requests that are drafted for need the hidden states of blocks that they share.
@@ -55,14 +58,15 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.needs_states = False
-        self._half_row = 1  # owed to the prompt that came first: of an odd number of rows it gets half
+        # the prompt that came first gets half of an odd number of rows, so half a row may be owed to it
+        self._half_row = 1
 
     def __iter__(self) -> Iterator[Request]:
         yield from self.running
         yield from self.waiting
 
     def find(self, number: int) -> Request | None:
-        """The request of that number."""
+        """Return the request of that number."""
         return next((request for request in self if request.number == number), None)
 
     def remove(self, request: Request) -> None:
@@ -73,7 +77,7 @@ class Scheduler:
             self.waiting.remove(request)
 
     def plan(self, now_ns: int, costs: CostModel, drafter_ready: bool) -> Plan:
-        """What to do now. drafter_ready: a drafter is present and responding."""
+        """Return what to do now. drafter_ready: a drafter is present and responding."""
         self._admit(now_ns)
         self._adopt(now_ns)
         decoding = [request for request in self.running if not request.reading]
@@ -81,9 +85,9 @@ class Scheduler:
         read = sum(request.cache.length for request in decoding)
         past = max((request.cache.length for request in self.running if request.reading), default=0)
         if missing:
-            lonely = len(decoding) == 1 and not costs.ahead.second
+            lonely = len(decoding) == 1 and not costs.drafting_ahead
             patience_s = self.draft_timeout_s if lonely else min(self.draft_timeout_s, costs.patience_s())
-            left_s = max(patience_s - (now_ns - request.asked_ns) / 1e9 for request in missing)
+            left_s = max(patience_s - (now_ns - request.waiting_since_ns) / 1e9 for request in missing)
             if left_s > 0:
                 meanwhile = costs.rows_while_waiting(patience_s - left_s, self.chunk, past)
                 if len(missing) == len(decoding) and (reading := self._chunks(meanwhile)):
@@ -94,7 +98,8 @@ class Scheduler:
         return Plan(decoding, reading) if decoding or reading else Plan(wait_s=self.draft_timeout_s)
 
     def reserve(self, plan: Plan, rows: Callable[[Request], int]) -> Plan:
-        """The plan with blocks reserved for it. If there are too few, the youngest request is preempted and waits.
+        """Return the plan with blocks reserved for it. If there are too few, the youngest request is preempted and
+        waits.
 
         rows: of a request in this forward. Raises OutOfBlocks if one request alone does not fit.
         """
@@ -115,9 +120,9 @@ class Scheduler:
             [(request, count) for request, count in plan.reading if request in self.running],
         )
 
-    def room(self, request: Request, rows: int) -> int:
-        """How many of `rows` rows fit after the request's positions, in its own blocks and those that are free, which
-        are reserved.
+    def reserve_rows(self, request: Request, rows: int) -> int:
+        """Reserve blocks for `rows` more rows of a request, as far as its own and the free ones go. Returns how many
+        rows fit.
         """
         if (pool := request.target.pool) is None:
             return rows
@@ -140,7 +145,7 @@ class Scheduler:
                 promised = sum(max(0, other.read_to - other.cache.capacity) for other in self.running)
                 if pool.free * BLOCK - promised < request.read_to:
                     return
-                if not pool.has_state_beside([other.cache for other in self.running]):
+                if not pool.has_state_beside([other.cache.state for other in self.running]):
                     return
             request.admit(now_ns)
             self.running.append(self.waiting.popleft())
@@ -152,7 +157,7 @@ class Scheduler:
                 request.adopt(self.needs_states, now_ns)
 
     def _chunks(self, rows: int) -> list[tuple[Request, int]]:
-        """Which requests read how much. A request waits if another is reading its next block in this forward."""
+        """Return which requests read how much. A request waits if another is reading its next block in this forward."""
         left = {request: request.read_to - request.cache.length for request in self.running if request.reading}
         under_way: dict[Ending, Request] = {}
         counts: dict[Request, int] = dict.fromkeys(left, 0)

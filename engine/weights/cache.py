@@ -1,6 +1,6 @@
 """The cache folder of models that Talon has downloaded or converted. Each is complete, or it is made anew.
 
-A manifest says what each folder holds. What is not as it says has been damaged, or was made by another version.
+A manifest says what each folder holds. A folder that differs from it has been damaged, or was made by another version.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def home() -> Path:
-    """The cache folder: $TALON_HOME, else talon in the user's cache folder."""
+    """Return the cache folder: $TALON_HOME, else talon in the user's cache folder."""
     if given := os.environ.get("TALON_HOME"):
         return Path(given).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "talon"
@@ -50,8 +50,8 @@ def keep(
     """Return `folder`, filled by `build` unless it is there, whole, and `holds` what it has to.
 
     It is built under a temporary name and renamed when all of it is on the disk. Processes that want the same folder
-    wait for each other; what a killed process left is removed. field: `KEY=VALUE`, for errors.
-    Raises ModelError if there is no room or the cache cannot be written, and whatever `build` raises.
+    wait for each other; what a killed process left is removed. field: `KEY=VALUE`, for errors. Raises ModelError if
+    there is no space or the cache cannot be written, and whatever `build` raises.
     """
     if is_intact(folder) and holds(folder):
         return folder
@@ -76,7 +76,7 @@ def keep(
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether the folder holds what its manifest says."""
+    """Return whether the folder holds what its manifest says."""
     try:
         manifest = msgspec.msgpack.decode(read_whole(folder / MANIFEST, _MANIFEST_KEY), type=dict[str, _Stored])
         return all(stored.is_in(folder / name) for name, stored in manifest.items())
@@ -111,7 +111,7 @@ _ROOM = "make room, or set TALON_HOME to a folder on a larger disk"
 
 
 def lock_of(folder: Path) -> Path:
-    """The file that one process locks while it makes the folder."""
+    """Return the file that one process locks while it makes the folder."""
     return folder.with_name(f".{folder.name}.lock")
 
 

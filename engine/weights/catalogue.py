@@ -54,12 +54,12 @@ CATALOGUE = {
 
 
 def find(name: str) -> KnownModel:
-    """The model of that name; ModelError with the nearest name if there is none."""
+    """Return the model of that name; ModelError with the nearest name if there is none."""
     if name not in CATALOGUE:
         raise ModelError(f"model={name}: not in the catalogue{suggestion(name) or ';'} known: {', '.join(CATALOGUE)}")
     return CATALOGUE[name]
 
 
 def suggestion(name: str) -> str:
-    """The suggestion to add to an error about an unknown model name."""
+    """Return the suggestion to add to an error about an unknown model name."""
     return did_you_mean(name, CATALOGUE)

@@ -1,6 +1,6 @@
 """The tensors of a directory of safetensors files: https://github.com/huggingface/safetensors#format
 
-Read without a mapping, which would end the process if a file were cut meanwhile.
+They are read without a mapping, which would end the process if a file were cut meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _LARGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """kind: F32, F16 or BF16. start: its first byte in the file, which stays open."""
+    """A tensor of a safetensors file, which is read when it is needed. kind: F32, F16 or BF16. start: its first byte in
+    the file, which stays open.
+    """
 
     name: str
     kind: str
@@ -37,7 +39,7 @@ class CheckpointTensor:
         return prod(self.shape)
 
     def numbers(self, first: int, count: int) -> NDArray[np.float32]:
-        """`count` of its elements from one on. Raises ModelError if the file has been cut."""
+        """Return `count` of its elements, from element `first` on. Raises ModelError if the file has been cut."""
         stored: NDArray[Any] = np.empty(count, _TYPES[self.kind])
         view, done = memoryview(stored.data).cast("B"), 0
         at = self.start + first * stored.itemsize
@@ -50,7 +52,7 @@ class CheckpointTensor:
 
 
 def read_checkpoint(folder: Path, field: str) -> dict[str, CheckpointTensor]:
-    """The tensors of a directory by name. field: `KEY=VALUE`, for errors.
+    """Read the tensors of a directory, by name. field: `KEY=VALUE`, for errors.
 
     Raises ModelError if there are no safetensors files, or one is damaged or cut short or holds other types.
     """
@@ -69,7 +71,7 @@ def read_checkpoint(folder: Path, field: str) -> dict[str, CheckpointTensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold the model: those of the index, if there is one."""
+    """Return the safetensors files that hold the model: those of the index, if there is one."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not single.is_file() and index.is_file():
         try:
@@ -81,7 +83,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _tensors_of(file: Path, content: BinaryIO, size: int, field: str) -> dict[str, CheckpointTensor]:
-    """Raises ValueError if what the header says does not fit the file."""
+    """Return the tensors of a file. Raises ValueError if what the header says does not fit the file."""
     length = int.from_bytes(content.read(8), "little")
     if not 0 < length <= min(size - 8, _LARGEST_HEADER):
         raise ValueError

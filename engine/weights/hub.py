@@ -1,4 +1,4 @@
-"""Models of the hub: their files are fetched before workers start, so that all of these read one directory.
+"""Models of the hub: their files are fetched before workers start, so that all workers read one directory.
 
 Whether the hub answers is asked once, with a short timeout. Otherwise every file of a hub id is tried six times, half a
 minute in all, even if it is in the cache.
@@ -14,13 +14,13 @@ from typing import Any
 
 _TIMEOUT_S = 5.0
 _REMEMBERED_S = 60.0
-_WEIGHTS = (".safetensors", ".bin", ".pt")  # the first kind that there is
+_WEIGHTS = (".safetensors", ".bin", ".pt")  # the first kind that exists is taken
 _OTHERS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
-_SUBFOLDERS = "*/*"  # the same weights in other formats
+_SUBFOLDERS = "*/*"  # subfolders hold the same weights in other formats
 
 
 def fetched(model: str) -> str:
-    """The directory of a hub id's files, downloaded now if they are not here.
+    """Return the directory of a hub id's files, downloaded now if they are not here.
 
     Another name is returned unchanged, and so is an id that neither the hub nor its cache has: loading it says why.
     """
@@ -43,7 +43,7 @@ def fetched(model: str) -> str:
             if shows and sys.stderr.isatty():
                 enable_progress_bars()
         return str(snapshot_download(model, allow_patterns=names))
-    except Exception:  # the hub's, its cache's, the file system's
+    except Exception:  # may be an error of the hub, of its cache or of the file system
         return model
     finally:
         if shows:
@@ -51,25 +51,26 @@ def fetched(model: str) -> str:
 
 
 def _needed(names: list[str]) -> list[str]:
-    """The files of a model that are read: configuration, tokenizer, and weights in one format."""
-    if any(name.startswith("model") for name in names):  # Mistral's: the same weights under names of its own
+    """Return the files of a model that are read: configuration, tokenizer, and weights in one format."""
+    # Mistral's directories hold the same weights under names of their own too
+    if any(name.startswith("model") for name in names):
         names = [name for name in names if not name.startswith("consolidated")]
     kinds = [kind for kind in _WEIGHTS if any(name.endswith(kind) for name in names)]
     return [name for name in names if name.endswith((*_OTHERS, *kinds[:1]))]
 
 
 def is_local(model: str) -> bool:
-    """Whether `model`, a directory or a hub id, can only be read from this machine: `local_files_only`."""
+    """Return whether `model`, a directory or a hub id, can only be read from this machine: `local_files_only`."""
     return Path(model).is_dir() or not is_hub_id(model) or not hub_answers()
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `model` can be a name on the hub rather than a path: NAME or OWNER/NAME."""
+    """Return whether `model` can be a name on the hub rather than a path: NAME or OWNER/NAME."""
     return not model.startswith((".", "/", "~")) and model.count("/") <= 1 and bool(model)
 
 
 def hub_answers() -> bool:
-    """Whether the hub, or the mirror that HF_ENDPOINT names, answers at all. Checked again after a while."""
+    """Return whether the hub, or the mirror that HF_ENDPOINT names, answers at all. It is asked again after a while."""
     return _ask(int(time.monotonic() / _REMEMBERED_S))
 
 

@@ -1,4 +1,4 @@
-"""Which model it is: a hash of its files' names, lengths, times and samples, or of all that is in a GGUF file."""
+"""Tells which model it is: a hash of its files' names, lengths, times and samples, or of all that is in a GGUF file."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from engine.weights.gguf.source import SOURCE, source_of
 _KINDS = (".safetensors", ".bin", ".pt", ".gguf", ".blocks", ".json", ".model")
 _BEGINNING = 1 << 16
 _SAMPLES, _SAMPLE = 256, 1 << 12  # pieces of a file, and bytes of each
-_PROOF = "proof"  # how the names of proofs begin: a first start writes one, and the model is the same
+_PROOF = "proof"  # names of proofs begin so: a first start writes one, and the model is the same
 
 
 def model_identity(model: str, kinds: Sequence[str] = _KINDS) -> bytes:
-    """The SHA-256 of a directory's or file's identity. Samples of the weights are read: all of them would take seconds.
+    """Return the SHA-256 of a directory's or file's identity. Samples of the weights are read: all of them would take
+    seconds.
 
     kinds: endings of the directory's files that count.
     """
     path = Path(model)
-    if (source := source_of(path)) is not None:  # the same model when the cache was copied, whatever times are then
+    if (source := source_of(path)) is not None:  # a copied cache has the same model, whatever times are then
         return hashlib.sha256(source.content.encode() + _settings(path)).digest()
     of_kinds = (file for file in path.glob("*") if file.suffix in kinds and not file.name.startswith(_PROOF))
     files = [path] if path.is_file() else sorted(of_kinds)

@@ -22,14 +22,16 @@ from engine.weights.gguf.source import SOURCE, source_of
 from engine.weights.identity import model_identity
 
 FORMAT = 1
-"""Raise it when what stands in such a directory changes, or how weights are quantised."""
+"""Raise it when the contents of such a directory change, or how weights are quantised."""
 _CONFIG = "config.json"
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # configuration and tokenizer
 
 
 @dataclass(frozen=True)
 class QuantisedSource:
-    """checkpoint: its directory. weights: as in the configuration, such as q8_0. state: of the checkpoint's files."""
+    """The checkpoint that a directory of the cache stands for, and how it is quantised. checkpoint: its directory.
+    weights: as in the configuration, such as q8_0. state: of the checkpoint's files.
+    """
 
     checkpoint: str
     weights: str
@@ -43,7 +45,7 @@ class QuantisedSource:
 
     @property
     def folder(self) -> Path:
-        """Of the directory in the cache. Other files, another type and another format have another."""
+        """The directory in the cache. Other files, another type and another format have another one."""
         path = Path(self.checkpoint)
         hub = path.parent.parent.name if path.parent.name == "snapshots" else ""
         key = hashlib.sha256(repr(self).encode("utf8", "surrogateescape")).hexdigest()[:12]
@@ -51,13 +53,13 @@ class QuantisedSource:
 
 
 def quantised_folder(model: str, weights: str) -> str:
-    """The directory of a model with weights of that type, made if it is not there. model: its directory.
+    """Return the directory of a model with weights of that type, made if it is not there. model: its directory.
 
     Raises ConfigError or ModelError, one line, if there is no such thing. What is no directory is returned unchanged.
     """
     folder, field = Path(model), f"weights={weights}"
     if not folder.is_dir():
-        return model  # loading it says why
+        return model  # loading the model says why
     if (found := quantised_source_of(folder)) is not None and found.weights == weights:
         return model
     if found is not None or source_of(folder) is not None:
@@ -66,7 +68,7 @@ def quantised_folder(model: str, weights: str) -> str:
     if is_intact(source.folder) and quantised_source_of(source.folder) == source:
         return str(source.folder)
     config = _config_of(folder, field)
-    read_checkpoint(folder, field)  # refused before anything is written
+    read_checkpoint(folder, field)  # a damaged checkpoint is refused before anything is written
     copied = [file for file in folder.iterdir() if file.suffix in _COPIED and not file.name.endswith(".index.json")]
 
     def build(unfinished: Path) -> None:
@@ -81,7 +83,7 @@ def quantised_folder(model: str, weights: str) -> str:
 
 
 def quantised_source_of(folder: Path) -> QuantisedSource | None:
-    """What the directory was made from; None if it is not such a directory, or one of another format."""
+    """Return what the directory was made from; None if it is not such a directory, or one of another format."""
     try:
         source = QuantisedSource(**json.loads((folder / SOURCE).read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -90,13 +92,13 @@ def quantised_source_of(folder: Path) -> QuantisedSource | None:
 
 
 def unquantised(folder: Path) -> Path:
-    """The directory of the checkpoint that this one is of; any other directory is its own."""
+    """Return the directory of the checkpoint that this one was made of; any other directory is its own."""
     source = quantised_source_of(folder)
     return folder if source is None else Path(source.checkpoint)
 
 
 def _config_of(folder: Path, field: str) -> dict[str, Any]:
-    """The model's configuration, with the type that quantised weights are computed with."""
+    """Return the model's configuration, with the type that quantised weights are computed with."""
     try:
         config: dict[str, Any] = json.loads((folder / _CONFIG).read_text(encoding="utf8"))
         parts = [config, *(config[key] for key in ("text_config",) if key in config)]

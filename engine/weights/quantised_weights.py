@@ -1,7 +1,7 @@
 """A checkpoint's matrices in blocks, quantised when they are read: `weights: q8_0` and others in the configuration.
 
-Those of layers, the embedding and the output matrix are; vectors stay numbers, and so do matrices whose rows are not
-whole blocks. A part of a matrix is in memory as numbers at a time.
+The matrices of layers, the embedding and the output matrix are quantised; vectors stay numbers, and so do matrices
+whose rows are not whole blocks. A part of a matrix is in memory as numbers at a time.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from engine.kernels.quant.quantise import quantised
 from engine.kernels.quant.stored import StoredMatrix, row_bytes
 from engine.weights.checkpoint import CheckpointTensor, read_checkpoint
 from engine.weights.quantised import QuantisedSource, quantised_source_of
-from engine.weights.stored_weights import Place, StoredWeights, Unreadable, is_vector, named
+from engine.weights.stored_weights import Place, StoredWeights, Unreadable, held, is_vector, named, stored_buffers
 
-_AT_ONCE = 1 << 18  # numbers that a thread quantises together
+_AT_ONCE = 1 << 18  # numbers that a thread quantises at a time
 
 
 @dataclass(frozen=True)
 class QuantisedCheckpoint:
-    """folder: of the checkpoint. kind: the GGUF type that its matrices get, such as Q8_0."""
+    """A checkpoint whose matrices are quantised when they are read. folder: of the checkpoint. kind: the GGUF type that
+    its matrices get, such as Q8_0.
+    """
 
     folder: Path
     kind: str
@@ -42,18 +44,18 @@ class QuantisedCheckpoint:
 
     @property
     def size(self) -> int:
-        """Bytes of all matrices in blocks."""
+        """The bytes of all matrices in blocks."""
         return sum(
             tensor.shape[0] * row_bytes(self.kind_of(tensor), tensor.shape[1]) if len(tensor.shape) == 2 else 0
             for tensor in self.tensors.values()
         )
 
     def kind_of(self, tensor: CheckpointTensor) -> str:
-        """The type that a matrix gets."""
+        """Return the type that a matrix gets."""
         return "BF16" if tensor.shape[1] % STEP else self.kind
 
     def matrix(self, tensor: CheckpointTensor) -> StoredMatrix:
-        """[outputs, inputs] in blocks. Raises ModelError if it holds NaN or infinity."""
+        """Return [outputs, inputs] in blocks. Raises ModelError if the matrix holds NaN or infinity."""
         (outputs, inputs), kind = tensor.shape, self.kind_of(tensor)
         raw = np.empty((outputs, row_bytes(kind, inputs)), np.uint8)
         step = max(1, _AT_ONCE // inputs)
@@ -70,7 +72,9 @@ class QuantisedCheckpoint:
 
 
 class QuantisedWeights(StoredWeights):
-    """places, vectors: of `matched`, or what an earlier start has kept of them."""
+    """The parameters of a quantised checkpoint. places, vectors: of `matched`, or what an earlier start has kept of
+    them.
+    """
 
     def __init__(self, checkpoint: QuantisedCheckpoint, places: Mapping[str, Place], vectors: Mapping[str, Tensor]):
         super().__init__(checkpoint.size, checkpoint.kind.lower(), places, vectors)
@@ -79,7 +83,7 @@ class QuantisedWeights(StoredWeights):
     def rows(self, tensor: str) -> StoredMatrix:
         return self.checkpoint.matrix(self.checkpoint.tensors[tensor])
 
-    def experts(self, name: str) -> list[list[StoredMatrix]]:
+    def experts(self, name: str, parts: int = 0) -> list[list[StoredMatrix]]:
         raise Unreadable("experts are read from GGUF files alone")
 
     def values(self, name: str) -> Tensor:
@@ -90,19 +94,20 @@ class QuantisedWeights(StoredWeights):
 
 
 def matched(checkpoint: QuantisedCheckpoint, model: Any) -> tuple[dict[str, Place], dict[str, Tensor]]:
-    """Where the matrices of a stock model on the meta device are, and the values of its other parameters, by name: the
-    parameters have the names of the checkpoint's tensors. Raises Unreadable otherwise.
+    """Return where the matrices of a stock model on the meta device are, and the values of its other parameters, by
+    name: the parameters have the names of the checkpoint's tensors. Raises Unreadable otherwise.
     """
     places: dict[str, Place] = {}
     vectors: dict[str, Tensor] = {}
-    for first, same in named(model).items():
+    for first, same in (named(model) | stored_buffers(model)).items():
         name = next((name for name in same if name in checkpoint.tensors), None)
         if name is None:
             raise Unreadable(f"{first} is not stored under its name")
         tensor = checkpoint.tensors[name]
-        if tensor.shape != tuple(model.get_parameter(first).shape):
+        parameter = held(model, first)
+        if tensor.shape != tuple(parameter.shape):
             raise Unreadable(f"{name} is stored in another shape")
-        if is_vector(model.get_parameter(first)):
+        if is_vector(parameter):
             vectors |= dict.fromkeys(same, _numbers(tensor))
         else:
             places |= dict.fromkeys(same, Place((name,), tuple(tensor.shape)))
@@ -110,7 +115,7 @@ def matched(checkpoint: QuantisedCheckpoint, model: Any) -> tuple[dict[str, Plac
 
 
 def _numbers(tensor: CheckpointTensor) -> Tensor:
-    """The tensor as bfloat16."""
+    """Return the tensor as bfloat16."""
     return torch.from_numpy(_finite(tensor, 0, tensor.elements)).view(tensor.shape).to(torch.bfloat16)
 
 
@@ -122,12 +127,12 @@ def _finite(tensor: CheckpointTensor, first: int, count: int) -> NDArray[np.floa
 
 
 def _rounded(numbers: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """[rows, bytes]: bfloat16."""
+    """Return [rows, bytes]: bfloat16."""
     return StoredMatrix.of_numbers(torch.from_numpy(numbers)).raw
 
 
 def open_quantised(folder: Path) -> QuantisedCheckpoint | None:
-    """The checkpoint of a directory that `engine.weights.quantised` has made; None if it is another directory.
+    """Open the checkpoint of a directory that `engine.weights.quantised` has made; None if it is another directory.
 
     Raises ModelError if the checkpoint is gone, or not what it was then.
     """

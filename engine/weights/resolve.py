@@ -22,8 +22,8 @@ from engine.weights.trained import trained_for, trained_for_name
 
 
 def resolve(model: str, key: str = "model") -> str:
-    """The directory of a model that the catalogue or the hub names or that a GGUF file holds, made now if it does not
-    exist.
+    """Return the directory of a model that the catalogue or the hub names or that a GGUF file holds, made now if it
+    does not exist.
 
     Anything else is returned unchanged. key: the configuration's key, for errors. Takes as long as a download. Raises
     ModelError, one line that says what to do.
@@ -43,13 +43,15 @@ def resolve(model: str, key: str = "model") -> str:
 
 
 def target_folder(config: Config) -> str:
-    """The directory of the configuration's target, with its weights as configured. See `resolve`."""
+    """Return the directory of the configuration's target, with its weights as configured. See `resolve`."""
     folder = resolve(config.model)
     return folder if config.weights == AUTO else quantised_folder(folder, config.weights)
 
 
 def resolved(config: Config) -> Config:
-    """The configuration with the target, what comes with it, and the draft model if there is one, as directories."""
+    """Return the configuration with the target, what comes with it, and the draft model if there is one, as
+    directories.
+    """
     config = with_own(config.model_copy(update={"model": target_folder(config)}))
     drafter = config.drafter
     if drafter.path is not None and not (Path(drafter.path).is_file() and brings_head(Path(drafter.path))):
@@ -57,10 +59,12 @@ def resolved(config: Config) -> Config:
     return config.model_copy(update={"drafter": drafter})
 
 
-def restore(given: Config, config: Config) -> None:
+def restore(given: Config, config: Config) -> bool:
     """Make anew what has been removed or damaged of the cache's directories that `config` names since it was made of
-    `given`. Where that fails, one line says why.
+    `given`. Return whether anything was. Where that fails, one line says why.
     """
+    cached = [Path(path) for path in (config.model, config.drafter.path) if path is not None and _is_cached(path)]
+    damaged = [folder for folder in cached if not is_intact(folder)]
     try:
         if _is_cached(config.model):
             target_folder(given)
@@ -68,6 +72,7 @@ def restore(given: Config, config: Config) -> None:
             resolve(given.drafter.path, "drafter.path")
     except TalonError as error:
         print(f"talon: {error}", file=sys.stderr)
+    return any(is_intact(folder) for folder in damaged)
 
 
 def _is_cached(path: str | None) -> bool:
@@ -75,9 +80,9 @@ def _is_cached(path: str | None) -> bool:
 
 
 def with_own(config: Config) -> Config:
-    """The configuration with the answers and heads that come with the model, where it leaves them to Talon.
+    """Return the configuration with the answers and heads that come with the model, where it leaves them to Talon.
 
-    The model: a directory, a GGUF file or a name of the catalogue, in this order, as in `resolve`. Nothing is
+    The model is a directory, a GGUF file or a name of the catalogue, in this order, as in `resolve`. Nothing is
     downloaded for it.
     """
     drafter = config.drafter
@@ -98,13 +103,13 @@ def with_own(config: Config) -> Config:
 
 
 def folder_of(model: KnownModel) -> Path:
-    """The model's directory once it has been downloaded."""
+    """Return the model's directory once it has been downloaded."""
     return home() / "gguf" / model.name
 
 
 def get(model: KnownModel, key: str = "model") -> Path:
-    """The directory of a known model, made if it is not there or damaged, and downloaded if its file is not the one
-    expected. Raises ModelError.
+    """Return the directory of a known model, made if it is not there or damaged, and downloaded if its file is not the
+    one expected. Raises ModelError.
     """
     folder, field = folder_of(model), f"{key}={model.name}"
     if is_intact(folder) and _holds_file(folder):
@@ -132,7 +137,7 @@ def get(model: KnownModel, key: str = "model") -> Path:
 
 
 def _holds_file(folder: Path) -> bool:
-    """Whether a directory describes a file, and that is there and what it was."""
+    """Return whether a directory describes a file that is there and unchanged."""
     try:
         return (source := source_of(folder)) is not None and is_unchanged(folder, source)
     except OSError:
@@ -140,7 +145,7 @@ def _holds_file(folder: Path) -> bool:
 
 
 def _kept_file(folder: Path, model: KnownModel) -> Path | None:
-    """The model's file in its directory, whatever else is damaged there; None if it is not the one expected."""
+    """Return the model's file in its directory, whatever else is damaged there; None if it is not the one expected."""
     file = folder / Path(model.member).name
     try:
         whole = file.is_file() and file.stat().st_size == model.file_bytes and sha256_of(file) == model.sha256
@@ -152,5 +157,5 @@ def _kept_file(folder: Path, model: KnownModel) -> Path | None:
 def _link(file: Path, to: Path) -> None:
     try:
         to.hardlink_to(file)
-    except OSError:  # a file system without such links
+    except OSError:  # the file system has no such links
         shutil.copyfile(file, to)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from engine.kernels.quant.stored import StoredMatrix
 
 OWN = "file:"
-"""Before the name of a parameter: as the file holds it, where that differs from what the stock model has."""
+"""Precedes the name of a parameter as the file holds it, where that differs from what the stock model has."""
 
 
 class Unreadable(Exception):
@@ -23,7 +23,8 @@ class Unreadable(Exception):
 class Place(msgspec.Struct, frozen=True):
     """Where a matrix [outputs, inputs] is stored, or those of all experts [experts, outputs, inputs].
 
-    tensors: names; a matrix's outputs are those of each in turn. shape: of the parameter. order, columns: int64, the
+    tensors: names; a matrix's outputs are those of each, one after the other. in_turn: the parameter has inputs before
+    outputs, and the outputs of its tensors in turn. shape: of the parameter. order, columns: int64, the
     stored row that each output is and the stored column that each input is; empty if they are the same.
     """
 
@@ -31,6 +32,12 @@ class Place(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     order: bytes = b""
     columns: bytes = b""
+    in_turn: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """The number of outputs of all tensors."""
+        return self.shape[-1] if self.in_turn else self.shape[-2]
 
 
 class StoredWeights(ABC):
@@ -43,36 +50,40 @@ class StoredWeights(ABC):
 
     @abstractmethod
     def rows(self, tensor: str) -> StoredMatrix:
-        """All rows of a stored tensor, in blocks, of all experts one after the other."""
+        """Return all rows of a stored tensor, in blocks, of all experts one after the other."""
 
     @property
     def own_vectors(self) -> dict[str, Tensor]:
-        """The vectors but those of the stock model that the file holds in another way: what a decoder reads."""
+        """The vectors that a decoder reads: all but those of the stock model that the file holds in another way."""
         return {name: vector for name, vector in self.vectors.items() if OWN + name not in self.vectors}
 
     def holds(self, name: str) -> bool:
         return name in self.places or name in self.vectors
 
     def matrix(self, name: str) -> StoredMatrix:
-        """A matrix [outputs, inputs] in blocks, of a place with one tensor whose columns are the parameter's."""
+        """Return a matrix [outputs, inputs] in blocks, of a place with one tensor whose columns are the parameter's."""
         place = self.places[name]
         [tensor] = place.tensors
         matrix = self.rows(tensor)
         return matrix.reordered(np.frombuffer(place.order, np.int64)) if place.order else matrix
 
-    def experts(self, name: str) -> list[list[StoredMatrix]]:
-        """For each expert of a parameter [experts, outputs, inputs], the parts of its matrix, one after the other."""
+    def experts(self, name: str, parts: int = 0) -> list[list[StoredMatrix]]:
+        """Return, for each expert of a parameter [experts, outputs, inputs], the parts of its matrix, one after the
+        other. parts: how the parameter holds them, which does not matter here.
+        """
         place = self.places[name]
-        count, outputs, _ = place.shape
+        count, outputs = place.shape[0], place.outputs
         whole, each = [self.rows(tensor) for tensor in place.tensors], outputs // len(place.tensors)
         return [[rows.row_slice(each * expert, each * (expert + 1)) for rows in whole] for expert in range(count)]
 
     def vector(self, name: str) -> Tensor:
-        """A parameter that is no matrix."""
+        """Return a parameter that is no matrix."""
         return self.vectors[name]
 
     def values(self, name: str) -> Tensor:
-        """A parameter as the stock model has it: bfloat16, but for vectors that the file holds with more bits."""
+        """Return a parameter as the stock model has it: bfloat16, but for vectors that the file holds
+        with more bits.
+        """
         if name in self.vectors:
             return self.vectors[name]
         place = self.places[name]
@@ -80,7 +91,10 @@ class StoredWeights(ABC):
             whole = torch.cat([self.rows(tensor).values() for tensor in place.tensors])
             whole = whole[torch.frombuffer(bytearray(place.order), dtype=torch.int64)] if place.order else whole
             return whole[:, torch.frombuffer(bytearray(place.columns), dtype=torch.int64)] if place.columns else whole
-        return torch.stack([torch.cat([part.values() for part in parts]) for parts in self.experts(name)])
+        each = [[part.values() for part in parts] for parts in self.experts(name)]
+        if place.in_turn:
+            return torch.stack([torch.stack(parts, dim=1).flatten(0, 1).T for parts in each])
+        return torch.stack([torch.cat(parts) for parts in each])
 
     def fill_small(self, model: nn.Module) -> None:
         """Put every parameter but matrices into a model on the meta device."""
@@ -105,12 +119,25 @@ class StoredWeights(ABC):
 
 
 def is_vector(parameter: Tensor) -> bool:
-    """Whether a parameter is no matrix: a convolution of each channel by itself is none."""
+    """Return whether a parameter is no matrix: a convolution of each channel by itself is none."""
     return parameter.dim() < 2 or (parameter.dim() == 3 and int(parameter.shape[1]) == 1)
 
 
+def stored_buffers(model: nn.Module) -> dict[str, list[str]]:
+    """Return the buffers that a checkpoint holds, as `named` returns parameters."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: [name] for name in model.state_dict() if name not in parameters}
+
+
+def held(model: nn.Module, name: str) -> Tensor:
+    """Return the parameter or buffer of that name."""
+    module, _, part = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(module), part)
+    return found
+
+
 def named(model: nn.Module) -> dict[str, list[str]]:
-    """All names of each parameter of a model, by the first."""
+    """Return all names of each parameter of a model, by the first."""
     first: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first.setdefault(id(parameter), []).append(name)

@@ -1,4 +1,4 @@
-"""A model's tokenizer, from its name or its configuration.
+"""Loads a model's tokenizer, from its name or its configuration.
 
 `transformers` reads it, and `Tokenizer` does its work. What was read is kept in the directories of the cache, so that
 later starts do without `transformers`.
@@ -24,12 +24,12 @@ from engine.weights.hub import is_hub_id, is_local
 KEPT = "tokenizer.msgpack"
 _READ = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # files that say what the tokenizer is
 _OVERRIDES = ("__call__", "_encode_plus", "decode", "_decode", "apply_chat_template", "get_chat_template")
-"""What a class of `transformers` may do in a way of its own."""
+"""Methods in which a class of `transformers` may do more than the library."""
 
 
 def load_tokenizer(model: str) -> Any:
-    """The model's own tokenizer: a `Tokenizer`, or that of `transformers` where that does more. ModelError if the model
-    has none.
+    """Return the model's own tokenizer: a `Tokenizer`, or that of `transformers` where that does more. ModelError if
+    the model has none.
     """
     if not is_hub_id(model) and not Path(model).is_dir():
         raise ModelError(f"model={model}: no such directory; name a model directory, a hub id or a GGUF file")
@@ -54,7 +54,9 @@ def load_tokenizer(model: str) -> Any:
 
 
 def tokenizer_of(config: Config) -> Any:
-    """The tokenizer of the configuration's model, with its chat template; TalonError if there is no such thing."""
+    """Return the tokenizer of the configuration's model, with its chat template; TalonError if there is
+    no such thing.
+    """
     tokenizer = load_tokenizer(config.model)
     if config.chat_template is not None:
         try:
@@ -65,7 +67,7 @@ def tokenizer_of(config: Config) -> Any:
 
 
 def state_of(tokenizer: Any) -> TokenizerState | None:
-    """What a tokenizer of `transformers` is; None if it does more than the library below it."""
+    """Return what a tokenizer of `transformers` is; None if it does more than the library below it."""
     from transformers import TokenizersBackend
 
     if not isinstance(tokenizer, TokenizersBackend):
@@ -96,13 +98,13 @@ class KeptTokenizer:
         self._key = digest.digest()
 
     def read(self) -> TokenizerState | None:
-        """None if there is none, or one of another version."""
+        """Return the state; None if there is none, or one of another version."""
         try:
             return msgspec.msgpack.decode(read_whole(self._file, self._key), type=TokenizerState)
         except (OSError, Damaged, msgspec.MsgspecError):
             return None
 
     def write(self, state: TokenizerState) -> None:
-        """It only saves time, so a folder that cannot be written is no error."""
+        """Write the state. It only saves time, so a folder that cannot be written is no error."""
         with contextlib.suppress(OSError):
             write_checked(self._file, self._key, [msgspec.msgpack.encode(state)])

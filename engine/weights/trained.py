@@ -52,12 +52,12 @@ class Trained:
 
 
 def trained_for_name(name: str) -> Trained | None:
-    """What comes with the model of that name, which need not be there yet; None if nothing does."""
+    """Return what comes with the model of that name, which need not be there yet; None if nothing does."""
     return Trained(ROOT / "models" / name) if name in _TARGETS.values() else None
 
 
 def trained_for(model: Path) -> Trained | None:
-    """What comes with the model in a GGUF file or directory; None if nothing does or it cannot be read."""
+    """Return what comes with the model in a GGUF file or directory; None if nothing does or it cannot be read."""
     try:
         norm = _norm_of_gguf(read_gguf(model, "model")) if model.is_file() else _norm_of_directory(model)
     except (OSError, ValueError, LookupError, TypeError, ModelError):
@@ -72,7 +72,7 @@ def _norm_of_gguf(gguf: GgufFile) -> bytes | None:
 
 
 def _norm_of_directory(folder: Path) -> bytes | None:
-    """Read without a tensor library, which takes seconds to import."""
+    """Return the final norm, read without a tensor library, which takes seconds to import."""
     folder = unquantised(folder)
     if (gguf := open_gguf(folder)) is not None:
         return _norm_of_gguf(gguf)

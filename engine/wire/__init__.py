@@ -1,4 +1,4 @@
 """How workers talk: the messages, the sockets that carry them, their keys, and the trace of what was done.
 
-Imports `engine.core`.
+The folder imports `engine.core`.
 """

@@ -1,4 +1,5 @@
-"""CURVE keys of the tcp link: the verifier admits only drafters whose public key it holds; they trust only it.
+"""CURVE keys of the tcp link: the verifier admits only drafters whose public keys it holds, and drafters trust only the
+verifier.
 
 A folder of keys holds `verifier.key`, `drafter.key` (public) and `verifier.key_secret`, `drafter.key_secret`. The
 verifier reads its own pair and admits every `*.key` of the folder; a drafter needs its own pair and `verifier.key`.
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Keys(NamedTuple):
-    """What one side needs. verifier: its public key; folder: the public keys of all who may connect to it."""
+    """The keys that one side needs. verifier: its public key; folder: the public keys of all who may connect to it."""
 
     public: bytes
     secret: bytes
@@ -42,11 +43,11 @@ def create(folder: Path) -> None:
 
 
 def load(folder: Path, side: str) -> Keys:
-    """The keys of one side, verifier or drafter."""
+    """Read the keys of one side, verifier or drafter."""
     public, secret = _read(folder, f"{side}.key_secret")
     verifier, _ = _read(folder, "verifier.key")
     if side == "verifier":
-        for file in sorted(folder.glob("*.key")):  # one without a key would keep all others out
+        for file in sorted(folder.glob("*.key")):  # a file without a key would keep all others out
             _read(folder, file.name)
     if secret is None:
         raise ConfigError(f"tcp.keys={folder}: {side}.key_secret holds no secret key; copy it again")
@@ -54,7 +55,9 @@ def load(folder: Path, side: str) -> Keys:
 
 
 def secure_verifier(context: zmq.Context[Any], socket: zmq.Socket[bytes], keys: Keys) -> ThreadAuthenticator:
-    """Let only drafters whose keys are in the folder connect. The authenticator runs until it is stopped."""
+    """Let only drafters whose keys are in the folder connect. The authenticator that is returned runs until it is
+    stopped.
+    """
     from zmq.auth.thread import ThreadAuthenticator
 
     socket.curve_publickey, socket.curve_secretkey, socket.curve_server = keys.public, keys.secret, True

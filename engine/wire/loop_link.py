@@ -1,5 +1,5 @@
 """The link between verifier and drafter when both take turns in one thread: the same messages, neither encoded nor
-sent. After a forward, with cold caches, encoding and sending took a quarter of a millisecond of every round.
+sent. After a forward, with cold caches, encoding and sending would take a quarter of a millisecond of every round.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class LoopDealer:
         self.sent.append((message, _copies(message, arrays)))
 
     def received(self) -> Iterator[tuple[Any, list[Array]]]:
-        """The messages that have arrived."""
+        """Yield the messages that have arrived."""
         while self.arrived:
             yield self.arrived.popleft()
 
     def joined(self) -> bool:
-        """Whether this is the first call."""
+        """Return whether this is the first call."""
         joined, self._joined = self._joined, False
         return joined
 
     def close(self) -> None:
-        """There is nothing to flush."""
+        """Do nothing: there is nothing to flush."""
 
 
 class LoopRouter:
@@ -53,21 +53,21 @@ class LoopRouter:
         self.dealer = LoopDealer()
 
     def send(self, peer: str, message: Message, arrays: Sequence[Array] = ()) -> bool:
-        """Never refused: the drafter reads all that has arrived before the next round."""
+        """Deliver the message. It is never refused: the drafter reads all that has arrived before the next round."""
         assert peer == _PEER
         self.dealer.arrived.append((message, _copies(message, arrays)))
         return True
 
     def received(self) -> Iterator[tuple[str, Any, list[Array]]]:
-        """The messages that have arrived, each with its sender's name."""
+        """Yield the messages that have arrived, each with its sender's name."""
         while self.dealer.sent:
             yield _PEER, *self.dealer.sent.popleft()
 
     def restore(self) -> None:
-        """There is no socket file to restore."""
+        """Do nothing: there is no socket file to restore."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 def _copies(message: Message, arrays: Sequence[Array]) -> list[Array]:

@@ -60,8 +60,8 @@ class Ready(Message, frozen=True, kw_only=True):
     memory of the weights as they are laid out, and at most of keys and values, 0 if these are not pooled. state_bytes:
     memory at most of the states of requests and of snapshots, of which each takes snapshot_bytes; 0 if all layers have
     keys and values. activations: how products take their rows, bfloat16 (or the model's own type) or int8. weights: the
-    type that most matrices are held in, a GGUF type or the model's own. kv_type: what keys and values are kept as.
-    head: the method whose model drafts, "" if none does.
+    type that most matrices are held in, a GGUF type or the model's own. kv_type: the type in which keys and values are
+    kept. head: the method whose model drafts, "" if none does.
     """
 
     vocab_size: int = 0
@@ -123,7 +123,9 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Emitted(Message, frozen=True, kw_only=True):
-    """What a round emitted for all requests that took part: one message, since each wakes the front end."""
+    """What a round emitted for all requests that took part, in one message, because each message wakes
+    the front end.
+    """
 
     tokens: tuple[Tokens, ...]
 
@@ -142,7 +144,7 @@ class PromptProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptsRead(Message, frozen=True, kw_only=True):
-    """How far the prompts are that the forward to come reads a part of. Those that it reads to the end are left out:
+    """How far the prompts are of which the coming forward reads a part. Prompts that it reads to the end are left out:
     their tokens follow.
     """
 
@@ -158,8 +160,8 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """The worker's loop is alive. From the verifier, also its load: requests running and waiting for blocks, and the
-    blocks of keys and values that requests hold, of all that there are (0: each request has a cache of its own).
+    """The worker's loop is alive. The verifier adds its load: requests running and waiting for blocks, and how many of
+    all blocks of keys and values requests hold (0: each request has a cache of its own).
     """
 
     running: int = 0
@@ -169,7 +171,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Something a worker did. start_us: of time.perf_counter."""
+    """Work that a worker did. start_us: of time.perf_counter."""
 
     name: str
     request: int
@@ -218,8 +220,8 @@ Figure = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
 class Rates(msgspec.Struct, frozen=True, array_like=True):
     """The present estimates of the verifier's cost model. round_s: time of the next round until its verdict. tokens:
-    per request and round. token_s: the time that one more token is worth. row_tokens: what one more row of a forward
-    costs, in tokens.
+    tokens per request and round. token_s: the time that one more token is worth. row_tokens: what one more row of a
+    forward costs, in tokens.
     """
 
     round_s: Figure = 0.1
@@ -277,7 +279,7 @@ AnyMessage = Union[  # noqa: UP007 - msgspec reads the union at run time, on Pyt
     Rejoin, Draft,
 ]  # fmt: skip
 
-# dtype and dimensions; arrays stay aligned as long as smaller numbers come last
+# Types and dimensions of arrays; arrays stay aligned as long as smaller numbers come last.
 ARRAYS: dict[type, tuple[tuple[str, int], ...]] = {
     Submit: (("int32", 1), ("int32", 1)),
     Start: (("int32", 1),),
@@ -290,14 +292,14 @@ _decoder = msgspec.msgpack.Decoder(tuple[AnyMessage, tuple[tuple[int, ...], ...]
 
 
 def encode(message: Message, arrays: Sequence[Array] = ()) -> list[bytes | memoryview]:
-    """The frames of a message."""
+    """Return the frames of a message."""
     raw = [np.ascontiguousarray(array, dtype=dtype) for array, (dtype, _) in zip(arrays, _specs(message), strict=True)]
     head = _encoder.encode((message, [array.shape for array in raw]))
     return [head, b"".join(array.data for array in raw)] if raw else [head]
 
 
 def decode(frames: Sequence[bytes], expected: tuple[type, ...]) -> tuple[Any, list[Array]]:
-    """The message and its arrays (views of the frames, read-only). Raises ProtocolError for anything else."""
+    """Return the message and its arrays (views of the frames, read-only). Raises ProtocolError for anything else."""
     if not frames:
         raise ProtocolError("message without frames")
     try:

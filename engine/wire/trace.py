@@ -12,14 +12,14 @@ from engine.wire.transport import Dealer
 
 
 class Trace:
-    """A worker's spans, sent to the front end from time to time; costs one comparison if tracing is off."""
+    """A worker's spans, sent to the front end from time to time; if tracing is off, a span costs one comparison."""
 
     def __init__(self, control: Dealer, wanted: bool):
         self._control, self._wanted = control, wanted
         self._spans: list[Span] = []
 
     def span(self, name: str, started_ns: int, request: int, detail: str = "") -> None:
-        """Something that began at `started_ns` (time.perf_counter_ns) and has just ended."""
+        """Record work that began at `started_ns` (time.perf_counter_ns) and has just ended."""
         if self._wanted:
             duration_us = (time.perf_counter_ns() - started_ns) // 1000
             self._spans.append(Span(name, request, started_ns // 1000, duration_us, detail))
@@ -41,7 +41,7 @@ class Timeline:
         self.lanes.setdefault(worker, []).extend(spans.spans)
 
     def write(self, path: Path) -> None:
-        """As Chrome's trace event format, which Perfetto reads."""
+        """Write them in Chrome's trace event format, which Perfetto reads."""
         events: list[dict[str, object]] = []
         for lane, (worker, spans) in enumerate(sorted(self.lanes.items(), reverse=True)):
             events.append({"ph": "M", "pid": 1, "tid": lane, "name": "thread_name", "args": {"name": worker}})

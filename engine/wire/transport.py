@@ -1,10 +1,10 @@
 """ZeroMQ sockets that speak `engine.wire.messages`.
 
-Every link has one side that binds (a `Router`, which serves named peers) and one that connects (a `Dealer`).
-The front end has the workers' router, the verifier the drafters'. Messages that do not follow the protocol are counted
-and dropped; what is sent to a peer that is gone is lost, and nobody blocks. What a peer leaves unread may be bounded:
-beyond that its router refuses to send. Over tcp a peer may leave and return at any time: ZeroMQ reconnects by itself,
-pings detect connections that died silently, and keys keep strangers out.
+Every link has one side that binds (a `Router`, which serves named peers) and one that connects (a `Dealer`). The front
+end has the workers' router, the verifier the drafters'. Messages that do not follow the protocol are counted and
+dropped; messages to a peer that is gone are lost, and nobody blocks. What a peer leaves unread may be bounded: beyond
+that its router refuses to send. Over tcp a peer may leave and return at any time: ZeroMQ reconnects by itself, pings
+detect connections that died silently, and keys keep strangers out.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from engine.core.errors import ConfigError, ProtocolError
 from engine.wire.keys import Keys, secure_drafter, secure_verifier
 from engine.wire.messages import Array, Message, decode, encode
 
-_PING_MS, _SILENT_MS = 1000, 5000  # over tcp: how often to ping, and after what silence a connection is dead
+_PING_MS, _SILENT_MS = 1000, 5000  # over tcp: how often to ping, and after what silence a connection counts as dead
 _HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-_REFUSALS = 5  # in a row
+_REFUSALS = 5  # refusals in a row
 _LAST_WORDS_MS = 1000  # maximum time for a closing line to flush what was sent: on a busy machine it takes long
 _LARGEST = 1 << 20  # maximum bytes of a message to a router over tcp: a tree of 1024 nodes has 14 kB
 
 
 class Dealer:
     """The connecting side. name: how the router knows this peer, unique per start. keys: for tcp. unread: maximum
-    messages that wait here, 0: no maximum; more wait at the router.
+    number of messages that wait here, 0: no maximum; further messages wait at the router.
     """
 
     def __init__(
@@ -69,12 +69,14 @@ class Dealer:
         self.malformed = 0
 
     def send(self, message: Message, arrays: Sequence[Array] = ()) -> None:
-        """Hand the message to ZeroMQ; never blocks. Without a router (over inproc, one that has closed) it is lost."""
+        """Hand the message to ZeroMQ; never blocks. Without a router (over inproc, one that has closed) the message is
+        lost.
+        """
         with contextlib.suppress(zmq.Again):
             self.socket.send_multipart(encode(message, arrays), flags=zmq.NOBLOCK)
 
     def received(self) -> Iterator[tuple[Any, list[Array]]]:
-        """The messages that have arrived."""
+        """Yield the messages that have arrived."""
         for frames in _arrived(self.socket):
             try:
                 yield decode(frames, self.expected)
@@ -82,14 +84,16 @@ class Dealer:
                 self.malformed += 1
 
     def joined(self) -> bool:
-        """Whether the router has been reached, for the first time or again, since the last call."""
+        """Return whether the router has been reached, for the first time or again, since the last call."""
         joined, self._joined = self._joined, False
         while self.monitor is not None and self.monitor.poll(0):
             joined |= self._shook_hands(recv_monitor_message(self.monitor)["event"])
         return joined
 
     def _shook_hands(self, event: int) -> bool:
-        """Whether the event is a successful handshake. ConfigError if it says that the keys can never match."""
+        """Return whether the event is a successful handshake. Raises ConfigError if it says that the keys can never
+        match.
+        """
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._refusals = 0
             return True
@@ -98,7 +102,7 @@ class Dealer:
             problem, fix = "goes with keys and this drafter without, or the reverse", "give both keys, or neither"
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._refusals += 1
-            if self._refusals < _REFUSALS:  # a verifier that ends during the handshake does the same, once
+            if self._refusals < _REFUSALS:  # a verifier that ends during the handshake looks the same, once
                 return False
             problem, fix = "has another key than this drafter's verifier.key", "copy verifier.key from it again"
         raise ConfigError(f"tcp.keys: {self.endpoint} {problem}; {fix}")
@@ -110,7 +114,9 @@ class Dealer:
 
 
 class Router:
-    """The binding side. keys: for tcp. unread: maximum messages that wait here for one peer, 0: no maximum."""
+    """The binding side. keys: for tcp. unread: maximum number of messages that wait here for one peer, 0:
+    no maximum.
+    """
 
     def __init__(
         self,
@@ -127,7 +133,7 @@ class Router:
         self.socket.setsockopt(zmq.LINGER, 200)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.SNDHWM, unread)
-        if unread:  # so that a message that is not sent raises an error
+        if unread:  # a message that is not sent then raises an error
             self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if endpoint.startswith("tcp:"):
             _ping(self.socket)
@@ -149,7 +155,7 @@ class Router:
 
     def restore(self) -> None:
         """Bind again if the socket's file was removed (by a cleaner of temporary files, say). Where somebody else has
-        made the folder anew, peers that are connected go on, and new ones refuse it.
+        made the folder anew, connected peers go on, and new ones refuse it.
         """
         if self._file is not None and not self._file.exists():
             try:
@@ -159,7 +165,9 @@ class Router:
             self._bind()
 
     def send(self, peer: str, message: Message, arrays: Sequence[Array] = ()) -> bool:
-        """Send to `peer`; lost if it is gone. False if it has left too much unread, and the message is not sent."""
+        """Send to `peer`; a message to a peer that is gone is lost. Returns False if the peer has left too much unread,
+        and the message is not sent.
+        """
         try:
             self.socket.send_multipart([peer.encode(), *encode(message, arrays)], flags=zmq.NOBLOCK)
         except zmq.Again:
@@ -170,13 +178,13 @@ class Router:
         return True
 
     def received(self) -> Iterator[tuple[str, Any, list[Array]]]:
-        """The messages that have arrived, each with its sender's name."""
+        """Yield the messages that have arrived, each with its sender's name."""
         for frames in _arrived(self.socket):
             if (arrival := self.open(frames)) is not None:
                 yield arrival
 
     def open(self, frames: list[bytes]) -> tuple[str, Any, list[Array]] | None:
-        """One arrival's sender, message and arrays; None if it is malformed."""
+        """Return one arrival's sender, message and arrays; None if it is malformed."""
         try:
             message, arrays = decode(frames[1:], self.expected)
             return frames[0].decode("ascii"), message, arrays
@@ -191,7 +199,7 @@ class Router:
 
 
 def _file_of(endpoint: str) -> Path | None:
-    """The file of an ipc endpoint."""
+    """Return the file of an ipc endpoint; None for other endpoints."""
     return Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
 
 
@@ -206,7 +214,9 @@ def _check_private(folder: Path) -> None:
 
 
 def _arrived(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
-    """The frames of each message. Asking first costs half as much as the exception that says there are no more."""
+    """Yield the frames of each message. Asking first costs half as much as the exception that says there
+    are no more.
+    """
     while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[arg-type,operator]
         yield socket.recv_multipart(flags=zmq.NOBLOCK)
 

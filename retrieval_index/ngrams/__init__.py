@@ -1,9 +1,9 @@
 """Compiled kernels of the session index: counted n-grams in flat arrays, and trees drafted from them.
 
 A store is one text (a request's own, its owner's finished answers, or public ones) with, for each of its contexts of 0
-to 4 tokens, a short list of the tokens that followed it. Longer contexts are served by a match.
+to 4 tokens, a short list of the tokens that followed it. A match serves longer contexts.
 
-Arrays are passed one by one and never sliced in a loop: each view costs an atomic reference count.
+Kernels take arrays one by one and never slice them in a loop: each view costs an atomic reference count.
 """
 
 from retrieval_index.ngrams.drafting import draft

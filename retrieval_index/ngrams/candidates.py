@@ -1,4 +1,4 @@
-"""Candidates after a node of a draft: tokens and their chances, from all known contexts of the node."""
+"""Candidates after a node of a draft: tokens and their probabilities, from all known contexts of the node."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from engine.sampling.noise_bits import noise_of
 from retrieval_index.ngrams.kernel import inlined, kernel
 from retrieval_index.ngrams.mixture import FLOOR
 
-LOOK = 16  # most followers looked at
-SLACK = 0.3  # 1 + SLACK is the scale of a log chance's error at temperature 1: see `with_noise`
+LOOK = 16  # most followers of a context that are read
+SLACK = 0.3  # 1 + SLACK is the scale of a log probability's error at temperature 1: see `with_noise`
 
 
 @inlined
@@ -31,7 +31,7 @@ def offer(token, prob, tokens, probs, index, n):  # type: ignore[no-untyped-def]
 
 @kernel
 def offer_followers(slots, pool, i, scale, faint, tokens, probs, index, n):  # type: ignore[no-untyped-def]
-    """Offer the followers of the context in slot `i`, until their chance falls below `faint`."""
+    """Offer the followers of the context in slot `i`, until their probability falls below `faint`."""
     length, block = min(slots[i, 3] & 63, LOOK), np.int64(slots[i, 1])
     if length == 0:
         return offer(np.int64(block), scale, tokens, probs, index, n)
@@ -46,10 +46,10 @@ def offer_followers(slots, pool, i, scale, faint, tokens, probs, index, n):  # t
 
 @kernel
 def with_noise(tokens, probs, count, here, key, temperature):  # type: ignore[no-untyped-def]
-    """Condition the candidates' chances, which are shares of `here`, on the noise of the target's draw.
+    """Condition the candidates' probabilities, which are shares of `here`, on the noise of the target's draw.
 
-    The target draws the token with the largest log p + g, and g is known. If log q of our chances q missed log p by
-    independent Gumbel errors of scale b, a token would win with a chance proportional to (q e^g)^(1/b): see
+    The target draws the token with the largest log p + g, and g is known. If log q of our probabilities q missed log p
+    by independent Gumbel errors of scale b, a token would win with a probability proportional to (q e^g)^(1/b): see
     `drafters.heads.growth.ranking`. What no candidate covers has one weight, the mean of (r e^g)^(1/b). Between
     temperatures 0 and 1 noise counts by its share; b = 1 + SLACK at 1 has the least log loss on answers of
     SmolLM2-135M.

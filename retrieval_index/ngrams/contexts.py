@@ -1,4 +1,4 @@
-"""Contexts of a text, the last 0 to 4 tokens before a place, and the hash table that holds them."""
+"""Contexts of a text (the last 0 to 4 tokens before a place) and the hash table that holds them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def high_bits(key):  # type: ignore[no-untyped-def]
 
 @kernel
 def find_slot(slots, key):  # type: ignore[no-untyped-def]
-    """The slot of `key`, or the empty slot where it would go."""
+    """Return the slot of `key`, or the empty slot where it would go."""
     mask = len(slots) - 1
     low, high = low_bits(key), high_bits(key)
     i = np.int64(low) & mask
@@ -39,7 +39,7 @@ def find_slot(slots, key):  # type: ignore[no-untyped-def]
 
 @kernel
 def fill_keys(text, start, position, keys):  # type: ignore[no-untyped-def]
-    """Fill keys[o] with the key of the o tokens before `position`; returns how many keys there are."""
+    """Fill keys[o] with the key of the o tokens before `position`, and return how many keys there are."""
     mask = len(text) - 1
     keys[0] = EMPTY
     for order in range(1, ORDERS):

@@ -1,4 +1,4 @@
-"""Trees drafted from a request's three stores, likeliest node first."""
+"""Drafts trees from a request's three stores, likeliest node first."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from retrieval_index.ngrams.matches import MATCH, follow, next_of
 from retrieval_index.ngrams.mixture import bucket_of, match_bucket_of
 from retrieval_index.ngrams.store import END, ORDERS, PUBLIC_MATCH, STORES, parts
 
-HOPE = 0.5  # a node is expanded only if a follower of this chance would get into the tree
-FAINT = 0.1  # one context offers followers down to this fraction of the chance that would get into the tree
-CARELESS = 0.5  # candidates' chances may lack this fraction of the chance that would get into the tree
-TAIL = 64  # tokens before a draft that are looked at; a power of two
+HOPE = 0.5  # a node is expanded only if a follower of this probability would get into the tree
+FAINT = 0.1  # one context offers followers down to this fraction of the probability that would get into the tree
+CARELESS = 0.5  # candidates' probabilities may lack this fraction of the probability that would get into the tree
+TAIL = 64  # tokens before a draft that are read; a power of two
 
 
 @kernel
@@ -37,14 +37,14 @@ def draft(  # type: ignore[no-untyped-def]
     """Fill `tree`, [2, budget] int32: tokens and parents, and `confidence`, [budget] float32, likeliest node first.
 
     Returns the number of nodes, root included. Nodes less likely than `least` are left out. noise: [depth] uint64, the
-    keys of the target's noise for the tokens after the root. temperature: 0 to 1, how much of it counts.
+    keys of the target's noise for the tokens after the root. temperature: 0 to 1, how much of the noise counts.
     """
     o_slots, o_pool, o_text, o_heads = parts(own_arena, own)
     m_slots, m_pool, m_text, m_heads = parts(memory_arena, memory)
     p_slots, p_pool, p_text, p_heads = parts(public_arena, public)
     budget = tree.shape[1]
     tail = _tail(o_text, own[END], continuation)
-    match = np.zeros((budget, 2 * STORES), np.int64)  # in each store: where, how long
+    match = np.zeros((budget, 2 * STORES), np.int64)  # in each store: where the match is, and how long
     for j in range(2 * STORES):
         match[0, j] = own[PUBLIC_MATCH + j]
     for at in range(max(TAIL - len(continuation), MATCH), TAIL):
@@ -58,7 +58,7 @@ def draft(  # type: ignore[no-untyped-def]
     keys, found, next_ = np.empty(ORDERS, np.uint64), np.empty(STORES * ORDERS, np.int64), np.empty(STORES, np.int64)
     keys[0] = EMPTY
     tokens, probs, index = np.empty(128, np.int32), np.empty(128), np.zeros(256, np.int16)
-    # candidates that wait for a place in the tree: the best `room` of all seen
+    # candidates that wait for a place in the tree: the best `room` of all found
     open_token, open_parent, open_prob = np.empty(budget, np.int32), np.empty(budget, np.int32), np.empty(budget)
     waiting, lowest = 0, 0
     tree[0, 0], tree[1, 0], confidence[0] = tail[TAIL - 1], -1, 1.0
@@ -107,7 +107,7 @@ def draft(  # type: ignore[no-untyped-def]
         waiting -= 1
         open_token[best], open_parent[best] = open_token[waiting], open_parent[waiting]
         open_prob[best] = open_prob[waiting]
-        if lowest == waiting:  # it has just moved
+        if lowest == waiting:  # the last one has just moved into the gap
             lowest = best
         if lowest >= waiting:
             lowest = 0
@@ -116,10 +116,12 @@ def draft(  # type: ignore[no-untyped-def]
 
 @kernel
 def _tail(text, end, continuation):  # type: ignore[no-untyped-def]
-    """[TAIL] the last tokens of the text, which ends at position `end`, and of what continues it; -1 before them."""
+    """Return [TAIL] the last tokens of the text, which ends at position `end`, and of its continuation;
+    -1 before them.
+    """
     tail = np.full(TAIL, -1, np.int32)
     for i in range(TAIL):
-        back = TAIL - i - len(continuation)  # from the text's end
+        back = TAIL - i - len(continuation)  # counted from the text's end
         if back <= 0:
             tail[i] = continuation[len(continuation) - TAIL + i]
         elif back <= end:
@@ -147,12 +149,12 @@ def _candidates(  # type: ignore[no-untyped-def]
     probs,
     index,
 ):
-    """Fill `tokens` and `probs` with what may follow the node, and return how many they are. A component takes its
+    """Fill `tokens` and `probs` with what may follow the node, and return how many there are. A component takes its
     weight's share of what is left of the node's probability, `here`: first the matches, then the contexts, the longest
     first; in each the request's own text, then its owner's memory, then public texts.
 
     next_: [STORES] the token after each store's match, below 0 for none. found: of each order and store, see `look_up`.
-    bar: the least that would get into the tree. index: zeros, and zeros again afterwards.
+    bar: the least probability that would get into the tree. index: zeros, and zeros again afterwards.
     """
     left, cutoff, faint, count = here, CARELESS * bar, FAINT * bar, 0
     for store in range(STORES - 1, -1, -1):
@@ -184,8 +186,8 @@ def _candidates(  # type: ignore[no-untyped-def]
 def _keep_best(  # type: ignore[no-untyped-def]
     tokens, probs, count, node, room, open_token, open_parent, open_prob, waiting, lowest
 ):
-    """Let a node's candidates wait, as far as they are among the best `room`. Returns how many wait, and which is the
-    least likely if there are `room`.
+    """Add a node's candidates to those that wait, as far as they are among the best `room`. Returns how many wait, and
+    which is the least likely if there are `room`.
     """
     for i in range(count):
         if waiting < room:
@@ -206,7 +208,7 @@ def _keep_best(  # type: ignore[no-untyped-def]
 
 @inlined
 def _likeliest(open_prob, waiting, least):  # type: ignore[no-untyped-def]
-    """The likeliest candidate that waits, the first of equals; -1 if none is likelier than `least`."""
+    """Return the likeliest candidate that waits, the first of equals; -1 if none is likelier than `least`."""
     best, bar = -1, least
     for j in range(waiting):
         if open_prob[j] > bar:

@@ -1,4 +1,4 @@
-"""What followed each context: lists in blocks of the pool, most frequent first, the later first on ties."""
+"""Followers of each context: lists in blocks of the pool, most frequent first, the later first on ties."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def count_follower(slots, pool, state, key, token):  # type: ignore[no-untyped-d
     if at < length:
         count = pool[block + at, 1] + 1
     elif length == FANOUT:
-        at = FANOUT - 1  # the last one, rarest and oldest, makes room
+        at = FANOUT - 1  # the last one, the rarest and oldest, gives up its place
     else:
         size = _class_of(length)
         if length == 2 << size:
@@ -66,7 +66,7 @@ def uncount_follower(slots, pool, state, key, token):  # type: ignore[no-untyped
             pool[block + at, 0], pool[block + at, 1] = pool[block + at + 1, 0], pool[block + at + 1, 1]
             at += 1
         pool[block + at, 0], pool[block + at, 1] = token, count
-        if count == 0:  # it is the last now
+        if count == 0:  # it is now the last of the list
             _shorten(slots, pool, state, i, length)
     if slots[i, 2] == 0:
         _close_gap(slots, state, i)
@@ -74,7 +74,7 @@ def uncount_follower(slots, pool, state, key, token):  # type: ignore[no-untyped
 
 @kernel
 def share_of(slots, pool, i, token):  # type: ignore[no-untyped-def]
-    """The share of its occurrences in which the context in slot `i` was followed by `token`."""
+    """Return in which share of its occurrences the context in slot `i` was followed by `token`."""
     length, block = slots[i, 3] & 63, np.int64(slots[i, 1])
     if length == 0:
         return 1.0 if block == token else 0.0
@@ -94,7 +94,7 @@ def _class_of(length):  # type: ignore[no-untyped-def]
 
 @kernel
 def _move(pool, state, block, length, old, new):  # type: ignore[no-untyped-def]
-    """Move a list to a block of another size class (old -1: there is none yet); returns the new block."""
+    """Move a list to a block of another size class (old -1: there is none yet), and return the new block."""
     target = state[FREE + new]
     if target >= 0:
         state[FREE + new] = pool[target, 0]

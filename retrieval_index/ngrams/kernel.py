@@ -1,4 +1,4 @@
-"""How the kernels of this folder are compiled, once per machine."""
+"""Compiles the kernels of this folder, once per machine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from engine.kernels.jit_cache import versioned
 
 
 def kernel(work: Callable[..., Any]) -> Any:
-    """Decorator: compiled when first called, and cached on disk."""
+    """Compile a function when it is first called, and cache it on disk (a decorator)."""
     return njit(cache=True, error_model="numpy")(versioned(work))
 
 
 def inlined(work: Callable[..., Any]) -> Any:
-    """Decorator: a kernel that is inlined where it is called."""
+    """Inline a kernel where it is called (a decorator)."""
     return njit(cache=True, error_model="numpy", inline="always")(versioned(work))

@@ -14,7 +14,7 @@ LONGEST = 32  # a match found is compared this far back
 
 @kernel
 def match_hash(text, position, start):  # type: ignore[no-untyped-def]
-    """Hash of the MATCH tokens before `position`, 0 if there are fewer."""
+    """Return the hash of the MATCH tokens before `position`, 0 if there are fewer."""
     mask = len(text) - 1
     h = np.uint64(1)
     for back in range(1, MATCH + 1):
@@ -48,7 +48,7 @@ def follow(text, heads, state, tail, position, start, match, length):  # type: i
 
 @inlined
 def next_of(text, state, match, length):  # type: ignore[no-untyped-def]
-    """The token that a match says comes next, -1 if it says nothing."""
+    """Return the token that a match says comes next, -1 if it says nothing."""
     token = np.int32(-1)
     if length > 0 and match >= state[START] and match < state[END]:
         token = text[match & (len(text) - 1)]

@@ -1,4 +1,4 @@
-"""How much each context and match counts in a token's prob: weights, learned from the tokens that came."""
+"""Weights of contexts and matches in a token's probability, learned from the tokens that came."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from retrieval_index.ngrams.store import ORDERS, STORES
 
 COMPONENTS = STORES * (ORDERS + 1)  # (order, store) from short to long, then the matches
 BUCKETS = 32
-FLOOR = 1e-5  # chance of a token never seen
+FLOOR = 1e-5  # probability of a token that was never seen
 RATE, PRIOR = 0.01, 20.0  # slowest step of the weights, and how many observations the first weight stands for
 
 
 @kernel
 def bucket_of(slots, pool, i):  # type: ignore[no-untyped-def]
-    """How often a context has been seen (8 steps), and how sure it is of its first follower (4 steps)."""
+    """Return the bucket of a context: how often it has been seen (8 steps), and how sure it is of its first follower
+    (4).
+    """
     total = slots[i, 2]
     seen = total - 1 if total <= 4 else 4 + (total > 8) + (total > 16) + (total > 64)
     share = 1.0
@@ -31,7 +33,7 @@ def match_bucket_of(length):  # type: ignore[no-untyped-def]
 
 @kernel
 def adjust(weights, bucket, share):  # type: ignore[no-untyped-def]
-    """One step of online EM: a component's weight moves towards the chance that it is what produced the token."""
+    """Make one step of online EM: a component's weight moves towards the probability that it produced the token."""
     mixed = np.empty(COMPONENTS)
     below = FLOOR
     for c in range(COMPONENTS):

@@ -37,7 +37,7 @@ from retrieval_index.ngrams.store import (
 def append(  # type: ignore[no-untyped-def]
     own_arena, own, memory_arena, memory, public_arena, public, weights, tokens, learn
 ):
-    """Append to a request's text until its store is full; returns how many tokens were appended. With `learn` they
+    """Append to a request's text until its store is full, and return how many tokens were appended. With `learn` they
     adjust the weights. weights: [COMPONENTS, BUCKETS, 2] float64, weight and how often it was adjusted.
     """
     o_slots, o_pool, o_text, o_heads = parts(own_arena, own)
@@ -91,7 +91,9 @@ def append(  # type: ignore[no-untyped-def]
 
 @kernel
 def remember(arena, state, tokens, bound):  # type: ignore[no-untyped-def]
-    """Append a finished text to a store of such, evicting the oldest tokens beyond `bound`; returns as `append`."""
+    """Append a finished text to a store of finished texts, and evict the oldest tokens beyond `bound`; returns as
+    `append`.
+    """
     slots, pool, text, heads = parts(arena, state)
     keys = np.empty(ORDERS, np.uint64)
     for done in range(len(tokens)):
@@ -104,8 +106,8 @@ def remember(arena, state, tokens, bound):  # type: ignore[no-untyped-def]
 
 
 def with_text(store: Store, text: NDArray[np.int32], bound: int) -> Store:
-    """The store, or a larger copy, with finished answers appended, a SEPARATOR after each; the oldest tokens beyond
-    `bound` are evicted.
+    """Return the store, or a larger copy, with finished answers appended, a SEPARATOR after each; the oldest tokens
+    beyond `bound` are evicted.
     """
     done = 0
     while done < len(text):
@@ -116,7 +118,7 @@ def with_text(store: Store, text: NDArray[np.int32], bound: int) -> Store:
 
 
 def grown(store: Store) -> Store:
-    """A copy in which the nearly full parts are doubled."""
+    """Return a copy in which the nearly full parts are doubled."""
     state = store.state.tolist()
     slots, pool, ring, heads = state[SLOTS : HEADS + 1]
     if 2 * (state[USED] + ORDERS) > slots:
@@ -143,7 +145,7 @@ def copy_into(arena, state, bigger_arena, bigger):  # type: ignore[no-untyped-de
                 j = (j + 1) & mask
             for k in range(4):
                 new_slots[j, k] = slots[i, k]
-    # in loops: numba compiles seconds of error texts for each assignment of slices
+    # written as loops, because numba compiles seconds of error texts for each assignment of slices
     for i in range(state[TOP]):
         new_pool[i, 0], new_pool[i, 1] = pool[i, 0], pool[i, 1]
     for i in range(len(state)):

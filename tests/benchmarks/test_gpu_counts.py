@@ -58,7 +58,20 @@ def test_more_requests_take_no_more_launches_or_waits_of_a_draft_step(head: str,
 def test_a_round_waits_a_few_times_and_as_often_for_many_requests_as_for_one(check: str, records: list[Record]) -> None:
     one, *more = of(records, check)
     assert {sum(record["waits"].values()) for record in more} == {sum(one["waits"].values())}
-    assert one["waits"]["draws"] + one["waits"]["told"] <= 2
+    assert one["waits"]["forward"] + one["waits"]["draws"] + one["waits"]["told"] == 1, "all comes in one receipt"
+
+
+@pytest.mark.parametrize("check", ["eagle3, T=0", "eagle3, T=1"])
+def test_a_tree_that_grows_on_the_device_takes_one_wait(check: str, records: list[Record]) -> None:
+    for record in of(records, check):
+        assert record["draft_steps"] == 8 and record["waits"]["draft"] == 1
+
+
+def test_a_table_shows_all_rounds(records: list[Record]) -> None:
+    (table,) = of(records, "table")
+    head, _, *rows = table["table"]
+    assert head.startswith("| | requests | launches | waits: draft |")
+    assert len(rows) == sum("waits" in record for record in records) == 3 * (len(HEADS) + 1)
 
 
 @pytest.mark.parametrize("head", HEADS)

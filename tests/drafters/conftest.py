@@ -31,7 +31,7 @@ LLAMA = {
 
 @pytest.fixture(autouse=True)
 def _float32_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """References are compared in float32, whatever this processor multiplies fastest."""
+    """Let heads compute in float32, in which references are compared, whatever this processor multiplies fastest."""
     for module in ("drafters.training.target", "drafters.training.trainer"):
         monkeypatch.setattr(f"{module}.has_native_bfloat16", lambda: False)
     monkeypatch.setattr("drafters.heads.layers.multiplies", lambda dtype: False)
@@ -39,7 +39,7 @@ def _float32_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama whose logits are peaked enough for drafting to be worth it."""
+    """Save a random Llama whose logits are peaked enough for drafting to be worth it."""
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("target")
     config = LlamaConfig(**LLAMA, num_hidden_layers=LAYERS, tie_word_embeddings=True, bos_token_id=0, eos_token_id=3)

@@ -13,7 +13,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rope(x: Tensor) -> Tensor:
-    """x: [n, heads, head_dim], rotated by its index."""
+    """Rotate x: [n, heads, head_dim] by its index."""
     n, half = x.shape[0], x.shape[-1] // 2
     angle = torch.arange(n)[:, None] * 10000.0 ** (-torch.arange(half) / half)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
@@ -22,7 +22,7 @@ def rope(x: Tensor) -> Tensor:
 
 
 def layer(weights: dict[str, Tensor], prefix: str, x: Tensor, residual: Tensor) -> Tensor:
-    """A causal Llama layer over the whole sequence, positions from 0."""
+    """Compute a causal Llama layer over the whole sequence, positions from 0."""
     n = len(x)
 
     def project(name: str, heads: int) -> Tensor:
@@ -44,7 +44,7 @@ def layer(weights: dict[str, Tensor], prefix: str, x: Tensor, residual: Tensor) 
 
 
 def eagle_features(weights: dict[str, Tensor], features: Tensor, tokens: list[int]) -> Tensor:
-    """EAGLE-1: guessed features behind each (feature, next token) pair."""
+    """Return EAGLE-1's guessed features after each (feature, next token) pair."""
     embedded = weights["embed_tokens.weight"][tokens]
     x = torch.cat([embedded, features], -1) @ weights["fc.weight"].T + weights["fc.bias"]
     return layer(weights, "layers.0", x, x)

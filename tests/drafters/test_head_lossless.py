@@ -152,7 +152,7 @@ async def test_a_head_behind_the_engine_changes_no_text(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.verifier.placement.cores", lambda: 4)  # enough for auto to try both
+    monkeypatch.setattr("engine.placement.cores", lambda: 4)  # enough for auto to try both
     build(tmp_path, target)
     method = "hybrid" if merged else build.__name__
     drafter = {"path": str(tmp_path), "head": build.__name__}

@@ -92,7 +92,7 @@ def test_what_does_not_go_together_is_refused(key: str, value: object, problem: 
 
 def test_every_method_has_a_bit_of_its_own_and_a_kind() -> None:
     bits = [source_of(name) for name in METHODS]
-    assert len(set(bits)) == len(METHODS) and max(bits) < GRAMMAR and max(bits) < 1 << 32
+    assert len(set(bits)) == len(METHODS) and max(bits) < 1 << Method(None).bit < GRAMMAR
     assert source_names(source_of("suffix") | source_of("eagle3")) == ["suffix", "eagle3"]
     kinds = [0, source_of("pld"), source_of("pld") | source_of("sps"), source_of("sps") | GRAMMAR]
     assert [source_name(bits) for bits in kinds] == ["target", "retrieval", "head", "grammar"]

@@ -10,7 +10,7 @@ Schema = dict[str, Any]
 
 
 def fields(**properties: Schema) -> Schema:
-    """An object with all of these properties and no others."""
+    """Return the schema of an object with all of these properties and no others."""
     return {
         "type": "object",
         "properties": properties,

@@ -79,4 +79,4 @@ def test_it_compiles_attention_for_the_configured_types(
 
 def kept(dtype: torch.dtype, q8_0: bool = False) -> KVPool:
     """A pool as the engine makes it."""
-    return pool_of((1, 1, 32), dtype, "q8_0" if q8_0 else "auto", 1 << 16, torch.device("cpu"))
+    return pool_of([(1, 1, 32)], dtype, "q8_0" if q8_0 else "auto", 1 << 16, torch.device("cpu"))

@@ -8,7 +8,7 @@ import pytest
 from engine.config import ROOT, Config, DrafterConfig, load, parse_assignment
 from engine.core.errors import ConfigError
 from engine.core.methods import METHODS
-from engine.verifier.placement import oversubscription, share_cores
+from engine.placement import oversubscription, share_cores
 
 
 def test_an_override_reaches_into_a_section_and_leaves_the_rest() -> None:
@@ -106,7 +106,7 @@ def test_assignments_are_read_as_yaml() -> None:
 def test_a_draft_model_of_its_own_worker_gets_half_of_the_cores_and_a_table_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.verifier.placement.cores", lambda: 8)
+    monkeypatch.setattr("engine.placement.cores", lambda: 8)
     ahead = Config(model="m", mode="async", method="eagle3")
     assert share_cores(ahead) == (8, 4, 4)
     assert share_cores(load(ahead, {"method": "suffix"})) == (8, 8, 1)
@@ -115,9 +115,10 @@ def test_a_draft_model_of_its_own_worker_gets_half_of_the_cores_and_a_table_none
 
 
 def test_in_turns_each_has_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.verifier.placement.cores", lambda: 8)
-    assert share_cores(Config(model="m", method="eagle3")) == (8, 8, 8)
-    assert share_cores(load({"model": "m"}, {"method": "eagle3", "verifier.threads": 3})) == (3, 3, 3)
+    monkeypatch.setattr("engine.placement.cores", lambda: 8)
+    turns = Config(model="m", mode="sequential", method="eagle3")
+    assert share_cores(turns) == (8, 8, 8)
+    assert share_cores(load(turns, {"verifier.threads": 3})) == (3, 3, 3)
 
 
 def test_beside_a_gpu_each_has_one_unless_more_are_asked_for() -> None:
@@ -127,7 +128,7 @@ def test_beside_a_gpu_each_has_one_unless_more_are_asked_for() -> None:
 
 
 def test_more_threads_than_cores_are_refused_with_what_they_would_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.verifier.placement.cores", lambda: 2)
+    monkeypatch.setattr("engine.placement.cores", lambda: 2)
     greedy = load({"model": "m"}, {"method": "eagle3", "mode": "async", "verifier.threads": 2})
     assert share_cores(greedy) == (2, 1, 1)
     assert "verifier.threads=2: 1 used" in (oversubscription(greedy) or "")

@@ -20,8 +20,8 @@ from engine.core.drafter_protocol import Drafter, Verdict
 from engine.core.errors import RequestError
 from engine.core.methods import METHODS, Method
 from engine.core.tree import TokenTree
-from engine.verifier.bandit import ConservativeBandit
-from engine.verifier.cost_model import CostModel
+from engine.costs.bandit import ConservativeBandit
+from engine.costs.cost_model import CostModel
 from tests.conftest import VOCABULARY
 from tests.engine.schemas import SCHEMAS
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from engine import Engine, SamplingParams
 from engine.config import load
 from engine.core.errors import ConfigError
-from engine.verifier.placement import settled, shares_loop
+from engine.placement import settled, shares_loop
 
 REPEATING = [5, 6, 7, 8] * 8
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -22,12 +24,12 @@ UNCUT: dict[str, Any] = {"verifier.cut": False, "verifier.threads": 1}
 @pytest.mark.parametrize(
     ("changes", "shared"),
     [
-        ({"method": "pld"}, True),
+        ({"method": "pld", "mode": "sequential"}, True),
         ({"method": "suffix", "mode": "async"}, False),
         ({"method": "suffix", "mode": "auto"}, False),
-        ({"method": "suffix", "transport": "inproc"}, True),
+        ({"method": "suffix", "mode": "sequential", "transport": "inproc"}, True),
         ({"method": "suffix", "transport": "tcp", "tcp.keys": "any"}, False),
-        ({"method": "sps", "drafter.path": "any"}, True),
+        ({"method": "sps", "mode": "sequential", "drafter.path": "any"}, True),
         ({"method": "none"}, False),
     ],
 )
@@ -41,21 +43,40 @@ AUTO: dict[str, Any] = {"method": "suffix", "mode": "auto", "device": "cpu"}
 @pytest.mark.parametrize(
     ("there", "changes", "mode"),
     [
-        (2, {}, "sequential"),
-        (4, {}, "auto"),
+        (2, {"method": "eagle3"}, "sequential"),
+        (4, {"method": "eagle3"}, "auto"),
+        (4, {}, "sequential"),
         (2, {"mode": "async"}, "async"),
         (2, {"method": "none"}, "auto"),
         (2, {"transport": "tcp", "tcp.keys": "any"}, "auto"),
         (2, {"verifier.simulated_latency_ms": 20}, "auto"),
     ],
 )
-def test_auto_means_in_turns_where_both_at_once_have_too_few_cores(
+def test_auto_means_in_turns_where_retrieval_drafts_or_both_at_once_have_too_few_cores(
     monkeypatch: pytest.MonkeyPatch, there: int, changes: dict[str, Any], mode: str
 ) -> None:
-    monkeypatch.setattr("engine.verifier.placement.cores", lambda: there)
-    config, why = settled(load({"model": "any"}, AUTO | changes))
-    assert config.mode == mode
-    assert (why is not None) == (mode == "sequential")
+    monkeypatch.setattr("engine.placement.cores", lambda: there)
+    config, why = settled(load({"model": "any"}, {"drafter.path": "any"} | AUTO | changes))
+    assert config.mode == mode and why is None
+
+
+def test_auto_is_the_mode_of_a_configuration_that_names_none() -> None:
+    assert load({"model": "any"}, {}).mode == "auto"
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_where_a_machine_shows_no_gpu_torch_is_not_imported_to_ask_for_one(device: str) -> None:
+    command = f"""
+import sys
+from engine import placement
+placement._GPU_FILES = ("/there/is/none",)
+config = placement.Config(model="any", method="eagle3", device={device!r})
+assert not placement.on_gpu(config) and "torch" not in sys.modules
+placement._GPU_FILES = ("/",)
+placement.on_gpu(config)
+assert "torch" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", command], check=True)
 
 
 @pytest.mark.parametrize(
@@ -91,13 +112,10 @@ async def test_an_engine_of_threads_ends_the_process_that_began_early(
         assert engine._workers.in_threads and ended == [0]
 
 
-async def test_an_engine_says_why_auto_means_in_turns(
-    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("engine.verifier.placement.cores", lambda: 2)
+async def test_an_engine_whose_auto_means_in_turns_has_one_worker(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.placement.cores", lambda: 2)
     async with await Engine.start({"model": tiny}, **UNCUT | AUTO) as engine:
         assert engine.config.mode == "sequential" and list(engine._workers.running) == ["verifier"]
-    assert "mode=auto: drafter and verifier work in turns" in capsys.readouterr().err
 
 
 async def test_the_text_is_that_of_plain_decoding_in_fewer_rounds(tiny: str) -> None:

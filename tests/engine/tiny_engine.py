@@ -23,12 +23,12 @@ DRAFTS = {
 
 
 SLOW: dict[str, Any] = {"verifier.simulated_latency_ms": 10}
-"""So that an answer takes seconds, and is not over when the event loop has been held up."""
+"""With this latency an answer takes seconds, and is not over when the event loop has been held up."""
 
 
 @asynccontextmanager
 async def tiny_engine(model: str, draft: str, name: str = "none", **overrides: Any) -> AsyncIterator[Engine]:
-    """An engine on the tiny target, as threads unless told otherwise. name: a key of DRAFTS."""
+    """Start an engine on the tiny target, as threads unless told otherwise. name: a key of DRAFTS."""
     settings = {"transport": "inproc", "method": name.split()[0], "drafter.path": draft, "verifier.threads": 1}
     settings |= DRAFTS.get(name, {})
     if name == "datastore":

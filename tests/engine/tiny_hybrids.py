@@ -34,7 +34,7 @@ KINDS = ("qwen3.5", "lfm2")
 
 
 def save_tiny_hybrid(folder: Path, kind: str, seed: int = 0) -> str:
-    """A model of that kind, with the tiny tokenizer."""
+    """Save a model of that kind, with the tiny tokenizer."""
     torch.manual_seed(seed)
     if kind == "lfm2":
         types = ["conv", "full_attention", "conv"]

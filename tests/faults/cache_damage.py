@@ -1,4 +1,4 @@
-"""What may happen to the cache folders while an engine runs: files are cut, overwritten, removed, or copied."""
+"""Damages the cache folders while an engine runs: files are cut, overwritten, removed, or copied."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_WEIGHTS = ".gguf"  # are copied, and not damaged: a soak downloads nothing
+_WEIGHTS = ".gguf"  # these are copied, and not damaged: a soak downloads nothing
 
 
 class CacheDamage:
@@ -31,7 +31,7 @@ class CacheDamage:
         for file in self.rng.sample(files, min(self.rng.choice((1, 1, 1, 20)), len(files))):
             try:
                 damage(file)
-            except OSError:  # removed by Talon meanwhile
+            except OSError:  # Talon has removed it meanwhile
                 continue
             self.counts["files damaged"] += 1
 
@@ -46,7 +46,7 @@ class CacheDamage:
                 copy.unlink(missing_ok=True)
 
     def _files(self, folder: Path) -> Iterator[Path]:
-        """The files of a cache folder, but for locks and what is being written."""
+        """Yield the files of a cache folder, but for locks and what is being written."""
         for place, _, names in os.walk(folder):
             yield from (Path(place) / name for name in sorted(names) if not name.startswith(".") and "." in name)
 

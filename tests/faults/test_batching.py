@@ -19,6 +19,7 @@ from engine import Engine, SamplingParams
 from engine.core.batch import Segment
 from engine.core.errors import NotANumber, RequestError, RequestFailed, WorkerDied
 from engine.core.tree import TokenTree
+from engine.frontend import supervisor
 from engine.model.target import Target
 from engine.places import ROOT
 from engine.sampling.sampler import Sampler
@@ -188,6 +189,29 @@ async def test_without_usable_weights_a_dead_verifier_fails_every_request_with_t
             assert isinstance(outcome, WorkerDied) and f"model={model}" in str(outcome), outcome
         with pytest.raises(WorkerDied, match="cannot be started again: model="):
             await asyncio.wait_for(engine.generate([4], sampling), 5)
+
+
+async def test_a_start_from_a_cache_that_had_to_be_mended_does_not_count(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(shutil.copytree(tiny, tmp_path / "model"))
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    async with await Engine.start({"model": str(model)}, method="none", **THREADS) as engine:
+        expected = (await engine.generate([10, 11], sampling)).token_ids
+        damaged = iter([True])
+
+        def mend() -> bool:
+            """Say that the model was mended. Before the first start it is damaged again at once."""
+            if next(damaged, None) is None:
+                shutil.copy(Path(tiny) / "model.safetensors", model)
+            return True
+
+        monkeypatch.setattr(supervisor, "_TRIES", 1)
+        monkeypatch.setattr(engine._supervisor, "_restore", mend)
+        delete(model)
+        os.kill(pid_of(engine, "verifier"), signal.SIGKILL)
+        answer = await asyncio.wait_for(engine.generate([10, 11], sampling), 400)
+        assert answer.token_ids == expected
 
 
 async def test_without_usable_weights_a_dead_drafter_is_reported_and_answers_go_on(

@@ -21,9 +21,9 @@ from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.drafting.worker import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
 from engine.model.target import Target
+from engine.placement import Threads
 from engine.verifier.loop import FROM_DRAFTER, Verifier
 from engine.verifier.loop import FROM_FRONT_END as ORDERS
-from engine.verifier.placement import Threads
 from engine.wire.messages import (
     Draft,
     Emitted,

@@ -1,4 +1,4 @@
 """How a head's tree grows: policies, the order of candidates, many trees in step.
 
-Imports `engine.core` and `engine.sampling`; policies know no head.
+The folder imports `engine.core` and `engine.sampling`; policies know no head.
 """

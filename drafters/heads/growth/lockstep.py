@@ -16,10 +16,10 @@ class Advice(Protocol):
     """Another source's part in the growth of one tree."""
 
     def worth_drafting(self, frontier: Frontier) -> bool:
-        """Whether the head should expand these nodes, or the other source continues alone."""
+        """Return whether the head should expand these nodes; otherwise the other source continues alone."""
 
     def candidates(self, node: int, parent: int, token: int, seen: Following | None) -> Following:
-        """What may follow a node of the growing tree, given the head's prediction there (None: not drafted)."""
+        """Return what may follow a node of the growing tree, given the head's prediction there (None: not drafted)."""
 
 
 class Growth:
@@ -35,7 +35,7 @@ class Growth:
         return self.frontier.builder.tree().prune(self.policy.budget)
 
     def undrafted(self) -> list[tuple[int, int, int]]:
-        """(node, its parent's node of the trie, token) of the frontier's nodes to draft."""
+        """Return (node, its parent's node of the trie, token) of the frontier's nodes to draft."""
         frontier, known = self.frontier, self.known
         if self.adviser is not None and frontier.parents[0] >= 0 and not self.adviser.worth_drafting(frontier):
             return []
@@ -46,7 +46,7 @@ class Growth:
         ]
 
     def candidates(self) -> Candidates:
-        """What may follow the frontier's nodes."""
+        """Return what may follow the frontier's nodes."""
         rows: list[Following] = []
         frontier, known = self.frontier, self.known
         for node, parent, token in zip(frontier.nodes, frontier.parents, frontier.tokens, strict=True):

@@ -83,7 +83,7 @@ class TreeBuilder:
         return len(self.tokens) - 1
 
     def add_all(self, children: Sequence[Child]) -> list[int]:
-        """The new nodes, in order."""
+        """Add the nodes, and return their numbers in order."""
         first = len(self.tokens)
         self.confidence += [confidence for confidence, _, _ in children]
         self.parents += [parent for _, parent, _ in children]
@@ -100,17 +100,17 @@ class TreeBuilder:
         return TokenTree.from_lists(self.tokens, self.parents, self.confidence)
 
     def best(self, frontier: Sequence[int], seen: Candidates) -> float:
-        """The path confidence of the best candidate, 0 if there is none."""
+        """Return the path confidence of the best candidate, 0 if there is none."""
         first = (self.confidence[n] * probs[0] for n, probs in zip(frontier, seen.prob, strict=True) if probs)
         return max(first, default=0.0)
 
     def children(self, frontier: Sequence[int], seen: Candidates, least: float = 0.0) -> list[Child]:
-        """Every candidate of at least that path confidence, best first; ties in order of discovery."""
+        """Return every candidate of at least that path confidence, best first; ties in order of discovery."""
         found: list[Child] = []
         for node, tokens, probs in zip(frontier, seen.tokens, seen.prob, strict=True):
             above = self.confidence[node]
             for token, prob in zip(tokens, probs, strict=True):
-                if not (confidence := above * prob) >= least:  # so it is for NaN
+                if not (confidence := above * prob) >= least:  # also true for NaN
                     break  # the others are less likely
                 found.append((confidence, node, token))
         return sorted(found, key=itemgetter(0), reverse=True)
@@ -184,9 +184,11 @@ class Dynamic(Policy):
 def _best_of_all(
     policy: Policy, root: int, layers: int, floor: float = 0.0, threshold: Callable[[float], float] | None = None
 ) -> Steps:
-    """The best `budget` nodes. The best `top_k` of a layer are expanded as long as they may have children among these.
+    """Grow a tree of the best `budget` nodes. The best `top_k` of a layer are expanded as long as they may have
+    children among these.
 
-    threshold: the confidence that a node below the first layer needs, given its layer's best; floor: whatever the best.
+    threshold: the confidence that a node below the first layer needs, given its layer's best; floor: the confidence
+    that every node needs.
     """
     builder, frontier, room = TreeBuilder([root]), [0], policy.max_expansions
     best = [0.0] * (policy.budget - 1)  # a heap of the greatest confidences
@@ -195,7 +197,7 @@ def _best_of_all(
         room -= len(frontier)
         least = threshold(builder.best(frontier, seen)) if threshold and depth else 0.0
         layer = builder.add_all(_entered(best, builder.children(frontier, seen, max(least, best[0] if best else inf))))
-        # a child is never more confident than its parent
+        # A child is never more confident than its parent.
         frontier = [n for n in layer[: min(policy.top_k, room)] if floor <= builder.confidence[n] > best[0]]
         if not frontier:
             break
@@ -203,7 +205,7 @@ def _best_of_all(
 
 
 def _entered(best: list[float], children: list[Child]) -> list[Child]:
-    """The children, given best first, that are among the best ones; these are a heap, which is updated."""
+    """Return the children, given best first, that are among the best ones; these are a heap, which is updated."""
     for count, (confidence, _, _) in enumerate(children):
         if confidence <= best[0]:
             return children[:count]
@@ -211,7 +213,7 @@ def _entered(best: list[float], children: list[Child]) -> list[Child]:
     return children
 
 
-class Talon(Policy):
+class TalonPaperPolicy(Policy):
     """TALON (arXiv 2601.07353) to the letter, equations 2-5 and algorithm 2.
 
     The pool of a layer is every child of every node of the layer before. The first `ungated` layers keep its best
@@ -258,13 +260,13 @@ class Adaptive(Policy):
     ):
         self.budget, self.top_k, self.mu, self.gate = budget, top_k, mu, gate
         self.max_depth = budget if max_depth is None else max_depth
-        self.max_expansions = 4 * budget  # deep trees beside wide ones
+        self.max_expansions = 4 * budget  # leaves space for deep trees beside wide ones
 
     def steps(self, root: int) -> Steps:
         return _best_of_all(self, root, self.max_depth, self._floor, self.threshold)
 
     def threshold(self, best: float) -> float:
-        """The confidence a node needs in a layer whose most confident candidate has confidence `best`."""
+        """Return the confidence a node needs in a layer whose most confident candidate has confidence `best`."""
         return self._floor if self.gate == "path" else self.mu * best
 
     @property

@@ -1,15 +1,16 @@
-"""The growth policy that a configuration names."""
+"""Chooses the growth policy that a configuration names."""
 
 from __future__ import annotations
 
-from drafters.heads.growth.policies import STATIC_TREES, Adaptive, Dynamic, Policy, Static, Talon
+from drafters.heads.growth.policies import STATIC_TREES, Adaptive, Dynamic, Policy, Static, TalonPaperPolicy
 from engine.config import DrafterConfig
 from engine.core.errors import ConfigError
 
 
 def policy_of(options: DrafterConfig, published: Policy, default: str = "adaptive") -> Policy:
-    """The growth policy that a configuration describes. published: the one of the method's paper; default: where the
-    configuration names none. ConfigError if its trees are larger than the budget, which the verifier would refuse.
+    """Return the growth policy that a configuration describes. published: the one of the method's paper; default: the
+    policy where the configuration names none. ConfigError if its trees are larger than the budget, which the verifier
+    would refuse.
     """
     policy = _named(options, published, options.growth.policy or default)
     if policy.budget > options.budget:
@@ -27,7 +28,7 @@ def _named(options: DrafterConfig, published: Policy, name: str) -> Policy:
     if name == "dynamic":
         return Dynamic(growth.depth, growth.top_k, options.budget)
     if name == "talon":
-        return Talon(options.budget, growth.top_k, growth.mu, growth.ungated)
+        return TalonPaperPolicy(options.budget, growth.top_k, growth.mu, growth.ungated)
     if name == "adaptive":
         return Adaptive(options.budget, growth.top_k, growth.mu, growth.gate)
     return published

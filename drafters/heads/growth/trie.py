@@ -35,20 +35,24 @@ class Trie:
         self.child, self.depth, self.seen = {}, {0: 0}, {}
 
     def commit(self, start: int, features: Tensor | None) -> None:
-        """True features of the text's positions from `start` on: see `Session.commit`."""
+        """Commit true features of the text's positions from `start` on: see `Session.commit`."""
         self.session.commit(start, features, self.text[start + 1 :])
         self.forget_nodes()
 
     def unsynced(self) -> list[int]:
-        """Tokens after node 0 whose features have not come (yet): drafted like a continuation, without them."""
+        """Return the tokens after node 0 whose features have not come (yet): they are drafted like a continuation,
+        without features.
+        """
         return self.text[self.session.synced + 1 :] if self.session.synced else []
 
     def place(self, continuation: Sequence[int]) -> TriePlace:
-        """The end of the continuation."""
+        """Return the place at the end of the continuation."""
         return TriePlace(self, [*self.unsynced(), *continuation])
 
     def seen_along(self, continuation: Sequence[int]) -> list[Following]:
-        """What the head predicted after the text and after each token of `continuation`, as far as it has drafted."""
+        """Return what the head predicted after the text and after each token of `continuation`, as far as it has
+        drafted.
+        """
         unsynced, nodes = self.unsynced(), [0]
         for token in [*unsynced, *continuation]:
             if (following := self.child.get((nodes[-1], token))) is None:
@@ -57,17 +61,17 @@ class Trie:
         return [self.seen[node] for node in nodes[len(unsynced) :] if node in self.seen]
 
     def sees_no_further(self, parent: int) -> bool:
-        """Whether the head predicts nothing after this node's children."""
+        """Return whether the head predicts nothing after this node's children."""
         limit = self.session.depth_limit
         return limit is not None and self.depth[parent] + 1 >= limit
 
     def end(self, parent: int, token: int) -> None:
-        """A new node after which nothing is predicted. The session does not know it, so its number is negative."""
+        """Add a node after which nothing is predicted. The session does not know it, so its number is negative."""
         node = self.child[parent, token] = -1 - len(self.child)
         self.depth[node], self.seen[node] = self.depth[parent] + 1, ([], [])
 
     def after(self, nodes: list[int], logits: Tensor | None) -> Unranked:
-        """What is to be ranked after these nodes."""
+        """Return what is to be ranked after these nodes."""
         first = nodes if logits is None else nodes[: len(logits)]
         positions = [self.session.synced + 1 + self.depth[node] for node in first]
         return Unranked(self.session, self.ranking, nodes, logits, positions)

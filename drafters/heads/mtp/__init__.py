@@ -1,4 +1,4 @@
 """The draft head that comes in a model's own file: `nextn` of GGUF, `mtp` of safetensors.
 
-Imports what `drafters.heads` imports.
+The folder imports what `drafters.heads` imports.
 """

@@ -51,8 +51,8 @@ class _MtpLayer:
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        structure = self.of.structure
-        return structure.heads, structure.kv_heads, structure.head_dim
+        [mixer] = self.of.structure.attending.values()
+        return mixer.heads, mixer.kv_heads, mixer.head_dim
 
     @property
     def weights(self) -> LayerWeights:
@@ -72,7 +72,7 @@ class MtpHead(PooledWeights):
     dtype = torch.bfloat16
 
     def __init__(self, weights: MtpWeights, layers: int):
-        """layers: of the target."""
+        """Make the head. layers: of the target."""
         self.device, self.weights = torch.device("cpu"), weights
         self.hidden_size, self.target_ids = weights.structure.hidden, weights.own.target_ids
         self.feature_layers = (layers,)
@@ -80,12 +80,12 @@ class MtpHead(PooledWeights):
 
     @classmethod
     def load(cls, path: str, target: TargetWeights, device: str = "cpu") -> MtpHead:
-        """The head in the directory of its own model."""
+        """Load the head in the directory of its own model."""
         return cls(read_mtp(path, path, target.vocab_size), target.layers)
 
     @classmethod
     def from_config(cls, config: Config) -> HeadDrafter:
-        """The drafter that `config` describes. Raises ConfigError where there is no CPU to draft on."""
+        """Return the drafter that `config` describes. Raises ConfigError where there is no CPU to draft on."""
         if find_device(config.device).type != "cpu":
             raise ConfigError("method=mtp: a model's own head drafts on a CPU; set device=cpu, or take method=suffix")
         options, path = config.drafter, weights_path(config)

@@ -199,7 +199,7 @@ class _Stored:
     def matrix(self, name: str) -> StoredMatrix:
         return coded(self._found(name))
 
-    def experts(self, name: str) -> Sequence[Sequence[StoredMatrix]]:
+    def experts(self, name: str, parts: int = 0) -> Sequence[Sequence[StoredMatrix]]:
         return [[coded(matrix)] for matrix in self._found(name)]
 
 

@@ -1,4 +1,4 @@
 """The block head: one forward gives the candidates of all depths.
 
-Imports `drafters.heads` and what lies below it.
+The folder imports `drafters.heads` and what lies below it.
 """

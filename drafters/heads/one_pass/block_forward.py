@@ -2,7 +2,7 @@
 
 A row predicts by itself, and by its link with the token before it, whichever that is: the text's last token, a node of
 the tree, a retrieved token. Where the head says how much of the target's probability its own covers (confidence c), the
-chance of a token is c * q: the common mass, distributed as q.
+probability of a token is c * q: the common mass, distributed as q.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from drafters.heads.one_pass.block_weights import BlockWeights, Outputs
 from drafters.heads.one_pass.markov_link import NO_LINK, add_link
 from drafters.heads.top import enter, top, write_top
 from engine.core.outcomes import Following
+from engine.device import downloaded
 from engine.kernels.jit_cache import versioned
-from engine.model.cuda.graphs import downloaded
 
-_CANDIDATES = 128  # per row, by the row alone; a link often lifts one that is far down
+_CANDIDATES = 128  # candidates per row, by the row alone; a link often lifts one that is far down
 
 
 class RowQuery(NamedTuple):
@@ -46,13 +46,13 @@ class BlockForward:
         self.outputs, self.positions = outputs, positions
         rows, candidates = len(positions), min(_CANDIDATES, outputs.logits.shape[1])
         self._found: set[int] = set()
-        self._gain = np.float32(1)  # of a link
+        self._gain = np.float32(1)  # the factor of a link
         self._scores, self._ids = np.empty((rows, candidates), np.float32), np.empty((rows, candidates), np.int64)
         self._totals = np.empty(rows, np.float32)  # sum of exp(score - best score) of all tokens
         self._gates, self._sure = (part.float().contiguous().numpy() for part in (outputs.gates, outputs.sure))
 
     def following(self, head: BlockWeights, ranking: Ranking, asked: Sequence[RowQuery]) -> list[Following]:
-        """What the head predicts in each case."""
+        """Return what the head predicts in each case."""
         rows, before = np.array([one.row for one in asked]), np.array([one.before for one in asked])
         self._find(ranking, {one.row for one in asked})
         sure = np.ones(len(asked), np.float32)
@@ -67,7 +67,9 @@ class BlockForward:
         return list(zip(head.tokens[ids].tolist(), probs.tolist(), strict=True))
 
     def linked(self, head: BlockWeights, one: RowQuery) -> Tensor:
-        """[1, draft_vocab] float32: the logits of a row that was asked for before, its candidates' with their links."""
+        """Return [1, draft_vocab] float32: the logits of a row that was asked for before, its candidates' with their
+        links.
+        """
         assert one.row in self._found
         logits = self.outputs.logits[one.row : one.row + 1].to("cpu", torch.float32, copy=True)
         if head.link is not None:
@@ -125,11 +127,11 @@ def likeliest(
     best_ids: Any,
     probs: Any,
 ) -> None:
-    """The k likeliest tokens after some nodes, best first, and their chances.
+    """Find the k likeliest tokens after some nodes, best first, and their probabilities.
 
     rows, before: [n], row and token of each node. scores, ids: [rows, candidates], best first; totals: [rows], sum of
-    exp(score - best score) of all tokens; gates: [rows, rank]; sure: [n], by which chances are multiplied; tables,
-    gain: the link's. Written: best_ids, [n, k] int64, and chances, [n, k] float32.
+    exp(score - best score) of all tokens; gates: [rows, rank]; sure: [n], by which probabilities are multiplied;
+    tables, gain: the link's. Written: best_ids, [n, k] int64, and probabilities, [n, k] float32.
     """
     candidates, k = scores.shape[1], probs.shape[1]
     places, best, linked = np.empty(k, np.int64), np.empty(k, np.float32), np.empty(gates.shape[1], np.float32)
@@ -143,7 +145,7 @@ def likeliest(
         for column in range(candidates):
             count = enter(own[column], column, best, places, count)
         peak, sums = best[0], 0.0
-        if rest > 0:  # what is no candidate
+        if rest > 0:  # the probability of what is no candidate
             peak = max(peak, np.float32(0))  # exp(-peak) must not overflow
             sums = rest * math.exp(-peak)
         for column in range(candidates):

@@ -24,12 +24,14 @@ from engine.core.batch import Int, Rows
 from engine.core.outcomes import Following
 
 _SYNC_CHUNK = 512  # positions of the context that are read at once
-_BLOCKS = 64  # per synced text, at most
+_BLOCKS = 64  # most blocks per synced text
 
 
 @dataclass(eq=False)
 class _Block:
-    """known: the tokens after the root that it starts with. forward: holds its `rows` rows, from `row` on."""
+    """A block that was drafted. known: the tokens after the root that it starts with. forward: holds its `rows` rows,
+    from `row` on.
+    """
 
     root: int
     known: tuple[int, ...]
@@ -77,11 +79,11 @@ class BlockSession(Session):
         return block.forward.linked(self.head, RowQuery(block.row, block.root))
 
     def short(self, paths: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-        """The paths that leave room in a block to predict more."""
+        """Return the paths that leave space in a block to predict more."""
         return [tuple(path) for path in paths if len(path) < self.head.depth]
 
     def ends(self, paths: Sequence[Sequence[int]]) -> list[int]:
-        """New nodes at the end of the paths, -1 where there is no block."""
+        """Return new nodes at the end of the paths, -1 where there is no block."""
         wanted = [tuple(path) for path in paths]
         number = {block.known: index for index, block in enumerate(self.blocks)}
         return [
@@ -111,7 +113,7 @@ class BlockSession(Session):
 
     @property
     def forwards(self) -> list[BlockForward]:
-        """Those that its blocks came of."""
+        """The forwards that computed its blocks."""
         return list(dict.fromkeys(block.forward for block in self.blocks))
 
     def room(self) -> int:
@@ -130,25 +132,27 @@ class BlockSession(Session):
         self.nodes.token.append(token)
         return len(self.nodes.token) - 1
 
-    # The forward.
+    # Its blocks' forward.
 
     def _begin(self, paths: list[tuple[int, ...]]) -> None:
         begin([(self, paths)])
 
     def lacking(self, paths: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """The `paths` that no block starts with yet, and the root if there is no block; as far as there is room."""
+        """Return the `paths` that no block starts with yet, and the root if there is no block; as far as there is
+        space.
+        """
         if not self.blocks:
             paths = [(), *paths]  # the first block is the root's
         there = {block.known for block in self.blocks}
         return [path for path in dict.fromkeys(paths) if path not in there][: _BLOCKS - len(self.blocks)]
 
     def tokens(self, paths: list[tuple[int, ...]]) -> list[int]:
-        """[blocks * size]: the tokens of blocks that begin with the root and these, `UNKNOWN` after them."""
+        """Return [blocks * size]: the tokens of blocks that begin with the root and these, `UNKNOWN` after them."""
         begins = [(self._root_token, *path)[: self.head.size] for path in paths]
         return [token for known in begins for token in (*known, *[UNKNOWN] * (self.head.size - len(known)))]
 
     def computed(self, paths: list[tuple[int, ...]]) -> Tensor:
-        """[blocks * size, hidden]: the states of the blocks' rows, computed for this session alone."""
+        """Compute [blocks * size, hidden], the states of the blocks' rows, for this session alone."""
         head, count = self.head, len(paths)
         tokens = torch.tensor(self.tokens(paths), device=head.device)
         x = head.entered(self.last.expand(len(tokens), -1), tokens)
@@ -160,11 +164,13 @@ class BlockSession(Session):
         return head.forward(x, positions, self.caches, self.slots, mask)
 
     def positions(self, count: int) -> list[int]:
-        """Positions of the rows of `count` blocks."""
+        """Return the positions of the rows of `count` blocks."""
         return list(range(self.synced, self.synced + self.head.size)) * count
 
     def rows(self, paths: list[tuple[int, ...]]) -> Rows:
-        """The blocks' rows, for the stack. A row sees the context and its block, or only the block's rows up to it."""
+        """Return the blocks' rows, for the stack. A row sees the context and its block, or only the block's rows up to
+        it.
+        """
         assert self.cache is not None
         size, count = self.head.size, len(paths)
         blocks = [list(range(at, at + size)) for at in range(self.slots, self.slots + size * count, size)]
@@ -173,12 +179,12 @@ class BlockSession(Session):
         return Rows(self.cache, self.slots, self.tokens(paths), self.positions(count), [self.slots] * n, sees)
 
     def above(self) -> int:
-        """The slot of the pool that keeps the last position's context vector."""
+        """Return the slot of the pool that keeps the last position's context vector."""
         assert self.cache is not None
         return int(self.cache.places(self.slots - 1, 1)[0])
 
     def add(self, paths: list[tuple[int, ...]], outputs: Outputs) -> None:
-        """New blocks. outputs: of the rows after the known tokens."""
+        """Add blocks. outputs: of the rows after the known tokens."""
         head = self.head
         ends = list(accumulate(len(head.predicting(path)) for path in paths))
         roots = [path[-1] if path else self._root_token for path in paths]
@@ -190,12 +196,12 @@ class BlockSession(Session):
         ]
 
     def places(self, count: int) -> Int:
-        """[count]: places in the pool of the next slots."""
+        """Return [count]: places in the pool of the next slots."""
         assert self.cache is not None
         return self.cache.places(self.slots, count)
 
     def unread(self) -> tuple[Tensor, list[int]] | None:
-        """The features not read yet, [n, layers, hidden], and their positions; None if there are none."""
+        """Return the features not read yet, [n, layers, hidden], and their positions; None if there are none."""
         if not self._pending:
             return None
         positions = [position for start, _, tokens in self._pending for position in range(start, start + len(tokens))]
@@ -212,7 +218,7 @@ class BlockSession(Session):
         self.has_read(len(positions))
 
     def has_read(self, count: int) -> None:
-        """All features are read: their keys and values are in the next `count` slots."""
+        """Note that all features are read: their keys and values are in the next `count` slots."""
         self._pending.clear()
         self.slots += count
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from drafters.heads.cuda_stack import CudaReader
 
 UNKNOWN = -1
-"""In the place of a token that a block is to predict."""
+"""Stands in the place of a token that a block is to predict."""
 
 
 class BlockLayer:
@@ -87,7 +87,7 @@ class Confidence:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor, hidden: int, vocab: int, link: Link | None):
-        """weight: [hidden], or [hidden + rank] with the link's `first` of the token."""
+        """Split the weight. weight: [hidden], or [hidden + rank] with the link's `first` of the token."""
         self.of_state, of_link = weight[:hidden], weight[hidden:].cpu()
         self.of_token = bias.float().cpu().expand(vocab).numpy()
         if link is not None and len(of_link):
@@ -96,14 +96,14 @@ class Confidence:
             )
 
     def prob(self, of_states: Floats, tokens: Integers) -> Floats:
-        """[n] float32. of_states: [n], the states' part; tokens: [n], the target's ids of those before."""
-        said = (of_states + self.of_token[tokens]).clip(-80, 80)  # beyond, exp overflows
+        """Return [n] float32. of_states: [n], the states' part; tokens: [n], the target's ids of those before."""
+        said = (of_states + self.of_token[tokens]).clip(-80, 80)  # beyond this exp overflows
         prob: Floats = 1 / (1 + np.exp(-said))
         return prob
 
 
 class Outputs(NamedTuple):
-    """What comes of rows' states in one product. logits: [rows, draft_vocab], without links, on the head's device. On
+    """The results of rows' states in one product. logits: [rows, draft_vocab], without links, on the head's device. On
     the CPU: gates [rows, rank], the states' part in the link's gate, zero without one; sure: [rows], their part in the
     confidence, if the head has one.
     """
@@ -113,7 +113,7 @@ class Outputs(NamedTuple):
     sure: Tensor
 
     def split(self, counts: list[int]) -> list[Outputs]:
-        """Of so many rows each."""
+        """Split them into groups of so many rows each."""
         return [Outputs(*parts) for parts in zip(*(part.split(counts) for part in self), strict=True)]
 
 
@@ -142,7 +142,7 @@ class BlockWeights(Head):
         self.first = 0 if shifted else 1
         self.depth = self.size - self.first
         self.causal = bool(options.get("causal", flash.get("causal_head", False)))
-        # a chain for DFlash and DSpark; for JetSpec the best paths over the top seven tokens of each depth
+        # DFlash and DSpark draft a chain; JetSpec takes the best paths over the top seven tokens of each depth.
         chain = Static([(0,) * depth for depth in range(1, self.depth + 1)])
         self.published_growth = Dynamic(self.depth - 1, 7, 128) if flash.get("causal_head", False) else chain
         vocab = checkpoint.number("draft_vocab_size", target.vocab_size)
@@ -185,7 +185,7 @@ class BlockWeights(Head):
         checkpoint.finish()
 
     def _mask(self, checkpoint: Checkpoint, flash: dict[str, Any]) -> Tensor:
-        """[hidden]: the embedding of rows whose token is not known."""
+        """Return [hidden]: the embedding of rows whose token is not known."""
         own = checkpoint.take_optional("mask_embedding", self.hidden_size)
         if own is not None:
             return own.to(self.device, self.dtype)
@@ -195,17 +195,17 @@ class BlockWeights(Head):
         return self.embedding[token]
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's true features [n, layers, hidden] as context, [n, hidden]."""
+        """Return the target's true features [n, layers, hidden] as context, [n, hidden]."""
         return self.hidden_norm(self.fc(features.to(self.dtype).flatten(1)))
 
     def forward(self, x: Tensor, positions: Tensor, caches: Sequence[HeadCache], at: int, mask: Tensor) -> Tensor:
-        """x: [n, hidden], the rows' embeddings; mask: [n, at + n]. Returns the rows' states after `norm`."""
+        """Return the rows' states after `norm`. x: [n, hidden], the rows' embeddings; mask: [n, at + n]."""
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, positions, cache, at, mask)
         return self.norm(x)
 
     def outputs(self, multiplied: Tensor) -> Outputs:
-        """multiplied: [rows, outputs], states times `output`."""
+        """Split what was multiplied. multiplied: [rows, outputs], states times `output`."""
         vocab, rank = len(self.target_ids), 0 if self.link is None else self.link.first.shape[1]
         gated = self.link is not None and self.link.gate is not None
         logits, parts = multiplied[:, :vocab], multiplied[:, vocab:].cpu()
@@ -216,12 +216,12 @@ class BlockWeights(Head):
         return Outputs(logits, gates, sure[:, 0])
 
     def predicting(self, path: Sequence[int]) -> range:
-        """The rows that predict something in a block that starts with this path after the root."""
+        """Return the rows that predict something in a block that starts with this path after the root."""
         return range(self.first + len(path), self.size)
 
     @cached_property
     def stack(self) -> AnyStack | None:
-        """All from the rows' inputs to their outputs as a program, None where a stack does not fit."""
+        """The program of the device from the rows' inputs to their outputs, None where a stack does not fit."""
         layers = [StackLayer(layer.qkv, layer.decoder, layer.input_norm) for layer in self.layers]
         return new_stack(StackSpec(layers, self.dtype, self.output, self.entered, self.norm, entry=self.entry))
 
@@ -236,8 +236,8 @@ class BlockWeights(Head):
         return self.stack.reader(self.fc, self.hidden_norm, layers)
 
     def entered(self, context: Tensor, tokens: Tensor) -> Tensor:
-        """[rows, inputs]: what rows of blocks start from. context: [rows, hidden], the text's last context vector;
-        tokens: [rows], `UNKNOWN` where the mask embedding stands.
+        """Return [rows, inputs]: what rows of blocks start from. context: [rows, hidden], the text's last context
+        vector; tokens: [rows], `UNKNOWN` where the mask embedding stands.
         """
         known = self.embedding.index_select(0, tokens.clamp(min=0))
         x = torch.where((tokens >= 0)[:, None], known, self.mask)
@@ -248,7 +248,7 @@ class BlockWeights(Head):
 
 
 def _feature_layers(checkpoint: Checkpoint, flash: dict[str, Any], layers: int) -> tuple[int, ...]:
-    """The hidden states that form the context. The files name the layers that output them; -1 is the input."""
+    """Return the hidden states that form the context. The files name the layers that output them; -1 is the input."""
     named = flash.get("target_layer_ids", checkpoint.config.get("target_layer_ids"))
     if named is None:
         named = _spread(layers, checkpoint.number("num_hidden_layers"))
@@ -263,7 +263,7 @@ def _feature_layers(checkpoint: Checkpoint, flash: dict[str, Any], layers: int) 
 
 
 def _spread(target_layers: int, draft_layers: int) -> list[int]:
-    """The layers that JetSpec reads where the file names none."""
+    """Return the layers that JetSpec reads where the file names none."""
     if draft_layers == 1:
         return [target_layers // 2]
     step = (target_layers - 4) / (draft_layers - 1)

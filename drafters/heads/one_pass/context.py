@@ -11,7 +11,7 @@ from torch import Tensor
 from drafters.heads.layers import DecoderLayer, Linear, RMSNorm
 from drafters.heads.stack import Stack, StackLayer, norm_of
 from engine.core.batch import Int
-from engine.kernels.attention.attention import Attention
+from engine.kernels.attention.attention import Attention, LayerKeys, Rule
 from engine.kernels.layer.program import LayerProgram
 
 _MOST = 512  # rows of one run
@@ -47,14 +47,14 @@ class ContextReader:
         self.stack.pool.features[kept] = program.buffers["x"][:rows].float()
 
     def _new_program(self) -> LayerProgram:
-        """The program for all blocks that the pool has now."""
+        """Return the program for all blocks that the pool has now."""
         self._blocks, keys_alone = self.stack.pool.blocks, Attention(self.stack.pool, 0)
-        program = LayerProgram(keys_alone, _MOST, self.stack.hidden, self.stack.dtype, len(self.layers))
+        program = LayerProgram([keys_alone], _MOST, self.stack.hidden, self.stack.dtype, len(self.layers))
         program.buffer("features", self.fc.inputs)
         program.product(self.fc, "features", "delta", self.stack.hidden)
         program.delta()
         program.norm(norm_of(self.norm))
         for index, layer in enumerate(self.layers):
             program.product(layer.qkv, "x", "kv", layer.qkv.outputs)
-            program.enter(index, "kv", layer.attention)
+            program.enter(LayerKeys(keys_alone, index, Rule(1.0)), "kv", layer.attention)
         return program

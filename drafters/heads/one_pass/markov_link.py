@@ -2,8 +2,8 @@
 
 It adds second @ (gate * first[token]), where gate = sigmoid(of_state @ state + of_token[token]), or 1 without a gate.
 Only a row's candidates are linked, for the nodes that a tree grows from: on the CPU whatever computes the head, since
-these are few numbers from large tables. What a link adds to all tokens alike changes no probability, so that much is
-taken out of it: candidates then compare with tokens that are not linked.
+these are few numbers from large tables. What a link adds to all tokens alike changes no probability, so it is
+subtracted: candidates then compare with tokens that are not linked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from engine.kernels.simd import FLOAT32, LANES, add, divide, fma, load, multiply
 
 @dataclass(frozen=True)
 class Gate:
-    """of_state: [hidden, rank], on the head's device; of_token: [vocab, rank], the bias included, on the CPU."""
+    """The gate of a link. of_state: [hidden, rank], on the head's device; of_token: [vocab, rank], the bias included,
+    on the CPU.
+    """
 
     of_state: Tensor
     of_token: Tensor
@@ -48,8 +50,8 @@ NO_LINK = Tables(0, 0, 0, 0, 0)
 
 
 class Link:
-    """first: [vocab, rank], second: [draft_vocab, rank] less its mean, both on the CPU, the rank filled up to whole
-    vectors.
+    """The tables of a link. first: [vocab, rank], second: [draft_vocab, rank] less its mean, both on the CPU, the rank
+    filled up to whole vectors.
     """
 
     def __init__(self, checkpoint: Checkpoint, vocab: int, outputs: int, hidden: int, device: torch.device):
@@ -70,7 +72,7 @@ class Link:
 
     @cached_property
     def tables(self) -> Tables:
-        """Where `add_link` finds the link."""
+        """The addresses at which `add_link` finds the link."""
         of_token = 0 if self.gate is None else self.gate.of_token.data_ptr()
         return Tables(self.first.data_ptr(), of_token, self.second.data_ptr(), self.first.itemsize, self.first.shape[1])
 

@@ -1,4 +1,4 @@
 """Attention in which a row's bits depend on its own visible keys alone, for each instruction set.
 
-Imports `engine.core` and `engine.kernels`.
+The folder imports `engine.core` and `engine.kernels`.
 """

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -78,11 +78,13 @@ class Pool(Protocol):
 
 
 class Attention:
-    """Attention over a pool, one batch at a time. q_per_kv: query heads per KV head."""
+    """Attention over a pool, one batch at a time. q_per_kv: query heads per KV head. uses: layers that attend, where
+    some read the keys and values of others.
+    """
 
-    def __init__(self, pool: Pool, q_per_kv: int):
+    def __init__(self, pool: Pool, q_per_kv: int, uses: int = 0):
         self.pool, self.q_per_kv = pool, q_per_kv
-        self._work = np.zeros(pool.shape.layers, ATTENTION)  # a record for each layer
+        self._work = np.zeros(uses or pool.shape.layers, ATTENTION)  # a record for each layer
         shape, work = pool.shape, self._work
         for name, value in (("kv_heads", shape.kv_heads), ("q_per_kv", q_per_kv), ("dims", shape.dims)):
             work[name] = value
@@ -136,11 +138,26 @@ class Attention:
         address = self.record(layer, rule, out)
         self.kernel(address, self._tile_count * self.pool.shape.kv_heads)
 
-    def record(self, layer: int, rule: Rule, out: Tensor) -> int:
-        """The address of the kernel's record for this layer, which stays valid for later batches."""
-        record = self._work[layer]
+    def record(self, layer: int, rule: Rule, out: Tensor, use: int | None = None) -> int:
+        """The address of the kernel's record for this layer, which stays valid for later batches. use: the number of
+        the layer that attends, if it reads the keys and values of another.
+        """
+        at = layer if use is None else use
+        record = self._work[at]
         record["keys"], record["values"] = self.pool.addresses(layer)
         record["window"], record["scale"], record["softcap"] = rule.window, rule.scale, rule.softcap
         record["sinks"] = 0 if rule.sinks is None else rule.sinks.data_ptr()
         record["out"] = out.data_ptr()
-        return address_of(self._work, layer)
+        return address_of(self._work, at)
+
+
+class LayerKeys(NamedTuple):
+    """Which keys and values a layer attends to, and how. layer: their number in the attention's pool. use: the layer's
+    among those that the attention serves. own: whether the layer itself writes them.
+    """
+
+    attention: Attention
+    layer: int
+    rule: Rule
+    use: int | None = None
+    own: bool = True

@@ -73,7 +73,7 @@ ATTENTION = np.dtype(
 
 @njit
 def first_seen(work: Any, row: int) -> Any:
-    """The first position that the row sees."""
+    """Return the first position that the row sees."""
     if work.window == 0:
         return 0
     seen = int_at(work.prefix_lens + 4 * row)
@@ -91,7 +91,7 @@ def last_slot(work: Any, row: int) -> Any:
 
 @njit
 def softmax(work: Any, row: int, head: int, scores: int, weights: int, width: int) -> Any:
-    """Write exp(score - largest) of each score that the row sees to `weights`, by position; returns their sum.
+    """Write exp(score - largest) of each score that the row sees to `weights`, by position, and return their sum.
 
     scores: by slot, overwritten. Weights are float32 or bfloat16, per `width`, and fill whole vectors of 16 positions.
     """
@@ -124,7 +124,7 @@ def softmax(work: Any, row: int, head: int, scores: int, weights: int, width: in
 
 @njit
 def _by_position(work: Any, row: int, scores: int) -> Any:
-    """Move the ancestors' scores to their positions and mask what the row does not see; returns its positions' end."""
+    """Move the ancestors' scores to their positions and mask what the row does not see; return its positions' end."""
     prefix, begin = int_at(work.prefix_lens + 4 * row), int_at(work.ancestor_ptr + 4 * row)
     seen = prefix + int_at(work.ancestor_ptr + 4 * row + 4) - begin
     for i in range(seen - prefix):  # their slots ascend and are never before their positions
@@ -139,7 +139,7 @@ def _by_position(work: Any, row: int, scores: int) -> Any:
 
 @njit
 def _cap(work: Any, scores: int, start: int, seen: int) -> None:
-    """scores = softcap * tanh(scale * scores / softcap)"""
+    """Compute scores = softcap * tanh(scale * scores / softcap)."""
     cap, one, ratio = splat(work.softcap), splat(np.float32(1)), splat(np.float32(2) * work.scale / work.softcap)
     for position in range(start // LANES * LANES, seen, LANES):
         raised = exp(multiply(load(scores + 4 * position, FLOAT32), ratio))

@@ -49,17 +49,19 @@ from engine.kernels.threads import Kernel, kernel
 FASTEST = instruction_sets()[0] if instruction_sets() else InstructionSet.AVX2
 _LAYOUT = layout_of(CODES_KIND).number
 _WEIGHT_BYTES = 4 * LANES
-_AHEAD = 4  # blocks by which one is prefetched ahead
+_AHEAD = 4  # the block so far ahead is prefetched
 _WORD = ir.IntType(64)
 
 
 def scratch_of_query(dims: int) -> int:
-    """Bytes for a query in codes, and for its weights of a block."""
+    """Return the bytes for a query in codes, and for its weights of a block."""
     return dims // GROUP * ROW_GROUP_BYTES + _WEIGHT_BYTES
 
 
 def scoring(width: int, used: InstructionSet) -> Any:
-    """`score` for a kernel of codes. width: of the queries' numbers, BFLOAT16 or FLOAT32. `room` is for their codes."""
+    """Return `score` for a kernel of codes. width: of the queries' numbers, BFLOAT16 or FLOAT32. `room` is for their
+    codes.
+    """
     instructions, most = int(used), used.rows
 
     @njit
@@ -81,7 +83,7 @@ def scoring(width: int, used: InstructionSet) -> Any:
 
 @njit
 def next_codes(work: Any, keys_or_values: int, table: int, block: int, last: int, head: int) -> Any:
-    """The address of a head's part of the block to read now. A later block, at most `last`, is prefetched."""
+    """Return the address of a head's part of the block to read now. A later block, at most `last`, is prefetched."""
     size = head_bytes(work.dims)
     ahead = keys_or_values + (int_at(table + 4 * min(block + _AHEAD, last)) * work.kv_heads + head) * size
     for line in range(0, size, LINE_BYTES):
@@ -91,13 +93,15 @@ def next_codes(work: Any, keys_or_values: int, table: int, block: int, last: int
 
 @njit
 def _scaled(work: Any, block: int, group: int, lane: int, many: int, count: int, weights: int, room: int) -> Any:
-    """The address of the first query's weights of `many` values times their scales in a group; a row for each query."""
+    """Return the address of the first query's weights of `many` values times their scales in a group; a row for each
+    query.
+    """
     scales = value_scales_at(block, work.dims, group)
     for vector in range(count):
         of, place = weights + vector * work.step * 4, room + vector * _WEIGHT_BYTES
         if many == 1:  # an ancestor need not lie where its position does
             put_float(place + 4 * lane, float_at(of) * float16_at(scales + 2 * lane))
-        else:  # the whole block's: those of other lanes are not used
+        else:  # the whole block's weights: those of other lanes are not used
             store(multiply(load(of - 4 * lane, FLOAT32), load_float16(scales)), place, FLOAT32)
     return room + 4 * lane
 
@@ -141,13 +145,13 @@ def _add_codes(context: Any, most: Any, rows: Any, weights: Any, count: Any, cod
 
 
 def numbers(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """The 16 signed bytes at that address, as float32."""
+    """Return the 16 signed bytes at that address, as float32."""
     kind = ir.VectorType(ir.IntType(8), LANES)
     return builder.sitofp(builder.sext(builder.load(pointer(builder, address, kind), align=1), INTS), VECTOR)
 
 
 def _weighing(used: InstructionSet) -> Any:
-    """`weigh` for a kernel of codes."""
+    """Return `weigh` for a kernel of codes."""
     most = 12 if used is InstructionSet.AVX512_VNNI else 2  # queries whose sums of 32 dimensions fit into the registers
 
     @njit
@@ -196,7 +200,7 @@ def _avx2_kernel(address: Any) -> None:
 
 
 def code_kernel(used: InstructionSet = FASTEST) -> Kernel:
-    """The kernel for those instructions."""
+    """Return the kernel for those instructions."""
     kernels = {
         InstructionSet.AVX512_VNNI: _wide_kernel,
         InstructionSet.AVX_VNNI: _vnni_kernel,

@@ -81,7 +81,7 @@ def _weigh_all(
 
 @njit
 def _value_at(work: Any, table: int, head: int, row: int, position: int) -> Any:
-    """The address of a head's values in the block of a row's position, and the lane there."""
+    """Return the address of a head's values in the block of a row's position, and the lane there."""
     slot = slot_at(work, row, position)
     block = work.values + (int_at(table + 4 * (slot // LANES)) * work.kv_heads + head) * head_bytes(work.dims)
     return block, slot % LANES
@@ -103,7 +103,7 @@ def _join_values(
 
 @intrinsic(prefer_literal=True)
 def _join_group(context: Any, even: Any, scale: Any, odd: Any, other: Any, place: Any) -> Any:
-    """Pairs of 32 codes each at `even` and `odd`, times their scales, rounded to bfloat16."""
+    """Return pairs of the 32 codes each at `even` and `odd`, times their scales, rounded to bfloat16."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         even, scale, odd, other, place = args

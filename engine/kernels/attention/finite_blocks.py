@@ -1,4 +1,4 @@
-"""Which blocks of keys and values hold only finite numbers: others are not shared.
+"""Finds which blocks of keys and values hold only finite numbers: others are not shared.
 
 A block is read once, at the speed of memory. Of codes of 8 bits the scales are read, which lie as
 `engine.kernels.attention.kv_codes` describes.
@@ -34,7 +34,7 @@ FINITE = record_of(
     "head_bytes",
     "width",  # bytes of a number; 0: codes of 8 bits
 )
-_LINE, _SCALES = 64, 2 * LANES  # bytes: of numbers read at once, and of a group's scales
+_LINE, _SCALES = 64, 2 * LANES  # bytes of numbers read at once, and of a group's scales
 _INFINITY, _INFINITY_OF_SCALES = 0x7F800000, 0x7C000000
 _INT, _WORD = ir.IntType(32), ir.IntType(64)
 
@@ -54,7 +54,7 @@ def _finite_kernel(address: Any) -> None:
 
 @njit
 def _is_finite(work: Any, keys: int, values: int, part: int) -> Any:
-    """Tell whether one layer's keys and values of a block are all finite."""
+    """Return whether one layer's keys and values of a block are all finite."""
     if work.width == BFLOAT16:
         of_keys, of_values = _largest(_LINE, 1, keys, part, _LINE), _largest(_LINE, 1, values, part, _LINE)
         return max(of_keys, of_values) < _INFINITY
@@ -71,8 +71,9 @@ def _is_finite(work: Any, keys: int, values: int, part: int) -> Any:
 
 @intrinsic(prefer_literal=True)
 def _largest(context: Any, size: Any, halves: Any, address: Any, length: Any, step: Any) -> Any:
-    """The largest amount, as the bits of a float32, of the numbers in the first `size` bytes of every `step`, `length`
-    bytes in all. size, halves: compile-time constants. halves: 1 for numbers of 16 bits, the upper halves of float32.
+    """Return the largest amount, as the bits of a float32, of the numbers in the first `size` bytes of every `step`,
+    `length` bytes in all. size, halves: compile-time constants. halves: 1 for numbers of 16 bits, the upper halves of
+    float32.
     """
     kind = ir.VectorType(_INT, size.literal_value // 4)
     both = bool(halves.literal_value)
@@ -106,7 +107,7 @@ def _largest(context: Any, size: Any, halves: Any, address: Any, length: Any, st
 
 
 class FiniteBlocks:
-    """Looks at the blocks of a pool of that shape. keys, values: their addresses."""
+    """Checks the blocks of a pool of that shape. keys, values: their addresses."""
 
     def __init__(self, shape: KVShape, blocks: int, keys: int, values: int):
         self._work, self._kernel = np.zeros(1, FINITE), _finite_kernel()
@@ -116,7 +117,7 @@ class FiniteBlocks:
         record["width"] = 0 if shape.q8_0 else shape.dtype.itemsize
 
     def __call__(self, blocks: Sequence[int]) -> list[bool]:
-        """Whether each block's keys and values are all finite."""
+        """Return whether each block's keys and values are all finite."""
         places, found = np.array(blocks, np.int32), np.ones(len(blocks), np.int32)
         record = self._work[0]
         record["places"], record["found"] = places.ctypes.data, found.ctypes.data

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from engine.kernels.fused import ENTER, MOVE, put_queries, rotated
+from engine.kernels.fused import ENTER, MOVE, normalised, pad, put_queries, rotated, value_of
 from engine.kernels.gemm.int8.layout import SCALE_AT
 from engine.kernels.gemm.int8.rows import round_group
 from engine.kernels.quant.layouts import STEP as GROUP
@@ -30,8 +30,6 @@ from engine.kernels.simd import (
     copy_half,
     float_at,
     int_at,
-    number_at,
-    put_float,
     put_float16,
     put_int,
 )
@@ -45,25 +43,25 @@ _BIAS = np.int32(-0x7F7F7F80)  # 128 in each byte
 
 @njit
 def head_bytes(dims: int) -> Any:
-    """Of one head's keys in a block, and of its values."""
+    """Return the bytes of one head's keys in a block, and of its values."""
     return dims // GROUP * _TILE_BYTES
 
 
 @njit
 def value_codes_at(block: int, dims: int, lane: int, group: int) -> Any:
-    """The address of a group of a value's codes, within one head's values of a block."""
+    """Return the address of a group of a value's codes, within one head's values of a block."""
     return block + lane * dims + group * GROUP
 
 
 @njit
 def value_scales_at(block: int, dims: int, group: int) -> Any:
-    """The address of a group's scales, [16] float16, within one head's values of a block."""
+    """Return the address of a group's scales, [16] float16, within one head's values of a block."""
     return block + LANES * dims + group * LANES * 2
 
 
 @njit
 def _key_at(block: int, lane: int, group: int, word: int) -> Any:
-    """The address of four of a key's codes, within one head's keys of a block."""
+    """Return the address of four of a key's codes, within one head's keys of a block."""
     return block + group * _TILE_BYTES + _CODES_AT + (word * LANES + lane) * _WORD
 
 
@@ -74,36 +72,29 @@ def _key_scale_at(block: int, lane: int, group: int) -> Any:
 
 @kernel(ENTER)
 def enter_codes_kernel(address: Any) -> None:
-    """`engine.kernels.fused.enter_kernel` for keys and values in codes."""
+    """Enter keys and values in codes, as `engine.kernels.fused.enter_kernel` does for numbers."""
     work = carray(address, 1)[0]
     size, heads = work.head_dim * work.width, work.q_per_kv * work.kv_heads
     units, room = work.kv_heads * work.rows, work.scratch + thread_id() * work.dims * 4
     for unit in range(units * thread_id() // num_threads(), units * (thread_id() + 1) // num_threads()):
         kv_head, row = unit // work.rows, unit % work.rows
         x = work.qkv + row * work.stride
-        _pad(work, room)
+        pad(work, room)
         put_queries(work, unit, row, x + kv_head * work.q_per_kv * size, room)
+        if work.keys == 0:
+            continue
         block, lane = int_at(work.slots + 4 * row) // LANES, int_at(work.slots + 4 * row) % LANES
         at = (block * work.kv_heads + kv_head) * head_bytes(work.dims)
         rotated(work, row, x + (heads + kv_head) * size, work.key_norm, room)
         _put_key(work, room, work.keys + at, lane)
-        value = x + (heads + work.kv_heads + kv_head) * size
-        for i in range(work.head_dim):
-            put_float(room + 4 * i, number_at(value + i * work.width, work.width))
+        normalised(work, value_of(work, x, kv_head), work.value_norm, room)
         _put_value(work, room, work.values + at, lane)
-
-
-@njit
-def _pad(work: Any, x: int) -> None:
-    """Zeros after the first head_dim of [dims] float32: codes lie where they did."""
-    for i in range(work.head_dim, work.dims):
-        put_float(x + 4 * i, np.float32(0))
 
 
 @njit
 def _round(work: Any, x: int) -> None:
     """Round [dims] float32 in place: the groups begin where they did."""
-    _pad(work, x)
+    pad(work, x)  # codes lie where numbers did
     for group in range(work.dims // GROUP):
         at = x + 4 * GROUP * group
         round_group(FLOAT32, at, at)
@@ -122,7 +113,7 @@ def _put_key(work: Any, key: int, block: int, lane: int) -> None:
 
 @njit
 def _put_value(work: Any, value: int, block: int, lane: int) -> None:
-    """The same for its value."""
+    """Put a value in its place, as `_put_key` does for its key."""
     _round(work, value)
     for group in range(work.dims // GROUP):
         of = value + 4 * GROUP * group
@@ -134,7 +125,7 @@ def _put_value(work: Any, value: int, block: int, lane: int) -> None:
 
 @kernel(MOVE)
 def move_codes_kernel(address: Any) -> None:
-    """`engine.kernels.fused.move_kernel` for keys and values in codes."""
+    """Move keys and values in codes, as `engine.kernels.fused.move_kernel` does for numbers."""
     work = carray(address, 1)[0]
     size = head_bytes(work.dims)
     for layer in range(thread_id(), work.layers, num_threads()):

@@ -30,19 +30,19 @@ from engine.kernels.threads import kernel, num_threads, thread_id
 VECTORS = 12
 """Queries of a tile."""
 _SCORED, _SLAB = (VECTORS, 4) if "+avx512f" in features() else (VECTORS // 2, 1)
-"""What fits into the vector registers: queries that are scored in one pass over the keys, and vectors of 16 dimensions
-in which up to 6 queries' values are summed.
+"""Queries that are scored in one pass over the keys, and vectors of 16 dimensions in which up to 6 queries' values are
+summed: as many as fit into the vector registers.
 """
 
 
 def attending(score: Any, weigh: Any) -> Any:
-    """A thread's share of a layer's attention, as a function for kernels. A unit of work is a tile with one KV head:
-    all rows of the tile with that head and the query heads that share it.
+    """Return a thread's share of a layer's attention, as a function for kernels. A unit of work is a tile with one KV
+    head: all rows of the tile with that head and the query heads that share it.
 
     score(work, queries, count, table, head, low, high, scores, room): the products of `count` queries with the blocks
     from low to high. weigh(work, table, head, block, lane, many, last, count, weights, sums, room): add `many` weighted
     values, from a lane of a block on, to the sums of `count` queries. weights: of the first value, a row for each
-    query; last: the block up to which later calls read on. room: what of the thread's scratch is left.
+    query; last: the block up to which later calls read on. room: what is left of the thread's scratch.
     """
 
     @njit
@@ -135,7 +135,7 @@ def attending(score: Any, weigh: Any) -> Any:
 def _scores_of(size: int) -> Any:
     @njit
     def scores(dims: int, count: int, queries: int, keys: int, scores: int, step: int) -> None:
-        """The products of `count` queries with one block of keys."""
+        """Compute the products of `count` queries with one block of keys."""
         done = 0
         while count - done >= _SCORED:
             scores_of(_SCORED, size, dims, queries + done * dims * 4, keys, scores + done * step, step)

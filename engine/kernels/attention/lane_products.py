@@ -16,7 +16,7 @@ _UNROLLED = 4  # dimensions per iteration of the loop; keys are padded to a mult
 
 @intrinsic(prefer_literal=True)
 def scores_of(context: Any, rows: Any, width: Any, dims: Any, q: Any, keys: Any, scores: Any, step: Any) -> Any:
-    """Dot products of `rows` queries with 16 keys. rows, width: compile-time constants.
+    """Compute dot products of `rows` queries with 16 keys. rows, width: compile-time constants.
 
     q: address of [rows, dims] float32; keys: address of [dims, 16]; scores: where the first row's 16 go, each following
     row's `step` bytes further. Each score is the sum over the dimensions in order.

@@ -27,7 +27,7 @@ from engine.kernels.simd import FLOAT32, LANES, splat, store
 from engine.kernels.threads import kernel
 
 _SCORED = 16  # queries whose scores are kept in registers
-WEIGHED, _PANELS = 6, 4  # queries, and panels of 16 dimensions, whose sums are kept there
+WEIGHED, _PANELS = 6, 4  # queries, and panels of 16 dimensions, whose sums are kept in registers
 _WORD = ir.IntType(64)
 
 

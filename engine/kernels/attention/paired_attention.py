@@ -43,14 +43,14 @@ PANEL_BYTES = 512
 """Bytes of 16 dimensions of a block's values."""
 WEIGHT_BYTES = 2 * LANES
 """Bytes of a row of weights in a block."""
-_AHEAD = 4  # blocks by which one is prefetched ahead
+_AHEAD = 4  # the block so far ahead is prefetched
 _INT = ir.IntType(32)
 _INTS = ir.VectorType(_INT, LANES)
 
 
 def attending(score: Any, weigh: Any) -> Any:
-    """A thread's share of a layer's attention, as a function for kernels. A unit of work is a tile with one KV head:
-    all rows of the tile with that head and the query heads that share it.
+    """Return a thread's share of a layer's attention, as a function for kernels. A unit of work is a tile with one KV
+    head: all rows of the tile with that head and the query heads that share it.
 
     score(work, queries, count, table, head, low, high, scores): the products of `count` queries with the blocks from
     low to high. weigh(work, table, head, first, end, low, common, weights, sums, own): the sums of values times weights
@@ -105,14 +105,14 @@ def attending(score: Any, weigh: Any) -> Any:
 
 @njit
 def _place_of(work: Any, keys_or_values: int, table: int, block: int, head: int) -> Any:
-    """The address of a head's part of a block of 16 positions."""
+    """Return the address of a head's part of a block of 16 positions."""
     return keys_or_values + (int_at(table + 4 * block) * work.kv_heads + head) * work.dims * WEIGHT_BYTES
 
 
 @njit
 def next_block(work: Any, keys_or_values: int, table: int, block: int, end: int, head: int) -> Any:
-    """The address of a head's part of the block to read now. A later block, before `end`, is prefetched, since the
-    blocks of a text lie anywhere.
+    """Return the address of a head's part of the block to read now. A later block, before `end`, is prefetched, since
+    the blocks of a text lie anywhere.
     """
     ahead = _place_of(work, keys_or_values, table, min(block + _AHEAD, end - 1), head)
     for line in range(0, work.dims * WEIGHT_BYTES, LINE_BYTES):
@@ -122,7 +122,7 @@ def next_block(work: Any, keys_or_values: int, table: int, block: int, end: int,
 
 @njit
 def _places(work: Any, count: int, scratch: int) -> Any:
-    """Addresses within `scratch`: scores, weights, sums, their shares, a row's own block with its weights."""
+    """Return addresses within `scratch`: scores, weights, sums, their shares, a row's own block with its weights."""
     weights = scratch + count * work.step * 4
     own = weights + count * work.step * 2
     sums = own + scratch_of_own(work.dims)
@@ -131,13 +131,13 @@ def _places(work: Any, count: int, scratch: int) -> Any:
 
 @njit
 def scratch_of_own(dims: int) -> Any:
-    """Bytes for a vector of zeros, a tile's weights (zeros except for one row's), and that row's values."""
+    """Return the bytes for a vector of zeros, a tile's weights (zeros except for one row's), and that row's values."""
     return 2 * WEIGHT_BYTES + TILE_ROWS * WEIGHT_BYTES + dims * WEIGHT_BYTES
 
 
 @njit
 def _all_finite(sums: int, count: int) -> Any:
-    """Whether so many float32, a multiple of 32, are all finite."""
+    """Return whether so many float32, a multiple of 32, are all finite."""
     zero = splat(np.float32(0))
     one, two = zero, zero  # NaN once a number was not finite
     for i in range(0, count, 2 * LANES):
@@ -148,7 +148,9 @@ def _all_finite(sums: int, count: int) -> Any:
 
 @njit
 def own_blocks(work: Any, row: int, common: int) -> Any:
-    """A row's blocks after those that all rows of its tile see: the first, the end, and the end of its positions."""
+    """Return a row's blocks after those that all rows of its tile see: the first, the end, and the end of its
+    positions.
+    """
     prefix, begun = int_at(work.prefix_lens + 4 * row), int_at(work.ancestor_ptr + 4 * row)
     seen = prefix + int_at(work.ancestor_ptr + 4 * row + 4) - begun
     return max(common, first_seen(work, row) // LANES), (seen + LANES - 1) // LANES, seen
@@ -180,7 +182,7 @@ def gather(
 
 @njit
 def slot_at(work: Any, row: int, position: int) -> Any:
-    """The slot of the request in which a row's position is."""
+    """Return the slot of the request in which a row's position is."""
     prefix = int_at(work.prefix_lens + 4 * row)
     if position < prefix:
         return position
@@ -189,7 +191,9 @@ def slot_at(work: Any, row: int, position: int) -> Any:
 
 @njit
 def _value_at(work: Any, table: int, head: int, row: int, position: int, start: int, seen: int, panel: int) -> Any:
-    """Address of the vector of pairs that holds the value, 0 if the row does not see it; bits to shift it by."""
+    """Return the address of the vector of pairs that holds the value, 0 if the row does not see it; and bits to shift
+    it by.
+    """
     if position < start or position >= seen:
         return 0, 0
     slot = slot_at(work, row, position)

@@ -32,7 +32,7 @@ from engine.kernels.attention.paired_attention import (
 from engine.kernels.simd import FLOAT32, LANES, splat, store
 from engine.kernels.threads import kernel
 
-PANELS = 4  # of 16 dimensions, whose sums are kept in tiles at once
+PANELS = 4  # panels of 16 dimensions, whose sums are kept in tiles at once
 _KEYS = 1024  # bytes of 32 dimensions of a block's keys
 
 TILES = tile_sizes([*[(None, 64)] * 5, (TILE_ROWS, 64), (None, WEIGHT_BYTES), (LANES // 2, 64)])
@@ -84,7 +84,7 @@ def tile_kernel(address: Any) -> None:
 
 @njit
 def _score(work: Any, queries: int, keys: int, place: int) -> None:
-    """The products of a tile's queries with one block of keys."""
+    """Compute the products of a tile's queries with one block of keys."""
     tile_zero(0)
     for step in range(work.dims // 32):
         tile_load(4, queries + 64 * step, work.dims * 2)
@@ -109,7 +109,9 @@ def _weigh(
     sums: int,
     own: int,
 ) -> None:
-    """Sums of values times weights for the queries from `begin` on and some panels of dimensions from `panel` on."""
+    """Compute sums of values times weights for the queries from `begin` on and some panels of dimensions from `panel`
+    on.
+    """
     panels = min(PANELS, work.dims // LANES - panel)
     zeros, alone = own, own + 2 * WEIGHT_BYTES
     values = alone + TILE_ROWS * WEIGHT_BYTES

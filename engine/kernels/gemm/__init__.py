@@ -1,4 +1,4 @@
 """Matrix products that give a row the same bits whatever rows are beside it.
 
-Imports `engine.core` and `engine.kernels`.
+The folder imports `engine.core` and `engine.kernels`.
 """

@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import literally, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.kernels.amx import LINE_BYTES, fetch_line, pointer
 from engine.kernels.gemm.matmul_sums import PANELS, SUMS, dot, row_counts, row_starts, sums_in_registers
 from engine.kernels.quant.layouts import LAYOUTS, STEP, QuantLayout
-from engine.kernels.quant.unpack import exponents, half_floats
+from engine.kernels.quant.unpack import exponents, factor_bytes, half_floats
 from engine.kernels.quant.words import word_pairs
 from engine.kernels.simd import BFLOAT16, FLOAT, LANES, fused, put_float, read
 
-_BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_INT, _WORD = ir.IntType(32), ir.IntType(64)
 _PAIR, _INTS = ir.VectorType(_INT, LANES), ir.VectorType(_INT, LANES)
 _PAIRS = STEP // 2
 _AHEAD = 8  # groups by which codes are prefetched ahead
@@ -44,11 +44,11 @@ def sum_codes(
     room: Any,
     room_stride: Any,
 ) -> Any:
-    """Products of `rows` rows, at most `most`, with two panels, in `room`: [rows, 2 * 16] float32, one row every
+    """Write products of `rows` rows, at most `most`, with two panels to `room`: [rows, 2 * 16] float32, one row every
     `room_stride` bytes.
 
     layout, most: compile-time constants, the first a layout's number. x: address of the first row, one every `stride`
-    bytes. totals: [rows, steps] float32, the sums of each group's inputs. weights: address of the first panel; the
+    bytes. totals: [rows, groups] float32, the sums of each group's inputs. weights: address of the first panel; the
     second is `panel_bytes` further.
     """
     of = LAYOUTS[layout.literal_value]
@@ -63,7 +63,7 @@ def sum_codes(
 
 
 def _unpacked(builder: ir.IRBuilder, of: QuantLayout, tiles: list[ir.Value], step: ir.Value) -> Iterator[Any]:
-    """For each pair of a step, the codes of all panels."""
+    """Yield, for each pair of a step, the codes of all panels."""
     at = [builder.add(tile, builder.add(_WORD(of.codes_at), builder.mul(step, _WORD(of.code_bytes)))) for tile in tiles]
     return zip(*(word_pairs(builder, of, address) for address in at), strict=True)
 
@@ -96,7 +96,7 @@ class _Block:
                     self._add_group(starts, sums, tiles, heads, inner.index, builder.add(first, inner.index))
 
     def _head(self, tile: ir.Value) -> list[ir.Value]:
-        """A tile's scales and, if it has any, offsets, with the sign that they are added with."""
+        """Return a tile's scales and, if it has any, offsets, with the sign that they are added with."""
         builder, of = self.builder, self.of
         numbers = [exponents(builder, tile) if of.exponents else half_floats(builder, tile)]
         if of.offset is not None:
@@ -119,7 +119,7 @@ class _Block:
         numbers = [self._of_group(tile, head, inside) for tile, head in zip(tiles, heads, strict=True)]
         here = [builder.add(start, builder.mul(step, _WORD(2 * STEP))) for start in starts]
         matrices = _unpacked(builder, of, tiles, inside)
-        halves = STEP // of.group
+        halves = of.halves
         none = [[ir.Constant(SUMS, [0.0] * LANES)] * PANELS for _ in range(self.count)]
         products = none
         for pair, matrix in enumerate(matrices):
@@ -128,7 +128,9 @@ class _Block:
                 self._add_scaled(sums, products, [scales[pair * halves // _PAIRS] for scales in numbers])
                 products = none
         if of.offset is not None:
-            self._add_offsets(sums, [scales[1] for scales in numbers], step)
+            for half in range(halves):
+                group = builder.add(builder.mul(step, _WORD(halves)), _WORD(half))
+                self._add_offsets(sums, [scales[halves + half] for scales in numbers], group)
 
     def _add_scaled(self, sums: list[list[ir.Value]], products: list[Any], scales: list[ir.Value]) -> None:
         builder = self.builder
@@ -136,28 +138,25 @@ class _Block:
             for cell, product, scale in zip(cells, some, scales, strict=True):
                 builder.store(fused(builder, product, scale, builder.load(cell)), cell)
 
-    def _add_offsets(self, sums: list[list[ir.Value]], offsets: list[ir.Value], step: ir.Value) -> None:
+    def _add_offsets(self, sums: list[list[ir.Value]], offsets: list[ir.Value], group: ir.Value) -> None:
         builder = self.builder
-        row_bytes = builder.mul(self.steps, _WORD(4))
+        row_bytes = builder.mul(self.steps, _WORD(4 * self.of.halves))
         for cells, totals in zip(sums, row_starts(builder, self.count, self.totals, row_bytes), strict=True):
-            total = _spread(builder, builder.add(totals, builder.mul(step, _WORD(4))))
+            total = _spread(builder, builder.add(totals, builder.mul(group, _WORD(4))))
             for cell, offset in zip(cells, offsets, strict=True):
                 builder.store(fused(builder, offset, total, builder.load(cell)), cell)
 
     def _of_group(self, tile: ir.Value, head: list[ir.Value], inside: ir.Value) -> list[ir.Value]:
-        """The scale of a group and its offset, or the scales of its halves."""
+        """Return the scale of a group or the scales of its halves, and then the same of its offsets."""
         builder, of = self.builder, self.of
         if of.factors is None:
             return head
-        size = LANES * of.step_factors
-        at = builder.add(tile, builder.add(_WORD(of.factors_at), builder.mul(inside, _WORD(size))))
-        found = []
+        stored, found = factor_bytes(builder, of, tile, inside), []
         for i in range(of.step_factors):
-            kind = ir.VectorType(_BYTE, LANES)
-            stored = builder.load(pointer(builder, builder.add(at, _WORD(i * LANES)), kind), align=1)
-            factor = builder.sub(builder.zext(stored, _INTS), ir.Constant(_INTS, [of.factor_bias] * LANES))
-            of_what = head[i] if of.offset is not None else head[0]
-            found.append(builder.fmul(builder.sitofp(factor, SUMS), of_what))
+            order = ir.Constant(_INTS, [i * LANES + lane for lane in range(LANES)])
+            some = builder.zext(builder.shuffle_vector(stored, stored, order), _INTS)
+            factor = builder.sub(some, ir.Constant(_INTS, [of.factor_bias] * LANES))
+            found.append(builder.fmul(builder.sitofp(factor, SUMS), head[i // of.halves]))
         return found
 
     def _fetch(self, tiles: list[ir.Value], inside: ir.Value) -> None:
@@ -171,30 +170,34 @@ class _Block:
 
 
 @njit
-def put_totals(x: int, rows: int, steps: int, place: int, part: int, parts: int) -> None:
-    """A part of the sums of the groups' inputs of x [rows, steps * 32] bfloat16, at `place`: [rows, steps] float32."""
-    for i in range(rows * steps * part // parts, rows * steps * (part + 1) // parts):
-        put_float(place + 4 * i, _group_total(x + i * STEP * 2))
+def put_totals(size: int, x: int, rows: int, groups: int, place: int, part: int, parts: int) -> None:
+    """Write a part of the sums of the groups' inputs of x [rows, groups * size] bfloat16 to `place`: [rows, groups]
+    float32. size: 16 or 32, a compile-time constant.
+    """
+    size = literally(size)
+    for i in range(rows * groups * part // parts, rows * groups * (part + 1) // parts):
+        put_float(place + 4 * i, _group_total(size, x + i * size * 2))
 
 
 @intrinsic(prefer_literal=True)
-def _group_total(context: Any, address: Any) -> Any:
-    """The sum of the 32 bfloat16 numbers there, as float32."""
+def _group_total(context: Any, size: Any, address: Any) -> Any:
+    """Return the sum of the `size` bfloat16 numbers there, as float32."""
+    count = size.literal_value // LANES
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        halves = [read(builder, builder.add(args[0], _WORD(i * 2 * LANES)), BFLOAT16) for i in range(2)]
-        total, step = builder.fadd(*halves), LANES // 2
+        parts = [read(builder, builder.add(args[1], _WORD(i * 2 * LANES)), BFLOAT16) for i in range(count)]
+        total, step = builder.fadd(*parts) if count == 2 else parts[0], LANES // 2
         while step:
             order = ir.Constant(_INTS, [(lane + step) % LANES for lane in range(LANES)])
             total = builder.fadd(total, builder.shuffle_vector(total, total, order))
             step //= 2
         return builder.extract_element(total, _INT(0))
 
-    return types.float32(types.int64), generate
+    return types.float32(size, types.int64), generate
 
 
 def _spread(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """All lanes hold the float32 at that address."""
+    """Fill all lanes with the float32 at that address."""
     number = builder.load(pointer(builder, address, FLOAT), align=4)
     first = builder.insert_element(ir.Constant(SUMS, ir.Undefined), number, _INT(0))
     return builder.shuffle_vector(first, ir.Constant(SUMS, ir.Undefined), ir.Constant(_INTS, [0] * LANES))

@@ -47,7 +47,7 @@ _ROWS, _ROWS_OF_TWO = (8, 8) if "+avx512f" in features() else (4, 2)
 
 
 def fma_kernel(layout: QuantLayout) -> PartKernel:
-    """The kernel for matrices of that layout, which are unpacked first, or of float32."""
+    """Return the kernel for matrices of that layout, which are unpacked first, or of float32."""
     number, coded = layout.number, layout.coded
 
     @part_kernel(layout.kind)
@@ -82,7 +82,7 @@ def _sums_of(size: int) -> Callable[[], Any]:
     panel_bytes = STEP * LANES * size
 
     def sums(rows: int, x: int, stride: int, weights: int, width: int, steps: int, room: int) -> None:
-        """Products of up to _ROWS rows with one or two panels."""
+        """Compute products of up to _ROWS rows with one or two panels."""
         if width == 2 and rows <= _ROWS_OF_TWO:
             sum_fused(_ROWS_OF_TWO, 2, size, rows, x, stride, weights, steps, room)
         else:
@@ -138,7 +138,7 @@ def sum_fused(
 
 
 def _pair(builder: ir.IRBuilder, address: ir.Value, size: int) -> tuple[ir.Value, ir.Value]:
-    """Two neighbouring inputs of 16 outputs, as float32."""
+    """Return two neighbouring inputs of 16 outputs, as float32."""
     if size == FLOAT32:
         return read(builder, address, FLOAT32), read(builder, builder.add(address, _WORD(4 * LANES)), FLOAT32)
     both = builder.bitcast(read(builder, address, FLOAT32), integers(0).type)

@@ -59,7 +59,7 @@ class Unit(Enum):
     FMA = "fma"
 
     def kernel(self, layout: QuantLayout) -> PartKernel:
-        """The kernel for matrices of that layout. FMA's for bfloat16 also multiplies float32."""
+        """Return the kernel for matrices of that layout. FMA's for bfloat16 also multiplies float32."""
         if (self, layout.number) not in _KERNELS:
             _KERNELS[self, layout.number] = _COMPILED[self](layout)
         return _KERNELS[self, layout.number]
@@ -83,7 +83,7 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 @cache
 def units(dtype: torch.dtype = torch.bfloat16) -> tuple[Unit, ...]:
-    """The units of this processor for matrices of that type, the fastest first."""
+    """Return the units of this processor for matrices of that type, the fastest first."""
     if dtype == torch.float32:
         return tuple(unit for unit in units() if not unit.paired)
     if sys.platform != "linux" or platform.machine() != "x86_64":
@@ -112,7 +112,7 @@ class Multiplies(Protocol):
     matmul: Matmul | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [rows, inputs]."""
+        """Multiply x: [rows, inputs]."""
 
 
 class Matmul:
@@ -162,7 +162,7 @@ class Matmul:
         return any(matrix.layout.coded for matrix in self.tiled)
 
     def _records(self) -> NDArray[Any]:
-        """A PART for each layout."""
+        """Return a PART for each layout."""
         if self._tiles is None:
             made = part_records(self.tiled, lambda layout: self.unit.kernel(layout))
         else:
@@ -181,7 +181,7 @@ class Matmul:
         return -(-self.inputs // STEP) * STEP
 
     def scratch_bytes(self, rows: int) -> int:
-        """Scratch that each thread needs for so many rows or fewer."""
+        """Return the bytes of scratch that each thread needs for so many rows or fewer."""
         if self.unit is Unit.AMX:
             return block_bytes(rows)
         if self.unit is Unit.VECTORS:
@@ -190,12 +190,13 @@ class Matmul:
         return widened + (PANELS * self.padded * LANES * 2 if self.coded else 0)
 
     def shared_bytes(self, rows: int) -> int:
-        """Scratch that all threads together need for so many rows."""
-        return rows * (self.padded // STEP) * 4 if self.coded and self.unit is Unit.VECTORS else 0
+        """Return the bytes of scratch that all threads together need for so many rows."""
+        groups = self.padded // min((matrix.layout.group for matrix in self.tiled), default=STEP)
+        return rows * groups * 4 if self.coded and self.unit is Unit.VECTORS else 0
 
     def record(self, rows: int, x: int, out: int) -> np.ndarray[Any, Any]:
-        """A record for the kernel, without its scratch, for `rows` rows or fewer, at least one. x: address of [rows,
-        padded]; out: of [rows, outputs].
+        """Return a record for the kernel, without its scratch, for `rows` rows or fewer, at least one. x: address of
+        [rows, padded]; out: of [rows, outputs].
         """
         made = np.zeros(1, MATMUL)
         record = made[0]
@@ -208,7 +209,7 @@ class Matmul:
         return made
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [rows, inputs]. Raises RuntimeError for another shape or type: the kernel does not check them."""
+        """Multiply x: [rows, inputs]. Raises RuntimeError for another shape or type: the kernel does not check them."""
         if x.shape[1] != self.inputs or x.itemsize != self._itemsize:
             raise RuntimeError(f"x is {list(x.shape)} {x.dtype}, the matrix takes {self.inputs} inputs of its own type")
         out = x.new_empty(len(x), self.outputs)
@@ -259,13 +260,13 @@ def give_scratch(records: np.ndarray[Any, Any], held: Tensor) -> Tensor:
 
 
 def row_words(rows: int) -> tuple[int, int]:
-    """A record's `rows` and `tiles` for that row count."""
+    """Return a record's `rows` and `tiles` for that row count."""
     return rows, _CONFIGURATIONS_AT + 64 * min(rows, TILE_ROWS)
 
 
 def tiled_parts(parts: Sequence[StoredMatrix], gated: bool, arrangement: Arrangement) -> list[TiledMatrix]:
-    """The outputs of all parts, one after the other, as a matrix for each layout. gated: a panel of the first half is
-    followed by one of the second.
+    """Return the outputs of all parts, one after the other, as a matrix for each layout. gated: a panel of the first
+    half is followed by one of the second.
     """
     panels = list(chain.from_iterable(panels_of(matrix) for matrix in parts))
     if gated:
@@ -275,7 +276,7 @@ def tiled_parts(parts: Sequence[StoredMatrix], gated: bool, arrangement: Arrange
 
 
 def part_records(tiled: Sequence[TiledMatrix], kernel_of: Callable[[QuantLayout], PartKernel]) -> NDArray[Any]:
-    """A PART for each matrix."""
+    """Return a PART for each matrix."""
     made, first = np.zeros(len(tiled), PART), 0
     for record, matrix in zip(made, tiled, strict=True):
         record["kernel"], record["first"] = kernel_of(matrix.layout).address, first
@@ -286,7 +287,7 @@ def part_records(tiled: Sequence[TiledMatrix], kernel_of: Callable[[QuantLayout]
 
 
 def bias_of(bias: Tensor | None, outputs: int, gated: bool) -> Tensor | None:
-    """The bias of all outputs of whole panels, in their order."""
+    """Return the bias of all outputs of whole panels, in their order."""
     if bias is None:
         return None
     whole = torch.zeros(-(-outputs // LANES) * LANES)
@@ -295,7 +296,7 @@ def bias_of(bias: Tensor | None, outputs: int, gated: bool) -> Tensor | None:
 
 
 def shape_of(parts: Sequence[StoredMatrix]) -> tuple[int, int]:
-    """Of the matrix of their outputs. Raises ValueError if they differ in their inputs."""
+    """Return the shape of the matrix of their outputs. Raises ValueError if they differ in their inputs."""
     shapes = [part.shape for part in parts]
     if len({inputs for _, inputs in shapes}) != 1:
         raise ValueError(f"matrices of shapes {shapes} are no parts of one")
@@ -303,14 +304,14 @@ def shape_of(parts: Sequence[StoredMatrix]) -> tuple[int, int]:
 
 
 def in_panels(parts: Sequence[StoredMatrix]) -> Sequence[StoredMatrix]:
-    """The parts, or one of their numbers if panels of 16 outputs cannot be kept apart."""
+    """Return the parts, or one of their numbers if panels of 16 outputs cannot be kept apart."""
     if all(part.shape[0] % LANES == 0 for part in parts[:-1]):
         return parts
     return [StoredMatrix.of_numbers(torch.cat([part.values() for part in parts]))]
 
 
 def _float_tiles(weight: Tensor, gated: bool) -> Tensor:
-    """[panels, steps, 32 inputs, 16 outputs] float32."""
+    """Return [panels, steps, 32 inputs, 16 outputs] float32."""
     panels, steps = -(-weight.shape[0] // LANES), -(-weight.shape[1] // STEP)
     full = weight.new_zeros(panels * LANES, steps * STEP)
     full[: len(weight), : weight.shape[1]] = weight.detach()
@@ -320,5 +321,5 @@ def _float_tiles(weight: Tensor, gated: bool) -> Tensor:
 
 
 def alternate(both: Tensor, size: int = LANES) -> Tensor:
-    """`size` of the first half, as many of the second, and so on."""
+    """Take `size` of the first half, as many of the second, and so on."""
     return both.view(2, -1, size, *both.shape[1:]).transpose(0, 1).reshape(both.shape)

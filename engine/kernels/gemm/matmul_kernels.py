@@ -134,10 +134,25 @@ def product_kernel(address: Any) -> None:
 
 @njit
 def own_panels(work: Any, part: Any) -> Any:
-    """Where this thread's panels of a part begin and end. A gate panel and its up panel are never separated."""
+    """Return where this thread's panels of a part begin and end. A gate panel and its up panel are never separated."""
     together = 2 if work.gated != 0 else 1
-    units, thread, threads = part.panels // together, thread_id(), num_threads()
-    return units * thread // threads * together, units * (thread + 1) // threads * together
+    begin, end = share_of(part.panels // together, part.first // together, thread_id(), num_threads())
+    return begin * together, end * together
+
+
+@njit
+def share_of(units: int, before: int, thread: int, threads: int) -> tuple[int, int]:
+    """Where a thread's share of a part's units begins and ends. before: the units of the parts before it. Where these
+    left some threads one unit less than others, the next units that are over go to them: of all parts together, no
+    thread has more than one unit more than another.
+    """
+    least, over = units // threads, units % threads
+    first = before % threads  # of the threads that have one more; they go on from thread 0 after the last
+
+    def more(below: int) -> int:
+        return min(max(below - first, 0), over) + min(below, max(first + over - threads, 0))
+
+    return thread * least + more(thread), (thread + 1) * least + more(thread + 1)
 
 
 @njit
@@ -182,7 +197,7 @@ def _tile_sums(
     panel_bytes: int,
     room: int,
 ) -> None:
-    """Products of up to four tiles of rows with one or two panels. layout: its number, a constant."""
+    """Compute products of up to four tiles of rows with one or two panels. layout: its number, a constant."""
     layout = literally(layout)
     if tiles == 1 and width == 2:
         sum_tiles(1, 2, layout, x, last, stride, weights, steps, room)
@@ -202,7 +217,7 @@ def _tile_sums(
 
 
 def amx_kernel(layout: QuantLayout) -> PartKernel:
-    """The AMX kernel for matrices of that layout. A tile has min(rows, 16) rows, and the last may repeat rows of
+    """Return the AMX kernel for matrices of that layout. A tile has min(rows, 16) rows, and the last may repeat rows of
     others. Codes of up to four tiles of rows are unpacked during the product.
     """
     number = layout.number
@@ -307,7 +322,7 @@ def _add_block(
 
 @njit
 def panels_kept(tiles: int) -> int:
-    """How many panels' sums with so many tiles of rows are kept between blocks of inputs: an even number."""
+    """Return how many panels' sums with so many tiles of rows are kept between blocks of inputs: an even number."""
     return max(PANELS, min(KEPT_PANELS, KEPT_BYTES // (tiles * TILE_BYTES) // PANELS * PANELS))
 
 
@@ -321,18 +336,18 @@ def block_bytes(rows: int) -> int:
 
 @cache
 def number_sums() -> Any:
-    """The compiled function `multiply`."""
+    """Return the compiled function `multiply`."""
 
     def multiply(rows: int, x: int, stride: int, weights: int, panel_bytes: int, steps: int, room: int) -> None:
-        """Products of up to AT_ONCE rows with two panels of bfloat16."""
+        """Compute products of up to AT_ONCE rows with two panels of bfloat16."""
         sum_vectors(1, AT_ONCE, 2, rows, x, stride, weights, panel_bytes, steps, room, ROW_BYTES)
 
     return cfunc(types.void(*[types.int64] * 7), cache=True)(versioned(multiply))
 
 
 def vector_kernel(layout: QuantLayout) -> PartKernel:
-    """The vector kernel for matrices of that layout. The last of an odd number of panels is multiplied twice, so that
-    there is code for two alone.
+    """Return the vector kernel for matrices of that layout. The last of an odd number of panels is multiplied twice, so
+    that there is code for two alone.
     """
     return _codes_kernel(layout) if layout.coded else _numbers_kernel(layout)
 
@@ -359,26 +374,27 @@ def _numbers_kernel(layout: QuantLayout) -> PartKernel:
 
 def _codes_kernel(layout: QuantLayout) -> PartKernel:
     """Looking codes up again for further rows is faster than to keep what was found."""
-    number, offsets = layout.number, layout.offset is not None
+    number, offsets, size = layout.number, layout.offset is not None, layout.group
 
     @part_kernel(f"{layout.kind}_words")
     def compiled(address: Any, at: Any) -> None:
         work, part = carray(address, 1)[0], carray(at, 1)[0]
         panel, end = own_panels(work, part)
         steps, stride, room = work.inputs // STEP, work.inputs * 2, new_room()
-        own = work.rows * steps * 4 <= OWN_TOTALS
+        groups = work.inputs // size
+        own = work.rows * groups * 4 <= OWN_TOTALS
         totals = work.scratch + (work.shared_bytes + thread_id() * work.scratch_bytes if own else 0)
         if offsets and own:
-            put_totals(work.x, work.rows, steps, totals, 0, 1)
+            put_totals(size, work.x, work.rows, groups, totals, 0, 1)
         elif offsets:
-            put_totals(work.x, work.rows, steps, totals, thread_id(), num_threads())
+            put_totals(size, work.x, work.rows, groups, totals, thread_id(), num_threads())
             barrier()
         while panel < end:
             width, weights = min(end - panel, PANELS), part.weights + panel * part.panel_bytes
             apart = part.panel_bytes if width == PANELS else 0
             row = 0
             while row < work.rows:
-                rows, x, of_rows = code_rows_at_once(work.rows - row), work.x + row * stride, totals + row * steps * 4
+                rows, x, of_rows = code_rows_at_once(work.rows - row), work.x + row * stride, totals + row * groups * 4
                 sum_codes(number, CODE_ROWS, rows, x, stride, of_rows, weights, apart, steps, room, ROW_BYTES)
                 put_sums(work, row, rows, part.first + panel, width, room, ROW_BYTES, LINE_BYTES)
                 row += rows
@@ -405,13 +421,17 @@ def call_sums(
 
 @njit
 def rows_at_once(left: int) -> int:
-    """How many of the rows that are left to multiply next. The last group has at least `_FEW`: fewer take as long."""
+    """Return how many of the rows that are left to multiply next. The last group has at least `_FEW`: fewer take as
+    long.
+    """
     return left if left <= AT_ONCE else min(AT_ONCE, left - _FEW)
 
 
 @njit
 def code_rows_at_once(left: int) -> int:
-    """The same for rows of a product with codes. The last group is not small, since codes are looked up for each."""
+    """Return the same for rows of a product with codes. The last group is not small, since codes are looked up for
+    each.
+    """
     return left if left <= CODE_ROWS else min(CODE_ROWS, left - CODE_ROWS // 4)
 
 

@@ -12,9 +12,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.amx import LINE_BYTES, TILE_BYTES, TILE_ROWS, call, fetch_line, pointer
-from engine.kernels.quant.layouts import LAYOUTS, STEP
-from engine.kernels.quant.unpack import place_of, unpack_step
+from engine.kernels.amx import LINE_BYTES, TILE_BYTES, TILE_ROWS, call, fetch_line, fetch_panel_line, pointer
+from engine.kernels.quant.layouts import LAYOUTS, STEP, QuantLayout
+from engine.kernels.quant.unpack import TileHead, open_tile, place_of, unpack_pairs
 from engine.kernels.simd import LANES
 
 PANELS = 2  # multiplied at once
@@ -28,8 +28,8 @@ SUMS, _PAIRS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_INT, LANES)
 
 @intrinsic(prefer_literal=True)
 def new_room(context: Any) -> Any:
-    """The address of room for the sums of four tiles of rows with two panels, then for two tiles of each panel. It is
-    valid until the caller returns.
+    """Return the address of scratch for the sums of four tiles of rows with two panels, then for two tiles of each
+    panel. It is valid until the caller returns.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -54,7 +54,7 @@ def sum_tiles(
     steps: Any,
     room: Any,
 ) -> Any:
-    """Products of `tiles` tiles of rows with `panels` panels, at most four pairs, in `room`: [tiles * 16, 2 * 16]
+    """Write products of `tiles` tiles of rows with `panels` panels, at most four pairs, to `room`: [tiles * 16, 2 * 16]
     float32.
 
     tiles, panels, layout: compile-time constants, the last a layout's number. x: address of the first row, one every
@@ -69,20 +69,34 @@ def sum_tiles(
         x, last, stride, weights, steps, room = args[3:]
         panel_bytes = builder.mul(builder.udiv(steps, _WORD(of.steps)), _WORD(of.tile_bytes))
         starts = [builder.add(weights, builder.mul(panel_bytes, _WORD(panel))) for panel in range(width)]
+        next_panels = builder.mul(panel_bytes, _WORD(width))
 
         def tiles_of(step: ir.Value) -> list[ir.Value]:
-            """Where the bfloat16 tiles of a step's panels are, or will be unpacked."""
+            """Return where the bfloat16 tiles of a step's panels are, or will be unpacked."""
             if of.coded:
                 parity = builder.mul(builder.and_(step, _WORD(1)), _WORD(PANELS * TILE_BYTES))
                 buffer = builder.add(builder.add(room, _WORD(BUFFER)), parity)
                 return [builder.add(buffer, _WORD(panel * TILE_BYTES)) for panel in range(width)]
             return [place_of(builder, of, start, step)[0] for start in starts]
 
-        def prepare(step: ir.Value) -> None:
+        def prepare(step: ir.Value, tiles: list[ir.Value], inside: ir.Value, heads: list[TileHead | None]) -> None:
             """Unpack a step's codes, and prefetch those of a later step; after the last step, the next panels'."""
             fetch_later(builder, of.tile_bytes, of.steps, step, steps, weights, width)
-            for start, place in zip(starts, tiles_of(step), strict=True):
-                unpack_step(builder, of, start, step, place)
+            for tile, head, place in zip(tiles, heads, tiles_of(step), strict=True):
+                fetch_panel(builder, of, builder.add(tile, next_panels), inside)
+                unpack_pairs(builder, of, tile, inside, head, place)
+
+        def unpack_and_multiply() -> None:
+            """Unpack all steps, and multiply each while the next one is unpacked. A tile is opened once."""
+            with cgutils.for_range(builder, builder.udiv(steps, _WORD(of.steps))) as loop:
+                begin = builder.mul(loop.index, _WORD(of.tile_bytes))
+                tiles = [builder.add(start, begin) for start in starts]
+                heads = [open_tile(builder, of, tile) for tile in tiles]
+                with cgutils.for_range(builder, _WORD(of.steps)) as inner:
+                    step = builder.add(builder.mul(loop.index, _WORD(of.steps)), inner.index)
+                    prepare(step, tiles, inner.index, heads)
+                    with builder.if_then(builder.icmp_signed(">", step, _WORD(0))):
+                        multiply_step(builder.sub(step, _WORD(1)))
 
         def multiply_step(step: ir.Value) -> None:
             for panel, at in enumerate(tiles_of(step)):
@@ -99,11 +113,10 @@ def sum_tiles(
             call(builder, "llvm.x86.tilezero", number)
         end = builder.sub(steps, _WORD(1))
         if of.coded:
-            prepare(_WORD(0))
-        with cgutils.for_range(builder, end) as loop:
-            if of.coded:
-                prepare(builder.add(loop.index, _WORD(1)))
-            multiply_step(loop.index)
+            unpack_and_multiply()
+        else:
+            with cgutils.for_range(builder, end) as loop:
+                multiply_step(loop.index)
         multiply_step(end)
         for tile in range(count):
             for panel in range(width):
@@ -187,8 +200,8 @@ def sum_vectors(
     room: Any,
     room_stride: Any,
 ) -> Any:
-    """Products of `rows` rows, `least` to `most`, with `panels` panels, in `room`: [rows, panels * 16] float32, one row
-    every `room_stride` bytes.
+    """Write products of `rows` rows, `least` to `most`, with `panels` panels, to `room`: [rows, panels * 16] float32,
+    one row every `room_stride` bytes.
 
     least, most, panels: compile-time constants. x: address of the first row, one every `stride` bytes. weights: address
     of the first panel, of bfloat16; the next is `panel_bytes` further.
@@ -221,7 +234,7 @@ def sum_vectors(
 
 
 def row_counts(builder: ir.IRBuilder, rows: ir.Value, most: int, least: int = 1) -> Iterator[int]:
-    """`least` to `most`: the code emitted for each runs if that is the number of rows, which must be one of these. With
+    """Yield each of `least` to `most`: the code emitted for it runs if that is the number of rows, one of these. With
     code of their own, two rows take two thirds of the time of four.
     """
     end = builder.append_basic_block("summed")
@@ -265,9 +278,9 @@ def row_starts(builder: ir.IRBuilder, count: int, first: ir.Value, stride: ir.Va
 
 
 def dot(builder: ir.IRBuilder, sums: Sequence[ir.Value], matrix: Sequence[ir.Value], row: ir.Value, pair: int) -> Any:
-    """sums + the products of both inputs of a row's pair, for each panel. row: where its inputs begin.
+    """Return sums + the products of both inputs of a row's pair, for each panel. row: where its inputs begin.
 
-    In assembly, because LLVM broadcasts the pair with the floating-point instruction (`vbroadcastss`), which makes a
+    It is assembly, because LLVM broadcasts the pair with the floating-point instruction (`vbroadcastss`), which makes a
     product of eight rows take a quarter longer (Zen 4), and broadcasts more pairs at a time than registers can hold.
     """
     panels = len(sums)  # operands: new sums, the pair, then the matrix, the row's address, and the sums as they were
@@ -293,7 +306,7 @@ def fetch_later(
 
     tile_size, tile_steps: bytes and steps of a tile.
     """
-    share = -(-tile_size // tile_steps // LINE_BYTES) * LINE_BYTES
+    share = step_lines(tile_size, tile_steps)
     panel = builder.mul(builder.udiv(steps, _WORD(tile_steps)), _WORD(tile_size))
     tile = builder.mul(builder.udiv(step, _WORD(tile_steps)), _WORD(tile_size))
     later = builder.add(tile, _WORD(max(1, _AHEAD // tile_steps) * tile_size))
@@ -304,3 +317,16 @@ def fetch_later(
         at = builder.add(weights, builder.add(first, builder.mul(panel, _WORD(i))))
         for line in range(0, share, LINE_BYTES):
             fetch_line(builder, builder.add(at, _WORD(line)))
+
+
+def fetch_panel(builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value, step: ir.Value) -> None:
+    """Prefetch a step's share of a tile of a panel that is multiplied next."""
+    share = step_lines(layout.tile_bytes, layout.steps)
+    at = builder.add(tile, builder.mul(step, _WORD(share)))
+    for line in range(0, share, LINE_BYTES):
+        fetch_panel_line(builder, builder.add(at, _WORD(line)))
+
+
+def step_lines(tile_size: int, tile_steps: int) -> int:
+    """A step's share of a tile's bytes, in whole lines."""
+    return -(-tile_size // tile_steps // LINE_BYTES) * LINE_BYTES

@@ -34,7 +34,7 @@ from torch import Tensor
 _ANCHOR = 16  # rows of the product that the others are compared with
 MOST_TRIED = 512
 _ANY_TRIED = (*range(1, 41), 48, 63, 64, 65, 96, 128, 200, 256, 300, 384, MOST_TRIED)
-_SHIFT = 5  # rows are tried at other places than in the anchor
+_SHIFT = 5  # rows are tried at places shifted by so much
 
 
 class RowRange(NamedTuple):
@@ -48,13 +48,15 @@ ANY_ROWS = RowRange(1, 1 << 40)
 
 
 def filled(rows: int) -> int:
-    """The padded row count of a packed product of `rows` rows: any up to 16, then 8 between two powers of two."""
+    """Return the padded row count of a packed product of `rows` rows: any up to 16, then 8 between two
+    powers of two.
+    """
     step = 1 << max(0, (rows - 1).bit_length() - 4)
     return -(-rows // step) * step
 
 
 def pack(weight: Tensor) -> Tensor | None:
-    """The matrix [out, in] in oneDNN's layout, for `packed_product`; None if it has none."""
+    """Return the matrix [out, in] in oneDNN's layout, for `packed_product`; None if it has none."""
     if weight.device.type != "cpu" or not _can_pack(weight.dtype):
         return None
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
@@ -62,14 +64,14 @@ def pack(weight: Tensor) -> Tensor | None:
 
 
 def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in] times the packed matrix, plus the bias: [..., out]."""
+    """Return x [..., in] times the packed matrix, plus the bias: [..., out]."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return out
 
 
 def exact_rows(weight: Tensor, biased: bool) -> RowRange | None:
-    """The row counts for which a product of this shape and type gives a row the same bits, with one thread, with all of
-    torch's and with half of them; None if there are none.
+    """Return the row counts for which a product of this shape and type gives a row the same bits, with one thread, with
+    all of torch's and with half of them; None if there are none.
     """
     found: RowRange | None = _measure(weight.shape[0], weight.shape[1], weight.dtype, biased, torch.get_num_threads())
     return found
@@ -88,8 +90,8 @@ def _measure(outputs: int, inputs: int, dtype: torch.dtype, biased: bool, thread
 def equal_rows(
     multiply: Callable[[Tensor], Tensor], x: Tensor, threads: int, tried: Sequence[int] = _ANY_TRIED
 ) -> RowRange | None:
-    """The row counts, around that of x, for which each row's product has the same bits. tried: ascending, with all up
-    to that of x.
+    """Return the row counts, around that of x, for which each row's product has the same bits. tried: ascending, with
+    all up to that of x.
     """
     expected = multiply(x)
     equal = dict.fromkeys(tried, True)
@@ -109,8 +111,8 @@ def equal_rows(
 
 
 def cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [anchor, inputs] and a weight whose products are 0: the result is only rounding, which shows every change of a
-    kernel's summation order.
+    """Return x [anchor, inputs] and a weight whose products are 0: the result is only rounding, which shows every
+    change of a kernel's summation order.
     """
     generator = torch.Generator().manual_seed(0)
     half, block = inputs // 2, min(outputs, 512)
@@ -127,7 +129,7 @@ def cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, T
 
 @cache
 def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch and this processor have the product, and it agrees with the plain one."""
+    """Return whether this build of torch and this processor have the product, and it agrees with the plain one."""
     if dtype not in (torch.float32, torch.bfloat16):
         return False
     weight, x = torch.randn(24, 16).to(dtype), torch.randn(8, 16).to(dtype)

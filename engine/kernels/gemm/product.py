@@ -105,7 +105,9 @@ class Product:
 def int8_matmul(
     parts: Sequence[StoredMatrix], bias: Tensor | None, gated: bool, dtype: torch.dtype
 ) -> Int8Matmul | None:
-    """The product with rows of 8 bits; None where there is none. gated: if both halves are whole panels of one type."""
+    """Return the product with rows of 8 bits; None where there is none. gated: if both halves are whole panels of one
+    type.
+    """
     panels = all(part.shape[0] % LANES == 0 for part in parts[:-1])
     if not (instruction_sets() and panels and all(has_integer_codes(part.layout) for part in parts)):
         return None
@@ -122,12 +124,12 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in_features]."""
+        """Multiply x: [..., in_features]."""
         return self.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 
 def pack_linears(model: Any) -> bool:
-    """Replace every `nn.Linear` of a loaded model by a PackedLinear. Returns whether all their rows are exact."""
+    """Replace every `nn.Linear` of a loaded model by a PackedLinear, and return whether all their rows are exact."""
     exact = True
     for name, linear in [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]:
         packed = PackedLinear(linear, Product(linear.weight, linear.bias))
@@ -158,8 +160,8 @@ def can_multiply(weight: Tensor) -> bool:
 @cache
 @torch.inference_mode()
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether `Matmul` works on this processor: it agrees with the plain product, and gives the same bits for any row
-    count.
+    """Return whether `Matmul` works on this processor: it agrees with the plain product, and gives the same bits for
+    any row count.
     """
     if dtype not in (torch.bfloat16, torch.float32) or not units(dtype):
         return False

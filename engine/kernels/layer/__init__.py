@@ -1,3 +1,4 @@
 """One decoder layer as steps of a program: which steps there are, what they read and write, and their few own kernels.
-Imports products, attention and the fused kernels; the lean decoder and the draft heads import it.
+
+The folder imports products, attention and the fused kernels; the lean decoder and the draft heads import it.
 """

@@ -3,7 +3,10 @@
     x --> [product router] --> router --> [route] --> chosen, shares --> [pack] --> places, records of the products
     x --> [gather] --> packed --> [gate_up of each] --> inner --> [down of each] --> packed --> [combine] --> delta
 
-A shared expert is an MLP of every row, whose result [combine] adds, times the sigmoid of the router's last output.
+Where gate_up does not apply the activation itself, it makes `both`, of which [gate] makes `inner`.
+
+A shared expert is an MLP of every row, whose result [combine] adds, times the sigmoid of the router's last output where
+that is its gate.
 
 Which experts a row gets and how their results are added depends on the row alone, and a product's rows do not depend on
 each other: a row has the same bits whatever the others choose.
@@ -47,12 +50,14 @@ EXPERTS = record_of(
     "bias",  # [experts] float32, added to what experts are chosen by, or 0
     "sigmoid",  # 1: an expert's share is the sigmoid of its logit; 0: the softmax
     "shared_out",  # [rows, hidden]: what the shared expert makes of x, or 0
+    "shared_gate",  # 1: it is multiplied by the sigmoid of the router's last output
     "x",  # [rows, hidden]
     "out",  # [rows, hidden]
     "chosen",  # [rows, top_k] int32: the likeliest experts, the best first
     "shares",  # [rows, top_k] float32: what each counts
     "places",  # [rows, top_k] int32: which packed row is each
     "packed",  # [rows * top_k, hidden]: x by expert, later what comes of it
+    "made",  # [rows * top_k, made_size]: what gate_up makes, `inner` if it applies the activation
     "inner",  # [rows * top_k, inner_size]
     "records",  # [2, experts] MATMUL: gate_up and down of each
     "steps",  # [experts, 2]: addresses of a product's kernel and of its record
@@ -60,6 +65,7 @@ EXPERTS = record_of(
     "experts",
     "top_k",
     "hidden",
+    "made_size",
     "inner_size",
     "width",
     "normalised",  # 1: the shares of the chosen sum to 1
@@ -106,7 +112,7 @@ def route_kernel(address: Any) -> None:
 
 @njit
 def _score(work: Any, logits: int, expert: int) -> Any:
-    """What the experts are chosen by."""
+    """Return what the experts are chosen by."""
     x = number_at(logits + expert * work.width, work.width)
     if work.sigmoid != 0:
         x = _sigmoid(x)
@@ -115,7 +121,7 @@ def _score(work: Any, logits: int, expert: int) -> Any:
 
 @njit
 def _share(work: Any, logits: int, expert: int, top: Any) -> Any:
-    """What an expert counts, before shares are normalised. top: the largest logit, where there is a softmax."""
+    """Return what an expert counts, before shares are normalised. top: the largest logit, where there is a softmax."""
     x = number_at(logits + expert * work.width, work.width)
     return _sigmoid(x) if work.sigmoid != 0 else largest(exp(splat(x - top)))
 
@@ -140,12 +146,10 @@ def pack_kernel(address: Any) -> None:
     first = 0
     for expert in range(work.experts):
         record = work.records + expert * _RECORD
-        packed, inner = (
-            work.packed + first * work.hidden * work.width,
-            work.inner + first * work.inner_size * work.width,
-        )
+        packed = work.packed + first * work.hidden * work.width
+        inner = work.inner + first * work.inner_size * work.width
         put_long(record + _X, packed)
-        put_long(record + _OUT, inner)
+        put_long(record + _OUT, work.made + first * work.made_size * work.width)
         put_long(record + down + _X, inner)
         put_long(record + down + _OUT, packed)
         put_long(record + _TILES, first)  # for now: the place of its next row
@@ -175,8 +179,8 @@ def gather_kernel(address: Any) -> None:
 
 @kernel(EXPERTS)
 def experts_kernel(address: Any) -> None:
-    """One product of each expert that has rows. The threads share each. What they have in common, of rows in another
-    form, is there once: no thread begins the next expert while another needs this one's.
+    """Compute one product of each expert that has rows. The threads share each. What they have in common, of rows in
+    another form, is there once: no thread begins the next expert while another needs this one's.
     """
     work = carray(address, 1)[0]
     for expert in range(work.experts):
@@ -188,11 +192,11 @@ def experts_kernel(address: Any) -> None:
 
 @kernel(EXPERTS)
 def combine_kernel(address: Any) -> None:
-    """out = the sum of a row's results, each times its share, the best expert first and the shared one last."""
+    """Compute out = the sum of a row's results, each times its share, the best expert first and the shared one last."""
     work = carray(address, 1)[0]
     for row in range(thread_id(), work.rows, num_threads()):
-        gate = np.float32(0)
-        if work.shared_out != 0:
+        gate = np.float32(1)
+        if work.shared_gate != 0:
             gate = _sigmoid(number_at(work.logits + (row * work.logit_count + work.experts) * work.width, work.width))
         for at in range(0, work.hidden * work.width, LANES * work.width):
             sums = splat(np.float32(0))
@@ -218,10 +222,12 @@ class ExpertRecords:
         logits: Tensor,
         out: Tensor,
         packed_rows: Tensor,
+        made: Tensor,
         packed_inner: Tensor,
         shared_out: Tensor | None,
     ):
-        """packed_rows: [units, hidden], packed_inner: [units, inner]; of `top_k` units a row, shared by all layers.
+        """packed_rows: [units, hidden], packed_inner: [units, inner], made: that or [units, 2 * inner], as the products
+        of gate and up make it; of `top_k` units a row, shared by all layers.
         shared_out: [rows, hidden], if there is a shared expert.
         """
         experts, (units, hidden) = len(mlp.gate_up), packed_rows.shape
@@ -229,19 +235,21 @@ class ExpertRecords:
         self._bias = mlp.bias
         self._kept = [torch.zeros(units, dtype=torch.int32) for _ in range(2)] + [torch.zeros(units)]
         chosen, places, shares = (part.data_ptr() for part in self._kept)
-        made = [product.record(units // mlp.top_k, packed, inner) for product in [*mlp.gate_up, *mlp.down]]
-        self.products = np.concatenate(made)  # MATMUL
+        work = [product.record(units // mlp.top_k, packed, inner) for product in [*mlp.gate_up, *mlp.down]]
+        self.products = np.concatenate(work)  # MATMUL
         kernels = [product.kernel.address for product in [*mlp.gate_up, *mlp.down]]
-        records = [address_of(self.products, i) for i in range(len(made))]
+        records = [address_of(self.products, i) for i in range(len(work))]
         self._steps = np.array([*zip(kernels, records, strict=True)], np.int64)
         self._all = np.zeros(2, EXPERTS)
         fields = {"logits": logits.data_ptr(), "x": x.data_ptr(), "out": out.data_ptr(), "chosen": chosen}
         fields |= {"shares": shares, "places": places, "packed": packed, "inner": inner, "hidden": hidden}
         fields |= {"records": records[0], "tiles": row_words(0)[1], "experts": experts, "top_k": mlp.top_k}
+        fields |= {"made": made.data_ptr(), "made_size": made.shape[1]}
         fields |= {"inner_size": mlp.inner, "width": x.itemsize, "normalised": mlp.normalised}
         fields |= {"shared": self.products["shared_bytes"].any(), "logit_count": logits.shape[1]}
         fields |= {"sigmoid": mlp.sigmoid, "bias": 0 if mlp.bias is None else mlp.bias.data_ptr(), "scale": mlp.scale}
         fields |= {"shared_out": 0 if shared_out is None else shared_out.data_ptr()}
+        fields |= {"shared_gate": shared_out is not None and mlp.shared_gate}
         for name, value in fields.items():
             self._all[name] = value
         self._all["steps"] = [int(self._steps.ctypes.data) + 16 * experts * part for part in range(2)]

@@ -33,9 +33,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.attention.attention import Attention, Rule
+from engine.kernels.attention.attention import Attention, LayerKeys
 from engine.kernels.attention.kv_codes import enter_codes_kernel
-from engine.kernels.fused import ENTER, GATE, NORM, enter_kernel, gate_kernel, norm_kernel
+from engine.kernels.fused import ENTER, GATE, NORM, Activation, enter_kernel, gate_kernel, norm_kernel
 from engine.kernels.gemm.matmul import NO_SCRATCH, Multiplies, add_product, give_scratch, row_words
 from engine.kernels.gemm.matmul_kernels import MATMUL
 from engine.kernels.gemm.onednn import filled
@@ -47,8 +47,23 @@ from engine.kernels.layer.experts import (
     pack_kernel,
     route_kernel,
 )
-from engine.kernels.layer.row_kernels import ROW_GATE, ROW_NORM, row_gate_kernel, row_norm_kernel
-from engine.kernels.layer.weights import AttentionWeights, ExpertMlp, GatedMlp, LayerWeights, Norm
+from engine.kernels.layer.row_kernels import (
+    LAYER_INPUTS,
+    ROW_GATE,
+    ROW_NORM,
+    layer_inputs_kernel,
+    row_gate_kernel,
+    row_norm_kernel,
+)
+from engine.kernels.layer.weights import (
+    AttentionWeights,
+    ExpertMlp,
+    GatedMlp,
+    LayerInput,
+    LayerWeights,
+    Norm,
+    PerLayerInputs,
+)
 from engine.kernels.quant.embedding import EMBED, embed_kernel, tiled_embed_kernel
 from engine.kernels.quant.tiled import TiledMatrix
 from engine.kernels.state.walk import LayerPlace
@@ -81,24 +96,28 @@ class LayerProgram:
     """A program for up to `capacity` rows, built step by step.
 
     buffers: [capacity, width] by name, those of packed rows longer; residual: [capacity, hidden] float32.
-    layers: the most that there will be.
+    attentions: one for each shape of keys and queries. layers: the most that there will be.
     """
 
-    def __init__(self, attention: Attention, capacity: int, hidden: int, dtype: torch.dtype, layers: int):
-        self.attention, self.capacity, self.rows = attention, capacity, 0
+    def __init__(self, attentions: Sequence[Attention], capacity: int, hidden: int, dtype: torch.dtype, layers: int):
+        self.attentions, self.capacity, self.rows = attentions, capacity, 0
         self.residual = torch.zeros(capacity, hidden)
         self.buffers: dict[str, Tensor] = {}
         self._dtype, self._kept_alive = dtype, list[Tensor]()
         self._steps = Program()
-        self._norms, self._enters = _Records(NORM, 2 * layers + 1), _Records(ENTER, layers)
-        self._products, self._gates = _Records(MATMUL, 7 * layers + 2), _Records(GATE, layers)
-        self._embeds, self._row_norms = _Records(EMBED, 1), _Records(ROW_NORM, 2 * layers)
-        self._row_gates = _Records(ROW_GATE, layers)
+        self._norms, self._enters = _Records(NORM, 4 * layers + 2), _Records(ENTER, layers)
+        self._products, self._gates = _Records(MATMUL, 9 * layers + 3), _Records(GATE, 2 * layers)
+        self._embeds, self._row_norms = _Records(EMBED, 2), _Records(ROW_NORM, 2 * layers)
+        self._row_gates, self._layer_inputs = _Records(ROW_GATE, layers), _Records(LAYER_INPUTS, 1)
+        self._unit_gates, self._units_each = _Records(GATE, layers), 0  # of the packed rows of experts
         self._experts: list[ExpertRecords] = []
         self._others: list[np.ndarray[Any, Any]] = []  # records of layers with a state
         self._of_embed = int_fields(self._embeds.all, "tokens", "rows")
         self._of_enters, self._cos_sin = int_fields(self._enters.all, "positions", "rows"), self._enters.all["cos_sin"]
+        self._queries = self._enters.all["queries"]
         self._tables: list[int] = []  # of cosines and sines, one for each of `enters`
+        self._attended_by: list[int] = []  # the attention of each of `enters`
+        self._layer_norms: list[int] = []  # the norm that each layer begins with
         self._of_products = int_fields(self._products.all, "rows", "tiles")
         self._counts, self._chosen, self._kept = (self._norms.all[name] for name in ("count", "chosen", "kept"))
         self._delta: dict[str, float] = {}  # what the next norm adds to the residual, as fields of its record
@@ -116,25 +135,51 @@ class LayerProgram:
 
     def embed(self, embedding: Tensor | TiledMatrix, scale: float) -> None:
         """residual = scale * the tokens' rows of the embedding, [vocab, hidden]."""
+        self._embed(embedding, scale, self.residual)
+
+    def _embed(self, embedding: Tensor | TiledMatrix, scale: float, goal: Tensor) -> None:
+        """goal, float32 = scale * the tokens' rows of an embedding that is as wide."""
         numbers = embedding.tiles if isinstance(embedding, TiledMatrix) else embedding
-        ends = {"embedding": numbers.data_ptr(), "residual": self.residual.data_ptr()}
-        sizes, kernel = {"hidden": self.residual.shape[1], "width": numbers.itemsize}, embed_kernel()
+        ends = {"embedding": numbers.data_ptr(), "residual": goal.data_ptr()}
+        sizes, kernel = {"hidden": goal.shape[1], "width": numbers.itemsize}, embed_kernel()
         if isinstance(embedding, TiledMatrix):
             sizes["panel_bytes"] = embedding.panel_bytes
             kernel = tiled_embed_kernel(embedding.layout, embedding.arrangement)
         self.add(kernel, self._embeds.add(scale=scale, **ends, **sizes))
 
-    def norm(self, norm: Norm | None) -> None:
+    def layer_inputs(self, inputs: PerLayerInputs, columns: int) -> None:
+        """After `embed`: what the layers get of the tokens beside the residual, `columns` numbers a row."""
+        width = len(inputs.norm.weight)
+        self.norm(None)
+        self.product(inputs.project, "x", "layer_inputs", columns)
+        rows = torch.zeros(self.capacity, columns)
+        self._kept_alive.append(rows)
+        self._embed(inputs.embedding, inputs.embedding_scale, rows)
+        x = self.buffers["layer_inputs"]
+        fields = {"x": x.data_ptr(), "of_tokens": rows.data_ptr(), "weight": self._address(inputs.norm.weight)}
+        fields |= {"layers": columns // width, "columns": width, "width": x.itemsize}
+        record = self._layer_inputs.add(epsilon=inputs.norm.epsilon, scale=inputs.scale, **fields)
+        self.add(layer_inputs_kernel(), record)
+
+    def begin_layer(self, norm: Norm | None) -> None:
+        """The norm that a layer begins with. See `norm`."""
+        self._layer_norms.append(self._norms.latest + 1)
+        self.norm(norm)
+
+    def norm(self, norm: Norm | None, goal: str = "x") -> None:
         """residual += delta, if there is one by now; x = the norm of the residual, or the residual itself."""
-        hidden, fields, self._delta = self.residual.shape[1], self._delta, {}
+        hidden, fields, self._delta = self.residual.shape[1], {"scale": 1.0} | self._delta, {}
         if norm is not None:
-            fields |= {"weight": self._address(norm.weight), "epsilon": norm.epsilon}
-        ends = {"residual": self.residual.data_ptr(), "out": self.buffer("x", hidden).data_ptr()}
+            fields |= {"weight": self._address(norm.weight), "epsilon": norm.epsilon, "centred": norm.centred}
+            fields |= {"bias": 0 if norm.bias is None else self._address(norm.bias)}
+        ends = {"residual": self.residual.data_ptr(), "out": self.buffer(goal, hidden).data_ptr()}
         self.add(norm_kernel(), self._norms.add(hidden=hidden, width=self._dtype.itemsize, **ends, **fields))
 
-    def delta(self, norm: Norm | None = None, scale: float = 1.0) -> None:
-        """Not a step of its own: the next norm adds `delta` to the residual, its norm, or so many times it."""
-        self._delta = {"delta": self.buffers["delta"].data_ptr(), "delta_scale": scale}
+    def delta(self, norm: Norm | None = None, scale: float = 1.0, whole_scale: float = 1.0) -> None:
+        """Not a step of its own: the next norm adds `delta` to the residual, its norm, or so many times it, and
+        multiplies the sum by `whole_scale`.
+        """
+        self._delta = {"delta": self.buffers["delta"].data_ptr(), "delta_scale": scale, "scale": whole_scale}
         if norm is not None:
             self._delta |= {"delta_weight": self._address(norm.weight), "epsilon": norm.epsilon}
 
@@ -149,17 +194,19 @@ class LayerProgram:
 
         add_product(self._steps, self._products.all, self._products.latest, product, x, out, used)
 
-    def enter(self, layer: int, source: str, weights: AttentionWeights) -> None:
+    def enter(self, of: LayerKeys, source: str, weights: AttentionWeights) -> None:
         """Write the layer's keys and values to the pool, and lay out its queries. source: a buffer like `qkv`."""
-        shape, q_per_kv, qkv = self.attention.pool.shape, self.attention.q_per_kv, self.buffers[source]
-        keys, values = self.attention.pool.addresses(layer)
+        shape, q_per_kv, qkv = of.attention.pool.shape, of.attention.q_per_kv, self.buffers[source]
+        keys, values = of.attention.pool.addresses(of.layer) if of.own else (0, 0)
         fields = {"qkv": qkv.data_ptr(), "keys": keys, "values": values, "rotated": weights.rotated}
+        fields |= {"values_are_keys": weights.values_are_keys, "norms_last": weights.norms_last}
         fields |= {"stride": qkv.stride(0) * qkv.itemsize}
         fields |= {"q_per_kv": q_per_kv, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
         fields |= {"dims": shape.dims, "width": shape.dtype.itemsize, "vnni": shape.vnni}
         norms: dict[str, float] = {}
         queries = q_per_kv * shape.kv_heads * shape.head_dim
-        for name, norm, first in (("query_norm", weights.query_norm, 0), ("key_norm", weights.key_norm, queries)):
+        of_heads = (("query_norm", weights.query_norm, 0), ("key_norm", weights.key_norm, queries))
+        for name, norm, first in (*of_heads, ("value_norm", weights.value_norm, 0)):
             if norm is not None and len(norm.weight) == shape.head_dim:
                 norms |= {name: self._address(norm.weight), "epsilon": norm.epsilon}
             elif norm is not None:
@@ -167,6 +214,7 @@ class LayerProgram:
         kernel = enter_codes_kernel() if shape.q8_0 else enter_kernel()
         self.add(kernel, self._enters.add(**fields, **norms))
         self._tables.append(weights.rotary_table)
+        self._attended_by.append(self.attentions.index(of.attention))
 
     def _row_norm(self, norm: Norm, x: Tensor, first: int) -> None:
         """Normalise the columns of x from `first` on, as many as the norm has weights."""
@@ -175,11 +223,13 @@ class LayerProgram:
         fields |= {"columns": len(norm.weight), "width": x.itemsize}
         self.add(row_norm_kernel(), self._row_norms.add(epsilon=norm.epsilon, **fields))
 
-    def attend(self, layer: int, rule: Rule) -> None:
-        """attended = the attention of the queries to the layer's keys and values."""
-        shape = self.attention.pool.shape
-        out = self.buffer("attended", self.attention.q_per_kv * shape.kv_heads * shape.head_dim)
-        self._steps.add(self.attention.kernel, self.attention.record(layer, rule, out))
+    def attend(self, of: LayerKeys) -> str:
+        """The attention of the queries to the layer's keys and values. Returns the name of the buffer that has it."""
+        attention, shape = of.attention, of.attention.pool.shape
+        columns = attention.q_per_kv * shape.kv_heads * shape.head_dim
+        out = self.buffer(name := f"attended {columns}", columns)
+        self._steps.add(attention.kernel, attention.record(of.layer, of.rule, out, of.use))
+        return name
 
     def _gate(self, name: str, gates: str) -> None:
         """Multiply a buffer's rows by the sigmoid of the last columns of another's."""
@@ -189,14 +239,14 @@ class LayerProgram:
         fields |= {"gate": place, "stride": gate.stride(0) * gate.itemsize}
         self.add(row_gate_kernel(), self._row_gates.add(**fields))
 
-    def attention_and_mlp(self, layer: int, weights: LayerWeights, rule: Rule) -> None:
-        """All of a layer that comes after `qkv` was made of its input. layer: its number in the pool."""
+    def attention_and_mlp(self, weights: LayerWeights, of: LayerKeys, source: str) -> None:
+        """All of a layer that comes after its queries, keys and values were made of its input, in `source`."""
         assert isinstance(weights.mixer, AttentionWeights)
-        self.enter(layer, "qkv", weights.mixer)
-        self.attend(layer, rule)
+        self.enter(of, source, weights.mixer)
+        attended = self.attend(of)
         if weights.mixer.gated:
-            self._gate("attended", "qkv")
-        self._after_mixer(weights, "attended")
+            self._gate(attended, source)
+        self._after_mixer(weights, attended)
 
     def state_and_mlp(self, weights: LayerWeights, place: LayerPlace) -> None:
         """All of a layer with a state that comes after the norm of its input."""
@@ -211,40 +261,80 @@ class LayerProgram:
     def _after_mixer(self, weights: LayerWeights, made: str) -> None:
         """made: the buffer that the mixer's last product multiplies."""
         self.product(weights.mixer.out, made, "delta", self.residual.shape[1])
-        self.delta(weights.out_norm, weights.residual_scale)
-        self.norm(weights.inner_norm)
+        if weights.parallel:
+            if weights.inner_norm is not None:
+                self.norm(weights.inner_norm)
+            self.delta(weights.out_norm, weights.residual_scale)
+            self.norm(None, "sum")
+        else:
+            self.delta(weights.out_norm, weights.residual_scale)
+            self.norm(weights.inner_norm)
         if isinstance(weights.mlp, GatedMlp):
-            self._mlp(weights.mlp, "inner", "delta")
+            self._mlp(weights.mlp, f"inner {weights.mlp.inner}", "delta")
         else:
             self._experts_of(weights.mlp)
-        self.delta(weights.down_norm, weights.residual_scale)
+        added = weights.layer_input
+        self.delta(weights.down_norm, weights.residual_scale, 1.0 if added is not None else weights.scale)
+        if added is not None:
+            self._layer_input(added, len(self._layer_norms) - 1)
+            self.delta(added.norm, whole_scale=weights.scale)
+
+    def _layer_input(self, added: LayerInput, layer: int) -> None:
+        """delta = out(act(gate(residual)) * the layer's part of what `layer_inputs` made)."""
+        self.norm(None)
+        inputs, width = self.buffers["layer_inputs"], added.width
+        self.product(added.gate, "x", "layer_gate", width)
+        up = inputs.data_ptr() + layer * width * inputs.itemsize
+        self._act("layer_gate", up, inputs.stride(0) * inputs.itemsize, "layer_gated", width, added.activation)
+        self.product(added.out, "layer_gated", "delta", self.residual.shape[1])
+
+    def _act(self, gate: str, up: int, up_stride: int, goal: str, inner: int, activation: Activation) -> None:
+        """goal = act(gate) * up. gate: the name of a buffer that begins with it. up: an address, rows so far apart."""
+        x, out = self.buffers[gate], self.buffer(goal, inner)
+        fields = {"gate": x.data_ptr(), "gate_stride": x.stride(0) * x.itemsize, "up": up, "up_stride": up_stride}
+        fields |= {"out": out.data_ptr(), "inner": inner, "width": x.itemsize, "activation": activation}
+        self._steps.add(gate_kernel(), self._gates.add(**fields))
+
+    def _act_on_units(self, mlp: ExpertMlp, both: Tensor, inner: Tensor) -> None:
+        """inner = act(gate) * up of the packed rows of experts. both: [units, 2 * inner]."""
+        stride, self._units_each = both.stride(0) * both.itemsize, mlp.top_k
+        fields = {"gate": both.data_ptr(), "gate_stride": stride, "up_stride": stride, "out": inner.data_ptr()}
+        fields |= {"up": both.data_ptr() + mlp.inner * both.itemsize, "inner": mlp.inner, "width": both.itemsize}
+        record = self._unit_gates.add(activation=mlp.activation, alpha=mlp.alpha, limit=mlp.limit, **fields)
+        self._steps.add(gate_kernel(), record)
 
     def _mlp(self, mlp: GatedMlp, inner: str, goal: str) -> None:
         """goal = down(act(gate) * up) of x. inner: the name of the buffer between the products."""
         if mlp.gated:
             self.product(mlp.gate_up, "x", inner, mlp.inner)
         else:
-            both = f"{inner}_gate_up"
-            self.product(mlp.gate_up, "x", both, 2 * mlp.inner)
-            ends = {"gate_up": self.buffers[both].data_ptr(), "out": self.buffer(inner, mlp.inner).data_ptr()}
-            record = self._gates.add(inner=mlp.inner, width=self._dtype.itemsize, gelu=mlp.gelu, **ends)
-            self._steps.add(gate_kernel(), record)
+            both = f"{inner} gate_up"
+            self.product(mlp.gate_up, "x", both, (1 if mlp.plain else 2) * mlp.inner)
+            rows = self.buffers[both]
+            up = 0 if mlp.plain else rows.data_ptr() + mlp.inner * rows.itemsize
+            stride = rows.stride(0) * rows.itemsize
+            self._act(both, up, stride, inner, mlp.inner, mlp.activation)
         self.product(mlp.down, inner, goal, self.residual.shape[1])
 
     def _experts_of(self, mlp: ExpertMlp) -> None:
         """delta = what the experts of each row make of x."""
-        self.product(mlp.router, "x", "router", len(mlp.gate_up) + (mlp.shared is not None))
+        gates = mlp.shared is not None and mlp.shared_gate
+        self.product(mlp.router, "x", "router", len(mlp.gate_up) + gates)
         hidden = self.residual.shape[1]
         if mlp.shared is not None:
             self._mlp(mlp.shared, "shared_inner", "shared")
         ends = self.buffers["x"], self.buffers["router"], self.buffer("delta", hidden)
-        packed = self.buffer("packed", hidden, mlp.top_k), self.buffer("packed_inner", mlp.inner, mlp.top_k)
-        experts = ExpertRecords(mlp, *ends, *packed, self.buffers["shared"] if mlp.shared is not None else None)
+        packed, inner = self.buffer("packed", hidden, mlp.top_k), self.buffer("packed_inner", mlp.inner, mlp.top_k)
+        made = inner if mlp.gated else self.buffer("packed_gate_up", 2 * mlp.inner, mlp.top_k)
+        shared = self.buffers["shared"] if mlp.shared is not None else None
+        experts = ExpertRecords(mlp, *ends, packed, made, inner, shared)
         self._experts.append(experts)
         for kernel in (route_kernel, pack_kernel, gather_kernel):
             self.add(kernel(), experts.up)
-        for part in (experts.up, experts.down):
-            self._steps.add(experts_kernel(), part)
+        self._steps.add(experts_kernel(), experts.up)
+        if not mlp.gated:
+            self._act_on_units(mlp, made, inner)
+        self._steps.add(experts_kernel(), experts.down)
         self.add(combine_kernel(), experts.up)
 
     def head(self, product: Multiplies, outputs: int) -> None:
@@ -287,15 +377,18 @@ class LayerProgram:
             self._make_scratch(threads)
         if rows != self.rows:
             self._gates.all["rows"] = self._row_norms.all["rows"] = self._counts[:] = rows
-            self._row_gates.all["rows"] = rows
+            self._unit_gates.all["rows"] = rows * self._units_each
+            self._row_gates.all["rows"] = self._layer_inputs.all["rows"] = rows
             for experts in self._experts:
                 experts.of_batch[:] = rows
             self._of_products[:] = row_words(rows)
             self.rows = rows
         self._counts[self._norms.latest], self._chosen[self._norms.latest] = rows if count < 0 else count, chosen
         self._of_embed[:] = tokens, rows
-        room = self.attention.queries.data_ptr(), self._scratch.data_ptr()
-        self._of_enters[:] = positions, slots, *room, rows
+        queries = [attention.queries.data_ptr() for attention in self.attentions]
+        self._of_enters[:] = positions, slots, queries[0], self._scratch.data_ptr(), rows
+        if len(queries) > 1:
+            self._queries[: len(self._attended_by)] = np.take(queries, self._attended_by)
         addresses = [table.data_ptr() for table in cos_sin]
         self._cos_sin[: len(self._tables)] = addresses[0] if len(addresses) == 1 else np.take(addresses, self._tables)
 
@@ -309,8 +402,9 @@ class LayerProgram:
         features = self._out.new_empty(self.rows, len(layers), self.residual.shape[1])
         self._norms.all["stride"] = features.stride(0) * features.itemsize
         for column, layer in enumerate(layers):
-            if 2 * layer < self._norms.latest:  # a layer has two norms
-                self._kept[2 * layer] = features.data_ptr() + column * features.stride(1) * features.itemsize
+            if layer < len(self._layer_norms):
+                kept = features.data_ptr() + column * features.stride(1) * features.itemsize
+                self._kept[self._layer_norms[layer]] = kept
         return features
 
     def run(self) -> None:
@@ -334,7 +428,8 @@ class LayerProgram:
 
     def _make_scratch(self, threads: int) -> None:
         """Allocate scratch for `threads` threads."""
-        self._scratch, self._scratch_of_products = torch.zeros(threads * self.attention.pool.shape.dims), []
+        dims = max(attention.pool.shape.dims for attention in self.attentions)
+        self._scratch, self._scratch_of_products = torch.zeros(threads * dims), []
         held = NO_SCRATCH
         for products in (self._products.all, *(experts.products for experts in self._experts)):
             held = give_scratch(products, held)

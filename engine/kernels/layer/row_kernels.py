@@ -1,4 +1,6 @@
-"""Kernels that change rows in place: norms over all heads at once, gates, and what caps or scales logits."""
+"""Kernels that change rows in place: norms over all heads at once, gates, what layers get beside the residual, and what
+caps or scales logits.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,11 @@ ROW_NORM = record_of(
 
 @kernel(ROW_NORM)
 def row_norm_kernel(address: Any) -> None:
-    """x = x / sqrt(mean(x^2) + epsilon) * weight."""
+    """Compute x = x / sqrt(mean(x^2) + epsilon) * weight."""
     work = carray(address, 1)[0]
     for row in range(thread_id(), work.rows, num_threads()):
-        x, squares = work.x + row * work.stride, splat(np.float32(0))
-        for at in range(0, work.columns, LANES):
-            numbers = numbers_at(x + at * work.width, work.width)
-            squares = fma(numbers, numbers, squares)
-        scale = splat(np.float32(1) / np.sqrt(total(squares) / np.float32(work.columns) + work.epsilon))
+        x = work.x + row * work.stride
+        scale = _factor(work, x)
         for at in range(0, work.columns, LANES):
             numbers = multiply(numbers_at(x + at * work.width, work.width), scale)
             put_numbers(multiply(numbers, load(work.weight + 4 * at, FLOAT32)), x + at * work.width, work.width)
@@ -65,7 +64,7 @@ ROW_GATE = record_of(
 
 @kernel(ROW_GATE)
 def row_gate_kernel(address: Any) -> None:
-    """x = x * sigmoid(gate)."""
+    """Compute x = x * sigmoid(gate)."""
     work = carray(address, 1)[0]
     one = splat(np.float32(1))
     for row in range(thread_id(), work.rows, num_threads()):
@@ -73,6 +72,42 @@ def row_gate_kernel(address: Any) -> None:
         for at in range(0, work.columns * work.width, LANES * work.width):
             down = exp(multiply(numbers_at(gate + at, work.width), splat(np.float32(-1))))
             put_numbers(divide(numbers_at(x + at, work.width), add(one, down)), x + at, work.width)
+
+
+LAYER_INPUTS = record_of(
+    "rows",
+    "x",  # [rows, layers, columns]
+    "of_tokens",  # [rows, layers, columns] float32
+    "weight",  # [columns] float32
+    "layers",
+    "columns",  # a multiple of 16
+    "width",
+    floats=("epsilon", "scale"),
+)
+
+
+@kernel(LAYER_INPUTS)
+def layer_inputs_kernel(address: Any) -> None:
+    """x = scale * (of_tokens + the norm of x), of each layer by itself."""
+    work = carray(address, 1)[0]
+    scale = splat(work.scale)
+    for unit in range(thread_id(), work.rows * work.layers, num_threads()):
+        x, of_tokens = work.x + unit * work.columns * work.width, work.of_tokens + unit * work.columns * 4
+        factor = _factor(work, x)
+        for at in range(0, work.columns, LANES):
+            numbers = multiply(numbers_at(x + at * work.width, work.width), factor)
+            numbers = fma(numbers, load(work.weight + 4 * at, FLOAT32), load(of_tokens + 4 * at, FLOAT32))
+            put_numbers(multiply(numbers, scale), x + at * work.width, work.width)
+
+
+@njit
+def _factor(work: Any, x: int) -> Any:
+    """What a norm multiplies each number of a row by, before its weights."""
+    squares = splat(np.float32(0))
+    for at in range(0, work.columns, LANES):
+        numbers = numbers_at(x + at * work.width, work.width)
+        squares = fma(numbers, numbers, squares)
+    return splat(np.float32(1) / np.sqrt(total(squares) / np.float32(work.columns) + work.epsilon))
 
 
 CAP = record_of(
@@ -86,7 +121,7 @@ CAP = record_of(
 
 @kernel(CAP)
 def cap_kernel(address: Any) -> None:
-    """x = cap * tanh(scale * x / cap), or scale * x."""
+    """Compute x = cap * tanh(scale * x / cap), or scale * x."""
     work = carray(address, 1)[0]
     count = work.rows * work.columns
     vectors = count // LANES

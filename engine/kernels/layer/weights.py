@@ -7,29 +7,34 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.kernels.fused import Activation
 from engine.kernels.gemm.matmul import Matmul, Multiplies
+from engine.kernels.quant.tiled import TiledMatrix
 from engine.kernels.state.walk import StateLayer
 
 
 @dataclass(frozen=True)
 class Norm:
-    """x / sqrt(mean(x^2) + epsilon) * weight. weight: float32."""
+    """x / sqrt(mean(x^2) + epsilon) * weight, plus the bias. weight, bias: float32. centred: of x less its mean."""
 
     weight: Tensor
     epsilon: float
+    centred: bool = False
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class GatedMlp:
-    """down(act(gate) * up). gate_up: hidden to 2 * inner or, where the product is `gated` and applies SiLU itself, to
-    inner. gelu: the activation is GELU's tanh approximation.
+    """down(act(gate) * up), or down(act(gate)) if it is `plain`. gate_up: hidden to 2 * inner or, where it is plain, or
+    the product is `gated` and applies SiLU itself, to inner.
     """
 
     gate_up: Multiplies
     down: Multiplies
     inner: int
     gated: bool
-    gelu: bool = False
+    activation: Activation = Activation.SILU
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,8 @@ class ExpertMlp:
     """Some of many gated MLPs for each row. router: hidden to experts and, if there is a shared one, to its gate;
     gate_up, down: of each expert, gated. normalised: the shares of the `top_k` that are chosen sum to 1. sigmoid: a
     share is the sigmoid of an expert's logit, and not the softmax of all. bias: [experts] float32, added to what
-    experts are chosen by. scale: of all shares. shared: an MLP of every row, times the sigmoid of its gate.
+    experts are chosen by. scale: of all shares. shared: an MLP of every row, times the sigmoid of its gate if
+    `shared_gate`. gated: whether gate_up applies SiLU itself; otherwise the activation comes after it.
     """
 
     router: Multiplies
@@ -50,6 +56,11 @@ class ExpertMlp:
     bias: Tensor | None = None
     scale: float = 1.0
     shared: GatedMlp | None = None
+    shared_gate: bool = True
+    gated: bool = True
+    activation: Activation = Activation.SILU
+    alpha: float = 1.0
+    limit: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,9 +68,10 @@ class AttentionWeights:
     """Attention with grouped queries. A norm that is None is left out.
 
     qkv: hidden to (q_per_kv + 2) * kv_heads * head_dim; out: back to hidden. query_norm, key_norm: of each head, or of
-    all heads at once if their weights are as long. rotated: how many dimensions of a head are, by the rotary table of
-    that number. gated: `qkv` makes a gate for each query too, after the values, whose sigmoid multiplies what attention
-    gives.
+    all heads at once if their weights are as long; value_norm: of each head. norms_last: they come after rotation.
+    values_are_keys: `qkv` ends after the keys, which are the values too, before norm and rotation. rotated: how many
+    dimensions of a head are, by the rotary table of that number. gated: `qkv` makes a gate for each query too, after
+    the values, whose sigmoid multiplies what attention gives.
     """
 
     qkv: Multiplies
@@ -69,6 +81,36 @@ class AttentionWeights:
     rotated: int
     rotary_table: int = 0
     gated: bool = False
+    value_norm: Norm | None = None
+    values_are_keys: bool = False
+    norms_last: bool = False
+
+
+@dataclass(frozen=True)
+class PerLayerInputs:
+    """What the layers get of the tokens beside the residual, [rows, layers * width]: the norm of `project` of the
+    tokens' embeddings, of each layer by itself, and the tokens' rows of an embedding of their own, times
+    `embedding_scale`; and `scale` times all of that.
+    """
+
+    project: Multiplies
+    norm: Norm
+    embedding: Tensor | TiledMatrix
+    embedding_scale: float
+    scale: float
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """How one layer takes its part of `PerLayerInputs`, `width` numbers a row: residual += norm(out(act(gate(residual))
+    * the part)).
+    """
+
+    gate: Multiplies
+    out: Multiplies
+    width: int
+    norm: Norm
+    activation: Activation
 
 
 @dataclass(frozen=True)
@@ -77,7 +119,9 @@ class LayerWeights:
 
     mixer: what makes a row of itself and the rows before it. input_norm, inner_norm: before the mixer and before the
     MLP; out_norm, down_norm: of what the mixer and the MLP add to the residual, with the epsilon of the norm after
-    them; residual_scale: by which it is multiplied where there is no such norm.
+    them; residual_scale: by which it is multiplied where there is no such norm. layer_input: what else is added, if
+    anything; scale: by which the residual is multiplied at the end. parallel: the MLP gets the input norm of the
+    residual, or `inner_norm` of it, without what the mixer adds.
     """
 
     mixer: AttentionWeights | StateLayer
@@ -87,3 +131,6 @@ class LayerWeights:
     out_norm: Norm | None = None
     down_norm: Norm | None = None
     residual_scale: float = 1.0
+    layer_input: LayerInput | None = None
+    scale: float = 1.0
+    parallel: bool = False

@@ -1,4 +1,4 @@
-"""The codes of a file's blocks, a byte each: what all compiled loops over blocks share."""
+"""The codes of a file's blocks, a byte each: the form that all compiled loops over blocks share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from numba import njit
 
 @njit
 def read_codes(block: Any, planes: Any, codes: Any) -> None:
-    """block: its bytes. planes: [planes, 4], see `engine.kernels.quant.layouts.Plane`. codes: [inputs] uint8, out."""
+    """Read the codes of a block. block: its bytes. planes: [planes, 4], see `engine.kernels.quant.layouts.Plane`.
+    codes: [inputs] uint8, out.
+    """
     codes[:] = 0
     for p in range(len(planes)):
         at, bits, together, up = planes[p]
@@ -25,13 +27,13 @@ def read_codes(block: Any, planes: Any, codes: Any) -> None:
             part = first // together
             begin, down = at + part * bits // 8 * together, np.uint8(part * bits % 8)
             some, goal = block[begin : begin + together], codes[first : first + together]
-            for i in range(together):  # over slices from 0 on, which LLVM turns into vectors
+            for i in range(together):  # slices begin at 0, which LLVM turns into vectors
                 goal[i] |= (some[i] >> down & mask) << np.uint8(up)
 
 
 @njit
 def write_codes(codes: Any, planes: Any, block: Any) -> None:
-    """The reverse: codes: [inputs] uint8. block: its bytes, out, of which those of codes are zeros."""
+    """Write codes into a block. codes: [inputs] uint8. block: its bytes, out, of which those of codes are zeros."""
     for p in range(len(planes)):
         at, bits, together, up = planes[p]
         if together == 1:  # bits, the lowest of a byte first

@@ -15,8 +15,11 @@ from engine.kernels.quant.layouts import Bytes, QuantLayout
 
 
 def dequantised(layout: QuantLayout, raw: Bytes) -> NDArray[np.uint16]:
-    """[rows, inputs] bits of bfloat16. layout: of codes whose scales are no exponents. raw: [rows, row bytes]."""
-    blocks = np.ascontiguousarray(raw).reshape(-1, GGML_QUANT_SIZES[GGMLQuantizationType[layout.kind]][1])
+    """Return [rows, inputs] bits of bfloat16. layout: of codes whose scales are no exponents. raw: [rows,
+    row bytes].
+    """
+    size = GGML_QUANT_SIZES[GGMLQuantizationType[layout.kind]][1]
+    blocks = layout.whole(np.ascontiguousarray(raw).reshape(-1, size))
     groups = layout.inputs // layout.group
     scales = _half(blocks, layout.scale)
     offsets = np.full_like(scales, -0.0) if layout.offset is None else _half(blocks, layout.offset)
@@ -24,29 +27,23 @@ def dequantised(layout: QuantLayout, raw: Bytes) -> NDArray[np.uint16]:
         scales, offsets = scales.repeat(groups, 1), offsets.repeat(groups, 1)
     else:
         factors = layout.factors(blocks).astype(np.float32) - np.float32(layout.factor_bias)
+        factors = 2 * factors + 1 if layout.odd else factors
         scales = scales * factors[:, :groups]
         offsets = -(offsets * factors[:, groups:]) if layout.offset is not None else np.full_like(scales, -0.0)
     numbers = np.empty((len(blocks), layout.inputs), np.uint16)
-    _numbers(blocks, np.array(layout.planes, np.int64), _values_of_codes(layout), scales, offsets, numbers)
+    _numbers(blocks, np.array(layout.planes, np.int64), np.array(layout.table, np.float32), scales, offsets, numbers)
     return numbers.reshape(len(raw), -1)
 
 
 def _half(blocks: Bytes, at: int) -> NDArray[np.float32]:
-    """[blocks, 1] the number at that byte of each block."""
+    """Return [blocks, 1] the number at that byte of each block."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
-
-
-def _values_of_codes(layout: QuantLayout) -> NDArray[np.float32]:
-    if layout.values is not None:
-        return np.array(layout.values, np.float32)
-    codes = np.arange(1 << layout.bits)
-    return (codes.astype(np.int8) if layout.signed else codes - layout.bias).astype(np.float32)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 @versioned
 def _numbers(blocks: Any, planes: Any, values: Any, scales: Any, offsets: Any, numbers: Any) -> None:
-    """numbers = scale * value of the code + offset, each operation rounded to float32."""
+    """Compute numbers = scale * value of the code + offset, each operation rounded to float32."""
     inputs, groups = numbers.shape[1], scales.shape[1]
     group = inputs // groups
     codes, made = np.empty(inputs, np.uint8), np.empty(inputs, np.float32)

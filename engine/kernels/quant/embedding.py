@@ -52,7 +52,7 @@ EMBED = np.dtype(
 
 @kernel(EMBED)
 def embed_kernel(address: Any) -> None:
-    """residual = scale * the tokens' rows of an embedding [vocab, hidden]."""
+    """Write residual = scale * the tokens' rows of an embedding [vocab, hidden]."""
     work = carray(address, 1)[0]
     scale = splat(work.scale)
     for row in range(thread_id(), work.rows, num_threads()):
@@ -64,7 +64,7 @@ def embed_kernel(address: Any) -> None:
 
 @cache
 def tiled_embed_kernel(layout: QuantLayout, arrangement: Arrangement) -> Kernel:
-    """The same for an embedding in tiles of that layout."""
+    """Return the kernel for an embedding in tiles of that layout."""
     return _of_pairs(layout) if arrangement is Arrangement.PAIRS or not layout.coded else _of_codes(layout, arrangement)
 
 
@@ -88,17 +88,14 @@ def _of_pairs(layout: QuantLayout) -> Kernel:
 
 
 def _of_codes(layout: QuantLayout, arrangement: Arrangement) -> Kernel:
-    """Each operation is rounded as `gguf` does it."""
+    """Return the kernel for codes. Each operation is rounded as `gguf` does it."""
     bits, steps, tile_bytes, quads = layout.bits, layout.steps, layout.tile_bytes, arrangement is Arrangement.QUADS
-    signed = layout.signed and not quads
-    values = layout.values or [
-        float(code - 256 if signed and code > 127 else code if signed else code - layout.bias)
-        for code in range(1 << bits)
-    ]
+    values = np.arange(256) - 128 if layout.signed and quads else layout.table
     table = np.array(values, np.float32)
     codes_at, code_bytes, factors_at = layout.codes_at, layout.code_bytes, layout.factors_at
-    offsets, factors, halves = layout.offset is not None, layout.step_factors, layout.group < STEP
-    factor_bias, exponents = layout.factor_bias, layout.exponents
+    offsets, factors, halves = layout.offset is not None, layout.step_factors, layout.halves
+    factor_bias, exponents, odd, of_step = layout.factor_bias, layout.exponents, layout.odd, layout.factor_bytes
+    fours = layout.factor_bits == 4
 
     @kernel(EMBED, f"{layout.kind}_{arrangement.name}")
     def compiled(address: Any) -> None:
@@ -115,10 +112,12 @@ def _of_codes(layout: QuantLayout, arrangement: Arrangement) -> Kernel:
                 if offsets:
                     offset = float16_at(tile + 2 * (LANES + output))
                 if factors:
-                    first = tile + factors_at + inside * factors * LANES + output
-                    scale *= np.float32(byte_at(first + (quad // 4 * LANES if halves else 0)) - factor_bias)
+                    first, kind = tile + factors_at + inside * of_step, quad // 4 if halves == 2 else 0
+                    factor = _factor_at(first, kind * LANES + output, fours, of_step) - factor_bias
+                    scale *= np.float32(2 * factor + 1 if odd else factor)
                     if offsets:
-                        offset = -(offset * np.float32(byte_at(first + LANES)))
+                        factor = _factor_at(first, (halves + kind) * LANES + output, fours, of_step)
+                        offset = -(offset * np.float32(factor))
                 here = tile + codes_at + inside * code_bytes + 4 * output
                 for i in range(4):
                     code = _code_of_quad(bits, here, quad, i) if quads else _code_of_word(bits, here, 4 * quad + i)
@@ -130,11 +129,22 @@ def _of_codes(layout: QuantLayout, arrangement: Arrangement) -> Kernel:
 
 
 @njit
+def _factor_at(factors: int, index: int, fours: bool, size: int) -> Any:
+    """Read a factor of a step. factors: their address. fours: whether they have 4 bits. size: of all, in bytes."""
+    if fours:
+        return byte_at(factors + index % size) >> (index // size * 4) & 15
+    return byte_at(factors + index)
+
+
+@njit
 def _code_of_quad(bits: int, words: int, quad: int, byte: int) -> Any:
-    """A code of an output's step. words: address of its first."""
+    """Return a code of an output's step. words: address of its first."""
     size, down = 4 * LANES, 8 * byte
     if bits == 8:
         return int_at(words + quad * size) >> down & 255
+    if bits < 4:
+        code = int_at(words + quad % 2 * size) >> (down + quad // 2 * 2) & 3
+        return code | (int_at(words + 2 * size) >> (down + quad) & 1) << 2 if bits == 3 else code
     code = int_at(words + quad % 4 * size) >> (down + quad // 4 * 4) & 15
     if bits == 5:
         code |= (int_at(words + 4 * size) >> (down + quad) & 1) << 4
@@ -145,12 +155,12 @@ def _code_of_quad(bits: int, words: int, quad: int, byte: int) -> Any:
 
 @njit
 def _code_of_word(bits: int, words: int, number: int) -> Any:
-    """The same of words that hold an output's even inputs in their lower halves, and the odd ones in the upper."""
+    """Return a code of words that hold an output's even inputs in their lower halves, and the odd ones in the upper."""
     size, pair, odd = 4 * LANES, number // 2, number % 2 * 16
     together = 16 // bits
-    if bits == 5 and pair == 15:
+    if (bits == 3 or bits == 5) and pair == 15:
         code = 0
-        for i in range(5):
+        for i in range(bits):
             code |= (int_at(words + i * size) >> (odd + 15) & 1) << i
         return code
     if bits == 6 and pair >= 12:
@@ -172,7 +182,7 @@ def _unpack(layout: int, panel: int, step: int, place: int) -> None:
 
 @intrinsic
 def _room(context: Any) -> Any:
-    """The address of room for a tile of bfloat16, until the caller returns."""
+    """Return the address of scratch for a tile of bfloat16, until the caller returns."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         with builder.goto_entry_block():
@@ -184,8 +194,8 @@ def _room(context: Any) -> Any:
 
 
 def read_rows(layout: QuantLayout, arrangement: Arrangement, tiles: Tensor, inputs: int, indices: Tensor) -> Tensor:
-    """[indices, inputs] bfloat16: rows of a matrix in tiles [panels, tiles, bytes]. Raises IndexError for any that is
-    not there.
+    """Return [indices, inputs] bfloat16: rows of a matrix in tiles [panels, tiles, bytes]. Raises IndexError for any
+    that does not exist.
     """
     tokens = indices.reshape(-1).to(torch.int32).contiguous()
     if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < len(tiles) * LANES):

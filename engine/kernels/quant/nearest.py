@@ -1,4 +1,4 @@
-"""Matrices rounded to codes of 8 bits: for draft heads, since it may change drafts and never a text."""
+"""Rounds matrices to codes of 8 bits: for draft heads, since it may change drafts and never a text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _NORMAL = 2.0**-14  # float16 has its full precision from here on
 
 
 def nearest(weight: Tensor) -> StoredMatrix:
-    """The codes of 8 bits that are nearest to a matrix [outputs, inputs], inputs a multiple of 32. They miss it by half
-    a percent. Where float16 cannot hold a scale, the numbers as bfloat16.
+    """Return the codes of 8 bits that are nearest to a matrix [outputs, inputs], inputs a multiple of 32. They miss it
+    by half a percent. Where float16 cannot hold a scale, the result is the numbers as bfloat16.
     """
     codes, scales = nearest_codes(weight)
     if scales.dtype != torch.float16:
@@ -26,8 +26,8 @@ def nearest(weight: Tensor) -> StoredMatrix:
 
 
 def nearest_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [outputs, inputs] int8, and scales [outputs, inputs / 32] float16, or float32 where float16 cannot hold
-    one.
+    """Return codes [outputs, inputs] int8, and scales [outputs, inputs / 32] float16, or float32 where float16 cannot
+    hold one.
     """
     parts = [_nearest(rows) for rows in weight.split(_AT_ONCE)]
     codes, scales = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -36,7 +36,7 @@ def nearest_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def values_of(codes: Tensor, scales: Tensor) -> Tensor:
-    """[outputs, inputs] bfloat16. Raises ValueError if the shapes do not match."""
+    """Return [outputs, inputs] bfloat16. Raises ValueError if the shapes do not match."""
     if codes.dim() != 2 or scales.shape != (len(codes), codes.shape[1] / STEP):
         raise ValueError(f"scales of shape {list(scales.shape)} do not match codes of shape {list(codes.shape)}")
     whole = codes.float().unflatten(1, (-1, STEP)) * scales.float()[..., None]
@@ -44,7 +44,7 @@ def values_of(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _nearest(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [rows, inputs] int8 and scales [rows, inputs / 32] float32, as float16 holds them where it does."""
+    """Return codes [rows, inputs] int8 and scales [rows, inputs / 32] float32, as float16 holds them where it does."""
     blocks = rows.detach().float().unflatten(1, (-1, STEP))
     scales = blocks.abs().amax(-1) / 127
     scales = torch.where(scales < _NORMAL, scales, scales.half().float())

@@ -35,7 +35,7 @@ def panels_of(matrix: StoredMatrix) -> list[Panel]:
 
 
 def packed(panels: Sequence[Panel], arrangement: Arrangement) -> Tensor:
-    """[panels, tiles, bytes] uint8. All matrices are of one layout and have the same inputs."""
+    """Return [panels, tiles, bytes] uint8. All matrices are of one layout and have the same inputs."""
     layout, inputs = panels[0].matrix.layout, panels[0].matrix.shape[1]
     shape = len(panels), layout.tiles(inputs), layout.tile_bytes
     whole = large_pages(int(np.prod(shape)) + MARGIN)
@@ -73,7 +73,8 @@ def _pack_codes(layout: QuantLayout, arrangement: Arrangement, panels: Sequence[
     for panel, rows in zip(panels, gathered, strict=True):
         found = panel.matrix.row_slice(panel.start, panel.start + LANES).bytes_of_rows()
         rows[: len(found)] = found
-    raw = gathered.reshape(len(panels), LANES, blocks, -1)
+    whole = layout.whole(gathered.reshape(len(panels) * LANES * blocks, -1))
+    raw = whole.reshape(len(panels), LANES, blocks, -1)
     _pack_head(layout, raw, tiles)
     planes = np.array(layout.planes, np.int64)
     if arrangement is Arrangement.QUADS:
@@ -81,12 +82,12 @@ def _pack_codes(layout: QuantLayout, arrangement: Arrangement, panels: Sequence[
     elif arrangement is Arrangement.WORDS:
         _place_words(raw, planes, layout.bits, layout.codes_at, tiles)
     else:
-        tiles[:, :, layout.codes_at :] = 0  # words of 5 bits are filled bit by bit
+        tiles[:, :, layout.codes_at :] = 0  # words of 3 and 5 bits are filled bit by bit
         _place_pairs(raw, planes, layout.bits, layout.codes_at, tiles)
 
 
 def _pack_head(layout: QuantLayout, raw: Bytes, tiles: Bytes) -> None:
-    """The scales, offsets and factors of all tiles. raw: [panels, 16, tiles, block bytes]."""
+    """Write the scales, offsets and factors of all tiles. raw: [panels, 16, tiles, block bytes]."""
     panels, _, blocks, size = raw.shape
     at = 0
     for place, width in ((layout.scale, 1 if layout.exponents else 2), (layout.offset, 2)):
@@ -97,14 +98,18 @@ def _pack_head(layout: QuantLayout, raw: Bytes, tiles: Bytes) -> None:
         factors = layout.factors(raw.reshape(-1, size)).reshape(panels, LANES, blocks, -1)
         kinds = 2 if layout.offset is not None else 1
         columns = np.arange(factors.shape[3]).reshape(kinds, layout.steps, -1)  # [kind, step, half of the step]
-        _place_columns(factors, columns.swapaxes(0, 1).reshape(-1), 1, at, tiles)
+        columns = columns.swapaxes(0, 1).reshape(-1)
+        if layout.factor_bits == 8:
+            _place_columns(factors, columns, 1, at, tiles)
+        else:
+            _place_fours(factors, columns.reshape(layout.steps, -1), at, tiles)
 
 
 @njit(nogil=True, cache=True)
 @versioned
 def _place_columns(source: Any, columns: Any, width: int, at: int, tiles: Any) -> None:
-    """`width` bytes from each of these columns on, for each column those of all outputs. source: [panels, 16, tiles,
-    bytes]. at: where in a tile they go.
+    """Place `width` bytes from each of these columns on, for each column those of all outputs. source: [panels, 16,
+    tiles, bytes]. at: where in a tile they go.
     """
     for panel in range(source.shape[0]):
         for output in range(LANES):
@@ -117,8 +122,27 @@ def _place_columns(source: Any, columns: Any, width: int, at: int, tiles: Any) -
 
 @njit(nogil=True, cache=True)
 @versioned
+def _place_fours(source: Any, columns: Any, at: int, tiles: Any) -> None:
+    """Place factors of 4 bits, two in a byte, from these columns on. columns: [steps, factors of a step]."""
+    steps, count = columns.shape
+    size = LANES * count // 2
+    for panel in range(source.shape[0]):
+        for block in range(source.shape[2]):
+            tile = tiles[panel, block]
+            tile[at : at + steps * size] = 0
+            for output in range(LANES):
+                some = source[panel, output, block]
+                for step in range(steps):
+                    for i in range(count):
+                        place = i * LANES + output
+                        factor = np.uint32(some[columns[step, i]]) << np.uint32(place // size * 4)
+                        tile[at + step * size + place % size] |= np.uint8(factor)
+
+
+@njit(nogil=True, cache=True)
+@versioned
 def _place_pairs(raw: Any, planes: Any, bits: int, codes_at: int, tiles: Any) -> None:
-    """raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes], whose codes are zeros."""
+    """Place codes in pairs. raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes], whose codes are zeros."""
     panels, _, blocks, _ = raw.shape
     codes, step_words = np.empty((tiles.shape[2] - codes_at) * 8 // (bits * LANES), np.uint8), LANES * bits
     eights = codes.view(np.uint64)
@@ -140,13 +164,19 @@ def _place_pairs(raw: Any, planes: Any, bits: int, codes_at: int, tiles: Any) ->
 
 @njit
 def _place_lanes(bits: int, a: Any, b: Any, c: Any, d: Any, half: int, words: Any) -> None:
-    """The codes of pairs 0 to 3, 4 to 7, 8 to 11 and 12 to 15 of a lane, a byte each. words: from its first on."""
+    """Place the codes of pairs 0 to 3, 4 to 7, 8 to 11 and 12 to 15 of a lane, a byte each. words: from
+    its first on.
+    """
     if bits == 4:
         words[16 * half] = _nibbles(a) | _nibbles(b) << np.uint32(16)
         words[16 * (2 + half)] = _nibbles(c) | _nibbles(d) << np.uint32(16)
     elif bits == 8:
         words[16 * half], words[16 * (2 + half)] = a, b
         words[16 * (4 + half)], words[16 * (6 + half)] = c, d
+    elif bits == 2:
+        words[16 * half] = np.uint32(_joined(a, b, c, d, 2))
+    elif bits == 3:
+        _place_threes(_joined(a, b, c, d, 3), half, words)
     elif bits == 6:
         first, low = 16 * 3 * half, np.uint32(0x03030303)
         words[first] = a | (d & low) << np.uint32(6)
@@ -154,6 +184,30 @@ def _place_lanes(bits: int, a: Any, b: Any, c: Any, d: Any, half: int, words: An
         words[first + 32] = c | (d >> np.uint32(4) & low) << np.uint32(6)
     else:
         _place_fives(a, b, c, d, half, words)
+
+
+@njit
+def _joined(a: Any, b: Any, c: Any, d: Any, bits: int) -> Any:
+    """Put sixteen codes, a byte each, together without gaps."""
+    made = np.uint64(0)
+    for i, word in enumerate((a, b, c, d)):
+        for byte in range(4):
+            code = np.uint64(word >> np.uint32(8 * byte) & np.uint32(255))
+            made |= code << np.uint64(bits * (4 * i + byte))
+    return made
+
+
+@njit
+def _place_threes(codes: Any, half: int, words: Any) -> None:
+    """Place the codes of 3 bits of a lane's sixteen pairs."""
+    words[16 * half] |= np.uint32(codes & np.uint64(0x3FFFFFFF))
+    rest = np.uint32(codes >> np.uint64(30))  # pairs 10 to 15
+    if half == 0:
+        words[32] |= rest
+    else:
+        words[32] |= (rest & np.uint32(0x3FFF)) << np.uint32(18)
+        words[16] |= (rest >> np.uint32(15) & np.uint32(3)) << np.uint32(30)
+        words[0] |= (rest >> np.uint32(14) & np.uint32(1) | rest >> np.uint32(16) & np.uint32(2)) << np.uint32(30)
 
 
 @njit
@@ -173,7 +227,7 @@ def _place_fives(a: Any, b: Any, c: Any, d: Any, half: int, words: Any) -> None:
 
 @njit
 def _every_second(eight: Any) -> Any:
-    """The even bytes of eight, as a word."""
+    """Return the even bytes of eight, as a word."""
     x = eight & np.uint64(0x00FF00FF00FF00FF)
     x = (x | x >> np.uint64(8)) & np.uint64(0x0000FFFF0000FFFF)
     return np.uint32((x | x >> np.uint64(16)) & np.uint64(0xFFFFFFFF))
@@ -181,7 +235,7 @@ def _every_second(eight: Any) -> Any:
 
 @njit
 def _nibbles(word: Any) -> Any:
-    """The lower four bits of a word's bytes, one after the other."""
+    """Return the lower four bits of a word's bytes, one after the other."""
     x = (word | word >> np.uint32(4)) & np.uint32(0x00FF00FF)
     return (x | x >> np.uint32(8)) & np.uint32(0xFFFF)
 
@@ -189,7 +243,7 @@ def _nibbles(word: Any) -> Any:
 @njit(nogil=True, cache=True)
 @versioned
 def _place_quads(raw: Any, planes: Any, bits: int, signed: bool, codes_at: int, tiles: Any) -> None:
-    """raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes]."""
+    """Place codes in quads. raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes]."""
     panels, _, blocks, _ = raw.shape
     codes, step_words = np.empty((tiles.shape[2] - codes_at) * 8 // (bits * LANES), np.uint8), LANES * bits
     quads, signs = codes.view(np.uint32), np.uint32(0x80808080 if signed else 0)
@@ -210,11 +264,23 @@ def _place_quads(raw: Any, planes: Any, bits: int, signed: bool, codes_at: int, 
 
 @njit
 def _place_parts(bits: int, quads: Any, words: Any) -> None:
-    """The lower four bits of an output's codes of a step, and the planes of the others."""
+    """Place the lower two or four bits of an output's codes of a step, and the planes of the others."""
     low, one, two = np.uint32(0x0F0F0F0F), np.uint32(0x01010101), np.uint32(0x03030303)
-    for i in range(4):
-        words[16 * i] = quads[i] & low | (quads[i + 4] & low) << np.uint32(4)
-    if bits == 5:
+    if bits < 4:
+        for i in range(2):
+            word = np.uint32(0)
+            for j in range(4):
+                word |= (quads[i + 2 * j] & two) << np.uint32(2 * j)
+            words[16 * i] = word
+    else:
+        for i in range(4):
+            words[16 * i] = quads[i] & low | (quads[i + 4] & low) << np.uint32(4)
+    if bits == 3:
+        plane = np.uint32(0)
+        for i in range(8):
+            plane |= (quads[i] >> np.uint32(2) & one) << np.uint32(i)
+        words[32] = plane
+    elif bits == 5:
         plane = np.uint32(0)
         for i in range(8):
             plane |= (quads[i] >> np.uint32(4) & one) << np.uint32(i)
@@ -230,7 +296,7 @@ def _place_parts(bits: int, quads: Any, words: Any) -> None:
 @njit(nogil=True, cache=True)
 @versioned
 def _place_words(raw: Any, planes: Any, bits: int, codes_at: int, tiles: Any) -> None:
-    """raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes]."""
+    """Place codes in words. raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes]."""
     panels, _, blocks, _ = raw.shape
     codes, step_words = np.empty((tiles.shape[2] - codes_at) * 8 // (bits * LANES), np.uint8), LANES * bits
     pairs, apart = codes.view(np.uint16), np.empty(len(codes) // 2, np.uint32)
@@ -250,17 +316,18 @@ def _place_words(raw: Any, planes: Any, bits: int, codes_at: int, tiles: Any) ->
 
 @njit
 def _place_vectors(bits: int, pairs: Any, words: Any) -> None:
-    """The codes of an output's step, in every 16th word. pairs: of even inputs in the lower half, of odd ones in the
-    upper.
+    """Place the codes of an output's step, in every 16th word. pairs: of even inputs in the lower half, of odd ones in
+    the upper.
     """
-    if bits == 4:
-        for v in range(4):
-            a, b, c, d = pairs[4 * v], pairs[4 * v + 1], pairs[4 * v + 2], pairs[4 * v + 3]
-            words[16 * v] = a | b << np.uint32(4) | c << np.uint32(8) | d << np.uint32(12)
-    elif bits == 5:
-        for v in range(5):
-            last = (pairs[15] >> np.uint32(v) & np.uint32(0x00010001)) << np.uint32(15)
-            words[16 * v] = pairs[3 * v] | pairs[3 * v + 1] << np.uint32(5) | pairs[3 * v + 2] << np.uint32(10) | last
+    if bits < 6:
+        together = 16 // bits
+        for v in range(bits):
+            word = np.uint32(0)
+            for i in range(together):
+                word |= pairs[together * v + i] << np.uint32(bits * i)
+            if bits % 2 == 1:
+                word |= (pairs[15] >> np.uint32(v) & np.uint32(0x00010001)) << np.uint32(15)
+            words[16 * v] = word
     elif bits == 6:
         low, high = np.uint32(0x000F000F), np.uint32(0x00030003)
         for v in range(4):

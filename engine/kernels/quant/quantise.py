@@ -19,8 +19,8 @@ from engine.kernels.quant.stored import row_bytes
 
 
 def quantised(values: NDArray[np.float32], kind: str) -> Bytes:
-    """[rows, row bytes] of finite numbers [rows, inputs]. kind: Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1. Raises ValueError if
-    the inputs are not whole blocks.
+    """Return [rows, row bytes] of finite numbers [rows, inputs]. kind: Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1. Raises
+    ValueError if the inputs are not whole blocks.
     """
     layout = layout_of(kind)
     made = np.zeros((len(values), row_bytes(kind, values.shape[1])), np.uint8)
@@ -40,7 +40,9 @@ def quantised(values: NDArray[np.float32], kind: str) -> Bytes:
 def _quantise(
     numbers: Any, bits: int, signed: bool, shifted: bool, planes: Any, scales: Any, offsets: Any, blocks: Any
 ) -> None:
-    """numbers: [blocks, 32]. shifted: blocks have offsets. Out: scales, offsets [blocks], and the codes in blocks."""
+    """Quantise numbers: [blocks, 32]. shifted: blocks have offsets. Out: scales, offsets [blocks], and the codes in
+    blocks.
+    """
     codes, half, top = np.empty(STEP, np.uint8), np.float32(1 << (bits - 1)), np.int32((1 << bits) - 1)
     for block in range(len(numbers)):
         some = numbers[block]
@@ -70,7 +72,7 @@ def _quantise(
 
 @njit(fastmath={"nnan", "nsz"})
 def _first_of(some: Any, size: Any) -> Any:
-    """The first number of that absolute value."""
+    """Return the first number of that absolute value."""
     for i in range(STEP):
         if abs(some[i]) == size:
             return some[i]

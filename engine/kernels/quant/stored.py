@@ -30,7 +30,7 @@ class StoredMatrix:
 
     @classmethod
     def of(cls, kind: str, raw: NDArray[Any], inputs: int) -> StoredMatrix:
-        """The matrix that these bytes hold, of any shape. Raises ValueError if they are not whole rows of it."""
+        """Return the matrix that these bytes hold, of any shape. Raises ValueError if they are not whole rows of it."""
         flat, row = raw.reshape(-1).view(np.uint8), row_bytes(kind, inputs)
         if flat.size % row:
             raise ValueError(f"{flat.size} bytes are not rows of {row}")
@@ -38,7 +38,7 @@ class StoredMatrix:
 
     @classmethod
     def of_numbers(cls, weight: Tensor) -> StoredMatrix:
-        """The matrix of these numbers as bfloat16, without a copy if they are."""
+        """Return the matrix of these numbers as bfloat16, without a copy if they are."""
         return cls("BF16", weight.detach().to(torch.bfloat16).contiguous().view(torch.uint8).numpy())
 
     @property
@@ -52,31 +52,32 @@ class StoredMatrix:
         return layout_of(self.kind)
 
     def reordered(self, order: NDArray[np.int64]) -> StoredMatrix:
-        """The matrix whose output i is output `order[i]` of this one."""
+        """Return the matrix whose output i is output `order[i]` of this one."""
         return StoredMatrix(self.kind, self.raw, order if self.order is None else self.order[order])
 
     def row_slice(self, start: int, stop: int) -> StoredMatrix:
-        """Some outputs, without a copy where they lie together."""
+        """Return some outputs, without a copy where they lie together."""
         if self.order is not None:
             return StoredMatrix(self.kind, self.raw, self.order[start:stop])
         return StoredMatrix(self.kind, self.raw[start:stop])
 
     def bytes_of_rows(self) -> Bytes:
-        """[outputs, row bytes]."""
+        """Return [outputs, row bytes]."""
         return self.raw if self.order is None else self.raw[self.order]
 
     def rows(self, indices: NDArray[np.int64] | Tensor) -> Tensor:
-        """[indices, inputs] bfloat16: these outputs, rounded once from what the file says."""
+        """Return [indices, inputs] bfloat16: these outputs, rounded once from the file's numbers."""
         at = np.asarray(indices)
         raw = self.raw[at if self.order is None else self.order[at]]
         return _values(raw, self.kind)
 
     def values(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """[outputs, inputs] bfloat16, or what the file says as float32."""
+        """Return [outputs, inputs] bfloat16, or the file's numbers as float32."""
         outputs, inputs = self.shape
         step = max(1, _AT_ONCE // inputs)
         wide = dtype == torch.float32
-        made = np.empty((outputs, inputs), np.float32 if wide else np.uint16)  # threads may not write to inference's
+        # threads may not write to tensors of inference mode
+        made = np.empty((outputs, inputs), np.float32 if wide else np.uint16)
 
         def make_some(start: int) -> None:
             part = _values(self.row_slice(start, start + step).bytes_of_rows(), self.kind, dtype)
@@ -89,7 +90,7 @@ class StoredMatrix:
 
 
 def row_bytes(kind: str, inputs: int) -> int:
-    """Bytes of a row of `inputs` numbers of that type. Raises ValueError if they are not whole blocks."""
+    """Return the bytes of a row of `inputs` numbers of that type. Raises ValueError if they are not whole blocks."""
     numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     if inputs % numbers:
         raise ValueError(f"{inputs} inputs are not blocks of {numbers}")
@@ -98,7 +99,7 @@ def row_bytes(kind: str, inputs: int) -> int:
 
 
 def _values(raw: Bytes, kind: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """[rows, inputs]."""
+    """Return [rows, inputs]."""
     if kind == "BF16":
         return torch.from_numpy(np.array(raw)).view(torch.bfloat16).to(dtype)
     if dtype == torch.bfloat16 and has_layout(kind) and (layout := layout_of(kind)).coded and not layout.exponents:

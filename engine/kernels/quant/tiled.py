@@ -26,5 +26,7 @@ class TiledMatrix:
         return size
 
     def rows(self, indices: Tensor) -> Tensor:
-        """[indices, inputs] bfloat16: the rows of these outputs. Raises IndexError for any that is not there."""
+        """Return [indices, inputs] bfloat16: the rows of these outputs. Raises IndexError for any that
+        does not exist.
+        """
         return read_rows(self.layout, self.arrangement, self.tiles, self.inputs, indices)

@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.amx import TILE_BYTES, fetch_line, pointer
+from engine.kernels.amx import TILE_BYTES, fetch_line, opaque, pointer
 from engine.kernels.quant.layouts import LAYOUTS, STEP, QuantLayout
 from engine.kernels.simd import LANES, features, fused, integers
 
@@ -45,7 +45,7 @@ class TileHead(NamedTuple):
 
 @intrinsic(prefer_literal=True)
 def tile_offset(context: Any, layout: Any, step: Any) -> Any:
-    """How far after its panel's begin the tile lies whose first step is `step`. layout: the layout's number, a
+    """Return how far after its panel's begin the tile lies whose first step is `step`. layout: the layout's number, a
     constant.
     """
     of = LAYOUTS[layout.literal_value]
@@ -76,7 +76,7 @@ def unpack_steps(context: Any, layout: Any, weights: Any, count: Any, place: Any
                 for line in range(0, share, _LINE):
                     fetch_line(builder, builder.add(ahead, _WORD(line)))
                 at = builder.add(goal, builder.mul(loop.index, _WORD(TILE_BYTES)))
-                _store_pairs(builder, pair_vectors(builder, of, tile, loop.index, head), at)
+                unpack_pairs(builder, of, tile, loop.index, head, at)
         return context.get_dummy_value()
 
     return types.void(layout, *[types.int64] * 4), generate
@@ -97,19 +97,26 @@ def unpack_at(context: Any, layout: Any, weights: Any, step: Any, place: Any) ->
 def unpack_step(builder: ir.IRBuilder, layout: QuantLayout, weights: ir.Value, step: ir.Value, place: ir.Value) -> None:
     """Unpack a step of the panel at `weights` as bfloat16 to `place`."""
     tile, inside = place_of(builder, layout, weights, step)
-    _store_pairs(builder, pair_vectors(builder, layout, tile, inside, open_tile(builder, layout, tile)), place)
+    unpack_pairs(builder, layout, tile, inside, open_tile(builder, layout, tile), place)
 
 
-def _store_pairs(builder: ir.IRBuilder, pairs: Iterator[ir.Value], place: ir.Value) -> None:
-    """Store the pairs of a step to `place`, one after the other."""
-    for pair, numbers in enumerate(pairs):
+def unpack_pairs(
+    builder: ir.IRBuilder,
+    layout: QuantLayout,
+    tile: ir.Value,
+    step: ir.Value,
+    head: TileHead | None,
+    place: ir.Value,
+) -> None:
+    """Unpack a step of a tile that was opened as bfloat16 to `place`, one pair after the other."""
+    for pair, numbers in enumerate(pair_vectors(builder, layout, tile, step, head)):
         builder.store(numbers, pointer(builder, builder.add(place, _WORD(_LINE * pair)), _PAIR), align=4)
 
 
 def place_of(
     builder: ir.IRBuilder, layout: QuantLayout, weights: ir.Value, step: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """The address of a step's tile, and the step within it."""
+    """Return the address of a step's tile, and the step within it."""
     if layout.steps == 1:
         return builder.add(weights, builder.mul(step, _WORD(layout.tile_bytes))), _WORD(0)
     tile = builder.udiv(step, _WORD(layout.steps))
@@ -118,7 +125,7 @@ def place_of(
 
 
 def open_tile(builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value) -> TileHead | None:
-    """What the steps of the tile at that address share; None for numbers."""
+    """Return what the steps of the tile at that address share; None for numbers."""
     if not layout.coded:
         return None
     scales = exponents(builder, tile) if layout.exponents else half_floats(builder, tile)
@@ -139,7 +146,7 @@ def open_tile(builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value) -> Til
 def pair_vectors(
     builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value, step: ir.Value, head: TileHead | None
 ) -> Iterator[ir.Value]:
-    """The 16 pairs of inputs of a tile's step, each as 16 pairs of bfloat16."""
+    """Yield the 16 pairs of inputs of a tile's step, each as 16 pairs of bfloat16."""
     if head is None:
         for pair in range(_PAIRS):
             yield builder.load(pointer(builder, builder.add(tile, _WORD(_LINE * pair)), _PAIR), align=4)
@@ -166,29 +173,44 @@ def pair_vectors(
 def _of_step(
     builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value, step: ir.Value, head: TileHead
 ) -> tuple[list[Halves], list[Halves] | None]:
-    """A step's scales, of the whole or of both halves, and its offsets."""
+    """Return a step's scales, of the whole or of both halves, and its offsets."""
     if head.unscaled is None:
         return [head.scales], None if head.offsets is None else [head.offsets]
-    size = LANES * layout.step_factors
-    at = builder.add(tile, builder.add(_WORD(layout.factors_at), builder.mul(step, _WORD(size))))
-    kind = ir.VectorType(_BYTE, size)
-    factors = builder.load(pointer(builder, at, kind), align=1)
-    completed = ir.Constant(kind, [_EXPONENT[1] >> 24, *[0] * (size - 1)])
+    factors = factor_bytes(builder, layout, tile, step)
+    mask, exponent = integers(0xFF << 8), integers(_EXPONENT[1])
 
     def of(which: int, numbers: Halves, undone: Halves) -> Halves:
         found = []
         for half in range(2):
-            order = []
-            for lane in range(LANES):
-                order += [size + 1, which * LANES + 8 * half + lane // 2, size + 1, size]
+            order = [which * LANES + 8 * half + byte // 8 for byte in range(4 * LANES)]
             shape = ir.Constant(ir.VectorType(_INT, 4 * LANES), order)
-            factor = builder.bitcast(builder.shuffle_vector(factors, completed, shape), _FLOATS)
-            found.append(fused(builder, factor, numbers[half], undone[half]))
+            four_times = builder.bitcast(builder.shuffle_vector(factors, factors, shape), _INTS)
+            factor = builder.or_(builder.and_(opaque(builder, four_times), mask), exponent)
+            found.append(fused(builder, builder.bitcast(factor, _FLOATS), numbers[half], undone[half]))
         return found[0], found[1]
 
+    scales, offsets = [of(half, head.scales, head.unscaled) for half in range(layout.halves)], None
     if head.offsets is not None and head.unset is not None:
-        return [of(0, head.scales, head.unscaled)], [of(1, head.offsets, head.unset)]
-    return [of(which, head.scales, head.unscaled) for which in range(layout.step_factors)], None
+        offsets = [of(layout.halves + half, head.offsets, head.unset) for half in range(layout.halves)]
+    return scales, offsets
+
+
+def factor_bytes(builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value, step: ir.Value) -> ir.Value:
+    """Load the factors of a step of the tile at that address, a byte for each output, kind by kind, bias included."""
+    at = builder.add(tile, builder.add(_WORD(layout.factors_at), builder.mul(step, _WORD(layout.factor_bytes))))
+    kind = ir.VectorType(_BYTE, layout.factor_bytes)
+    factors = builder.load(pointer(builder, at, kind), align=1)
+    if layout.factor_bits == 4:
+        low, high = builder.and_(factors, _bytes(kind, 15)), builder.lshr(factors, _bytes(kind, 4))
+        order = ir.Constant(ir.VectorType(_INT, 2 * kind.count), [*range(2 * kind.count)])
+        factors = builder.shuffle_vector(low, high, order)
+    if layout.odd:
+        factors = builder.or_(builder.shl(factors, _bytes(factors.type, 1)), _bytes(factors.type, 1))
+    return factors
+
+
+def _bytes(kind: ir.VectorType, value: int) -> ir.Constant:
+    return ir.Constant(kind, [value] * kind.count)
 
 
 _EXPONENT = {1: 0x47000000, 2: 0x43000000}
@@ -208,7 +230,7 @@ class _Codes:
         self._loaded: dict[tuple[int, int], ir.Value] = {}
 
     def number(self, half: int, pair: int) -> ir.Value:
-        """A pair's codes of one half of the outputs, as float32."""
+        """Return a pair's codes of one half of the outputs, as float32."""
         builder, bits = self._builder, self._layout.bits
         code = self._code(half, pair)
         if self._looked_up:
@@ -220,6 +242,10 @@ class _Codes:
     def _code(self, half: int, pair: int) -> ir.Value:
         """Words with the code in the lowest bits of byte `target`, and other bits around it."""
         builder, (group, place) = self._builder, divmod(pair, 4)
+        if self._layout.bits == 2:
+            return self._from_bit(half, 2 * pair)
+        if self._layout.bits == 3:
+            return self._of_three_bits(half, pair)
         if self._layout.bits == 4:
             word, place = 2 * (pair // 8) + half, pair % 8
             codes = self._word(word, place // 2)
@@ -230,6 +256,22 @@ class _Codes:
             return self._word(3 * half + group, place) if group < 3 else self._shifted(self._sixes(half), place)
         stored = {0: 0, 1: 1, 2: 2, 4: 3, 5: 4}.get(4 * half + group)
         return self._shifted(self._fives(4 * half + group), place) if stored is None else self._word(stored, place)
+
+    def _of_three_bits(self, half: int, pair: int) -> ir.Value:
+        """Find a pair's codes; two of them are in pieces."""
+        if pair < 10:
+            return self._from_bit(half, 3 * pair)
+        if half == 0 or pair < 14:
+            return self._from_bit(2, 3 * (pair - 10) + 18 * half)
+        builder = self._builder
+        lower = builder.lshr(self._word(16 - pair, 0), integers(30))  # of word 2, and of word 1
+        third = builder.and_(builder.lshr(self._word(0, 0), integers(pair + 14)), integers(4))
+        return builder.or_(lower, third)
+
+    def _from_bit(self, word: int, bit: int) -> ir.Value:
+        """Move stored words down so that they begin with that bit."""
+        found = self._word(word, bit // 8)
+        return self._builder.lshr(found, integers(bit % 8)) if bit % 8 else found
 
     def _word(self, word: int, byte: int) -> ir.Value:
         """Stored words, moved so that `byte` is byte `target`: loaded from another address instead of shifted."""
@@ -245,7 +287,7 @@ class _Codes:
         return self._builder.lshr(words, integers(by)) if by > 0 else self._builder.shl(words, integers(-by))
 
     def _together(self, key: int, pieces: Sequence[tuple[int, int, int]]) -> ir.Value:
-        """The codes that are in pieces: words, how far they are shifted down, and the bits of each byte."""
+        """Join the codes that are in pieces: words, how far they are shifted down, and the bits of each byte."""
         if key not in self._put_together:
             builder, made = self._builder, None
             for word, down, mask in pieces:
@@ -267,12 +309,11 @@ class _Codes:
         return self._together(group, pieces[group])
 
     def _value(self, codes: ir.Value) -> ir.Value:
-        """What the lower four or five bits of each lane stand for, looked up."""
-        layout = self._layout
-        table = layout.values or [float(code - layout.bias) for code in range(1 << layout.bits)]
-        parts = [ir.Constant(_FLOATS, [float(x) for x in table[i : i + LANES]]) for i in range(0, len(table), LANES)]
+        """Return what the lower bits of each lane stand for, looked up."""
+        table = self._layout.table * max(1, LANES >> self._layout.bits)  # higher bits do not matter
         if "+avx512f" not in features():
             return self._calculated(codes)
+        parts = [ir.Constant(_FLOATS, list(table[i : i + LANES])) for i in range(0, len(table), LANES)]
         if len(parts) == 1:
             kind, name = ir.FunctionType(_FLOATS, [_FLOATS, _INTS]), "llvm.x86.avx512.permvar.sf.512"
             return self._builder.call(cgutils.get_or_insert_function(self._builder.module, kind, name), [*parts, codes])
@@ -281,15 +322,28 @@ class _Codes:
         return self._builder.call(look_up, [parts[0], codes, parts[1]])
 
     def _calculated(self, codes: ir.Value) -> ir.Value:
-        """The same without an instruction that looks up."""
+        """Look up eight values at a time, which AVX2 does, or calculate them."""
         builder, layout = self._builder, self._layout
-        code = builder.and_(codes, integers((1 << layout.bits) - 1))
-        if layout.values is None:
+        table = layout.table * max(1, 8 >> layout.bits)
+        if layout.values is None and len(table) > 8:
+            code = builder.and_(codes, integers((1 << layout.bits) - 1))
             return builder.sitofp(builder.sub(code, integers(layout.bias)), _FLOATS)
-        made = _floats(layout.values[0])
-        for i, value in enumerate(layout.values):
-            made = builder.select(builder.icmp_unsigned("==", code, integers(i)), _floats(value), made)
+        made = self._of_eight(table[:8], codes)
+        if len(table) > 8:
+            upper = builder.icmp_signed("<", builder.shl(codes, integers(28)), integers(0))
+            made = builder.select(upper, self._of_eight(table[8:], codes), made)
         return made
+
+    def _of_eight(self, table: Sequence[float], codes: ir.Value) -> ir.Value:
+        """Look up the lower three bits of each lane."""
+        builder, floats, ints = self._builder, ir.VectorType(ir.FloatType(), 8), ir.VectorType(_INT, 8)
+        kind = ir.FunctionType(floats, [floats, ints])
+        look_up = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.permps")
+        parts = []
+        for half in range(2):
+            some = builder.shuffle_vector(codes, codes, ir.Constant(ints, [8 * half + i for i in range(8)]))
+            parts.append(builder.call(look_up, [ir.Constant(floats, list(table)), some]))
+        return builder.shuffle_vector(*parts, ir.Constant(_INTS, [*range(LANES)]))
 
 
 def _floats(value: float) -> ir.Constant:
@@ -325,7 +379,7 @@ def _doubled(builder: ir.IRBuilder, numbers: ir.Value) -> Halves:
 
 
 def rounded(builder: ir.IRBuilder, lower: ir.Value, upper: ir.Value) -> ir.Value:
-    """Two vectors as 32 bfloat16 numbers, in words of two."""
+    """Return two vectors as 32 bfloat16 numbers, in words of two."""
     if "+avx512bf16" in features():
         kind = ir.FunctionType(_PAIR, [_FLOATS] * 2)
         return builder.asm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [lower, upper], side_effect=False)

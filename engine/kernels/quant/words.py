@@ -19,7 +19,9 @@ _WORDS, _INTS = ir.VectorType(_HALF, 2 * LANES), ir.VectorType(_INT, LANES)
 
 
 def word_pairs(builder: ir.IRBuilder, layout: QuantLayout, address: ir.Value) -> Iterator[ir.Value]:
-    """The codes of a step at that address, less the bias: its 16 pairs of inputs, each as 16 pairs of bfloat16."""
+    """Yield the codes of a step at that address, less the bias: its 16 pairs of inputs, each as 16 pairs
+    of bfloat16.
+    """
     of = _Words(builder, layout, address)
     for pair in range(_PAIRS):
         yield builder.bitcast(of.numbers(pair), _INTS)
@@ -31,35 +33,32 @@ class _Words:
         self._loaded: dict[int, ir.Value] = {}
 
     def numbers(self, pair: int) -> ir.Value:
-        """32 bfloat16 numbers: of the 16 outputs, both inputs of the pair."""
+        """Return 32 bfloat16 numbers: of the 16 outputs, both inputs of the pair."""
         return self._converted(pair) if self.layout.bits == 8 else self._looked_up(self._codes(pair))
 
     def _codes(self, pair: int) -> ir.Value:
-        """Words with the code in their lowest bits, and any other bits above those that are looked up."""
+        """Return words with the code in their lowest bits, and any other bits above those that are looked up."""
         bits = self.layout.bits
-        if bits == 4:
-            return self._down(self._word(pair // 4), 4 * (pair % 4))
-        if bits == 5:
-            return self._down(self._word(pair // 3), 5 * (pair % 3)) if pair < 15 else self._fifth()
+        if bits < 6:
+            word, place = divmod(pair, 16 // bits)
+            return self._down(self._word(word), bits * place) if word < bits else self._spread()
         if pair < 12:
             return self._down(self._word(pair // 2), 6 * (pair % 2))
         low = self._down(self._word(pair - 12), 12)
         high = self._masked(self._down(self._word(4 + (pair - 12) // 2), 12 + 2 * (pair % 2)), 3)
         return self.builder.or_(low, self.builder.shl(high, _same(4)))
 
-    def _fifth(self) -> ir.Value:
-        """The last pair's codes, of which word i has bit i at its top."""
+    def _spread(self) -> ir.Value:
+        """Return the last pair's codes, of which word i has bit i at its top."""
         made = self._down(self._word(0), 15)
-        for i in range(1, 5):
+        for i in range(1, self.layout.bits):
             bit = self._masked(self._down(self._word(i), 15 - i), 1 << i)
             made = self.builder.or_(made, bit)
         return made
 
     def _looked_up(self, codes: ir.Value) -> ir.Value:
-        layout = self.layout
-        values = layout.values or [float(code - layout.bias) for code in range(1 << layout.bits)]
-        table = [bfloat16_bits(value) for value in values]
-        if layout.bits < 6:
+        table = [bfloat16_bits(value) for value in self.layout.table]
+        if self.layout.bits < 6:
             table *= 2 * LANES // len(table)  # higher bits of a word than the fifth are ignored
             kind, name = ir.FunctionType(_WORDS, [_WORDS] * 2), "llvm.x86.avx512.permvar.hi.512"
             look_up = cgutils.get_or_insert_function(self.builder.module, kind, name)
@@ -70,7 +69,7 @@ class _Words:
         return self.builder.call(look_up, [lower, codes, upper])
 
     def _converted(self, pair: int) -> ir.Value:
-        """Codes of 8 bits, which are signed."""
+        """Return codes of 8 bits, which are signed."""
         builder, word = self.builder, self._word(pair // 2)
         if pair % 2 == 0:
             word = builder.shl(word, _same(8))
@@ -98,7 +97,7 @@ class _Words:
 
 
 def bfloat16_bits(value: float) -> int:
-    """Of a number that bfloat16 holds exactly."""
+    """Return the bits of a number that bfloat16 holds exactly."""
     bits = int(np.float32(value).view(np.uint32))
     assert bits & 0xFFFF == 0
     return bits >> 16

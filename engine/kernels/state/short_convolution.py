@@ -47,14 +47,14 @@ SHORT_CONVOLUTION = record_of(
 
 
 def short_convolution_sizes(channels: int, taps: int, width: int) -> tuple[int, int]:
-    """Bytes of a layer's state, and of what is kept of a row. width: bytes of a number of its inputs."""
+    """Return the bytes of a layer's state, and of what is kept of a row. width: bytes of a number of its inputs."""
     return (taps - 1) * channels * width, channels * width
 
 
 @dataclass(frozen=True)
 class ShortConvolution:
-    """inputs: hidden to B, C and x. taps: [taps, channels] float32; bias: [channels] float32. width: bytes of a number
-    of rows.
+    """A layer that is a gated short convolution. inputs: hidden to B, C and x. taps: [taps, channels] float32; bias:
+    [channels] float32. width: bytes of a number of rows.
     """
 
     inputs: Multiplies
@@ -80,7 +80,7 @@ class ShortConvolution:
         return short_convolution_sizes(self.taps.shape[1], len(self.taps), self.width)[1]
 
     def build(self, program: BuildsSteps, place: LayerPlace) -> str:
-        """See `StateLayer`."""
+        """Add the steps to the program. See `StateLayer`."""
         channels = self.taps.shape[1]
         program.product(self.inputs, "x", "state_inputs", 3 * channels)
         record = np.zeros(1, SHORT_CONVOLUTION)
@@ -104,8 +104,8 @@ class ShortConvolution:
 
 @kernel(SHORT_CONVOLUTION)
 def short_convolution_kernel(address: Any) -> None:
-    """The convolution of 16 channels of each request's rows; what is to be kept of rows is copied to the store, and the
-    window of each state that is stored is written.
+    """Convolve 16 channels of each request's rows; what is to be kept of rows is copied to the store, and the window of
+    each state that is stored is written.
     """
     work = carray(address, 1)[0]
     parts, size = work.channels // LANES, work.channels * work.width

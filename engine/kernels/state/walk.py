@@ -151,7 +151,7 @@ def _grown(room: Tensor, size: int) -> Tensor:
 
 
 def _tables(requests: Sequence[StateRows]) -> tuple[list[int], list[int], list[int], list[int], int]:
-    """The numbers of segments, rows, steps and saves, and how many states are in scratch at a time."""
+    """Return the numbers of segments, rows, steps and saves, and how many states are in scratch at a time."""
     segments, rows, steps, saves = list[int](), list[int](), list[int](), list[int]()
     levels, new = 0, 0
     for request in requests:
@@ -176,9 +176,9 @@ def _tables(requests: Sequence[StateRows]) -> tuple[list[int], list[int], list[i
 
 
 def steps_of(request: StateRows) -> tuple[list[tuple[int, int, int]], int]:
-    """Each row after its parent, with where the state before it is and where the state after it goes: ~slot, or a
-    level of the scratch, or LEAF. A row that needs the state after another, and whose step is the first to do so, comes
-    right after it. Returns also the number of levels.
+    """Return each row after its parent, with where the state before it is and where the state after it goes: ~slot, or
+    a level of the scratch, or LEAF. A row that needs the state after another, and whose step is the first to do so,
+    comes right after it. Returns also the number of levels.
     """
     steps, place, part = list[tuple[int, int, int]](), ~request.slots[0], 0
     for row in range(request.trunk):
@@ -222,7 +222,7 @@ def segment_count(walk: int) -> Any:
 
 @njit
 def row_count(walk: int) -> Any:
-    """Kept and new rows of all requests."""
+    """Return the number of kept and new rows of all requests."""
     return long_at(walk + 8 * _ROW_COUNT)
 
 
@@ -233,85 +233,85 @@ def _of_segment(walk: int, segment: int, number: int) -> Any:
 
 @njit
 def rows_of(walk: int, segment: int) -> Any:
-    """The first row of the segment, and one past its last."""
+    """Return the first row of the segment, and one past its last."""
     return _of_segment(walk, segment, 0), _of_segment(walk, segment, 1)
 
 
 @njit
 def step_range(walk: int, segment: int) -> Any:
-    """The first step of the segment, and one past its last."""
+    """Return the first step of the segment, and one past its last."""
     return _of_segment(walk, segment, 2), _of_segment(walk, segment, 3)
 
 
 @njit
 def save_range(walk: int, segment: int) -> Any:
-    """The first state of the segment that is stored, and one past the last."""
+    """Return the first state of the segment that is stored, and one past the last."""
     return _of_segment(walk, segment, 4), _of_segment(walk, segment, 5)
 
 
 @njit
 def read_slot(walk: int, segment: int) -> Any:
-    """The slot of the segment's state."""
+    """Return the slot of the segment's state."""
     return _of_segment(walk, segment, 6)
 
 
 @njit
 def parent_of(walk: int, row: int) -> Any:
-    """The row before it; -1: the state of its segment."""
+    """Return the row before it; -1: the state of its segment."""
     return long_at(long_at(walk + 8 * _ROWS) + 24 * row)
 
 
 @njit
 def batch_row(walk: int, row: int) -> Any:
-    """Where a new row is in the program's buffers; negative for a kept row."""
+    """Return where a new row is in the program's buffers; negative for a kept row."""
     return long_at(long_at(walk + 8 * _ROWS) + 24 * row + 8)
 
 
 @njit
 def stored_as(walk: int, row: int) -> Any:
-    """The number under which a row is to be kept, or -1."""
+    """Return the number under which a row is to be kept, or -1."""
     return long_at(long_at(walk + 8 * _ROWS) + 24 * row + 16)
 
 
 @njit
 def step_at(walk: int, step: int) -> Any:
-    """A row, where the state before it is, and where the state after it goes."""
+    """Return a row, where the state before it is, and where the state after it goes."""
     place = long_at(walk + 8 * _STEPS) + 24 * step
     return long_at(place), long_at(place + 8), long_at(place + 16)
 
 
 @njit
 def save_at(walk: int, save: int) -> Any:
-    """A row, and the slot in which the state after it is stored."""
+    """Return a row, and the slot in which the state after it is stored."""
     place = long_at(walk + 8 * _SAVES) + 16 * save
     return long_at(place), long_at(place + 8)
 
 
 @njit
 def state_of(walk: int, slot: int) -> Any:
-    """The address of the state in that slot."""
+    """Return the address of the state in that slot."""
     return long_at(walk + 8 * _STATES) + slot * long_at(walk + 8 * _SLOT_BYTES)
 
 
 @njit
 def kept_row(walk: int, number: int) -> Any:
-    """The address of the kept row of that number."""
+    """Return the address of the kept row of that number."""
     return long_at(walk + 8 * _STORE) + number * long_at(walk + 8 * _STORE_BYTES)
 
 
 @njit
 def scratch_of(walk: int) -> Any:
-    """The address of the scratch of rows."""
+    """Return the address of the scratch of rows."""
     return long_at(walk + 8 * _SCRATCH)
 
 
 @njit
 def window_room(walk: int, thread: int) -> Any:
-    """The address of a thread's room for `find_window`."""
+    """Return the address of a thread's scratch for `find_window`."""
     return long_at(walk + 8 * _TILES) + thread * long_at(walk + 8 * _TILE_BYTES)
 
 
 @njit
 def tiles_of(walk: int, thread: int) -> Any:
-    """The address of a thread's scratch for parts of states."""
+    """Return the address of a thread's scratch for parts of states."""
     return window_room(walk, thread) + 8 * MOST_TAPS

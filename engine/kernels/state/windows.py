@@ -15,7 +15,7 @@ from engine.kernels.state.walk import batch_row, kept_row, parent_of
 
 
 def taps_of(convolution: Tensor) -> Tensor:
-    """The weights of a convolution of each channel, [channels, 1, taps] or [channels, taps], as [taps, channels]
+    """Return the weights of a convolution of each channel, [channels, 1, taps] or [channels, taps], as [taps, channels]
     float32.
     """
     return convolution.detach().reshape(len(convolution), -1).t().float().contiguous()
@@ -23,8 +23,8 @@ def taps_of(convolution: Tensor) -> Tensor:
 
 @njit
 def input_of(walk: int, row: int, inputs: int, stride: int, kept_at: int) -> Any:
-    """The address of a row's inputs. inputs: of the new rows, `stride` bytes apart; kept_at: where they are in a kept
-    row.
+    """Return the address of a row's inputs. inputs: of the new rows, `stride` bytes apart; kept_at: where they are in a
+    kept row.
     """
     at = batch_row(walk, row)
     return inputs + at * stride if at >= 0 else kept_row(walk, ~at) + kept_at
@@ -49,8 +49,8 @@ def find_window(
 
 @njit
 def convolved(places: int, taps: int, at: int, width: int, weights: int, channels: int, start: Any) -> Any:
-    """start plus the convolution of 16 channels. at: of the first of them, in bytes of a row's inputs; weights: the
-    address of its first weight, of [taps, channels].
+    """Return start plus the convolution of 16 channels. at: of the first of them, in bytes of a row's inputs; weights:
+    the address of its first weight, of [taps, channels].
     """
     for tap in range(taps):
         x = numbers_at(long_at(places + 8 * tap) + at, width)

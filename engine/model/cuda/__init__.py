@@ -1,4 +1,4 @@
 """The target on a GPU: Triton attention, fixed row counts, captured graphs.
 
-Imports `engine.core` and `engine.model`.
+The folder imports `engine.core` and `engine.model`.
 """

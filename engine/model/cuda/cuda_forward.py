@@ -6,8 +6,8 @@ A GPU library picks a kernel, and with it the order of summation, by the shapes 
 shapes: a batch is padded to the next of a few sizes, and a larger one is run in slices. Only sizes that were found to
 give a row the same bits are used (`engine.model.cuda_products`, `CudaForward.agreeing`); without such, always 64 rows.
 
-One graph serves all requests, because their keys and values lie in one pool. Graphs differ in the rows, in the text
-length that they can read (attention chunks, in powers of two) and in the layers whose features are requested.
+One graph serves all requests and texts of every length, because their keys and values lie in one pool. Graphs differ in
+the number of rows and in the layers whose features are requested, so all of them are captured before requests come.
 """
 
 from __future__ import annotations
@@ -16,53 +16,54 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from engine.core.batch import BLOCK, Batch, Segment
 from engine.core.errors import first_line
 from engine.core.tree import TokenTree
+from engine.device import uploaded
 from engine.kernels.attention.attention import Rule
 from engine.model import cuda_products
-from engine.model.cuda import triton_attention
-from engine.model.cuda.graphs import CaptureOwner, Recorded, bucket, shared_memory, uploaded
+from engine.model.cuda.graphs import CaptureOwner, Recorded, shared_memory
 from engine.model.cuda.lean_layers import LeanLayers
-from engine.model.cuda.padded_rows import PaddedRows, longs
+from engine.model.cuda.padded_rows import PaddedRows, longs, table_ends
 from engine.model.cuda.triton_attention import TritonAttention
-from engine.model.kv_pool import KVCache, KVPool
-from engine.model.stock import NoCache, Unsupported
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
+from engine.model.stock import NoCache, Unsupported, attending
 from engine.model.structure import OtherStructure
 
 _PROBES = 16  # rows compared between sizes
-_AHEAD = (0, 1, 2, 4)  # chunks of a text before the rows, for the graphs that are captured at the start
-_SCRATCH_BYTES = 512 << 20  # of a layer's attention: after long texts fewer rows go together
+_LISTED = 1 << 18  # blocks and ancestors that a forward's rows may list: of more rows, some go together
 
 
 class CudaForward:
     """Runs batches through a stock model with our attention. sizes: numbers of rows that forwards may have, ascending.
-    recorded: its forwards as CUDA graphs, by rows, attention chunks, ancestors and feature layers.
+    recorded: its forwards as CUDA graphs, by rows and feature layers.
     """
 
     def __init__(self, model: Any, pool: KVPool, q_per_kv: int):
         self.model, self.pool = model, pool
-        self._attention = TritonAttention(pool, q_per_kv)
+        self.attention = TritonAttention(pool, q_per_kv, cuda_products.SIZES[-1])
         self._cache = NoCache(model.config.get_text_config().num_hidden_layers)
         self.rules: dict[int, Rule] = {}  # of each layer in the latest stock forward
         self.lean: LeanLayers | None = None
         self.sizes: tuple[int, ...] = (cuda_products.SLICE,)
-        self.recorded: dict[tuple[int, int, int, tuple[int, ...]], Recorded] = {}
+        self.recorded: dict[tuple[int, tuple[int, ...]], Recorded] = {}
         self._memory, self._owner = shared_memory(pool.keys.device), CaptureOwner()
         self._slice: PaddedRows | None = None  # the one being run
-        self._chunks = 0
 
     @classmethod
     def tried(cls, model: Any, pool: KVPool, q_per_kv: int) -> CudaForward:
-        """A forward that has run once. Raises Unsupported if it does not run at all."""
+        """Make a forward that has run once. Raises Unsupported if it does not run at all."""
         cache = KVCache(pool)
         cache.reserve(2)
         batch = Batch.of([Segment.of_text([0, 0], cache)])
         forward = cls(model, pool, q_per_kv)
         try:
+            forward.attention.choose_products()
             forward(batch)
         except torch.OutOfMemoryError:
             raise
@@ -77,11 +78,9 @@ class CudaForward:
         features: list[Tensor] = []
         first = 0
         while first < len(batch):
-            size = self._size(batch, first)
-            end = min(first + size, len(batch))
-            found, *asked = self._forward(
-                *PaddedRows.of(batch, first, end, size, self._attention.together), tuple(feature_layers)
-            )
+            end, size = self._slice_of(batch, first)
+            rows = PaddedRows.of(batch, first, end, size, self.attention)
+            found, *asked = self._forward(rows, tuple(feature_layers))
             chosen = batch.chosen[(batch.chosen >= first) & (batch.chosen < end)] - first
             # copies, because the next slice's results reuse these tensors
             logits.append(found.index_select(0, *uploaded([longs(chosen)], found.device)))
@@ -90,23 +89,18 @@ class CudaForward:
         return torch.cat(logits), torch.cat(features) if features else None
 
     def capture(self, feature_layers: Sequence[int], context: int) -> None:
-        """Capture the graphs of texts of a few thousand positions, which requests would wait for. context: positions
-        served.
-        """
+        """Capture all graphs, so that no request waits for one. context: positions served."""
         text, room = KVCache(self.pool), min(context, self.pool.free * BLOCK)
-        for size in self.sizes:
+        for size in [size for size in self.sizes if size <= room]:
+            text.reserve(size)
             tree = TokenTree.chain(0, [0] * (size - 1), [1.0] * (size - 1))
-            for past in (chunks * triton_attention.CHUNK for chunks in _AHEAD):
-                if past + size <= room:
-                    text.reserve(past + size)
-                    text.length = past
-                    self(Batch.of([Segment.of_tree(tree, text)]), feature_layers)
+            self(Batch.of([Segment.of_tree(tree, text)]), feature_layers)
         text.release()
 
     def take_lean(self, context: int) -> bool:
         """Run the layers lean from now on, if the model has the common structure. context: positions served."""
         try:
-            self.lean = LeanLayers(self.model, self.pool, self._attention.q_per_kv, self.rules, context)
+            self.lean = LeanLayers(self.model, self.pool, self.attention.q_per_kv, self.rules, context)
         except (OtherStructure, AttributeError):  # a part of the structure is missing
             return False
         self.recorded.clear()
@@ -135,7 +129,7 @@ class CudaForward:
             raise Unsupported(f"its attention computes in {query.dtype}")
         self.pool.keys[layer][rows.blocks, :, : shape.head_dim, rows.lanes] = key[0].transpose(0, 1)[rows.sources]
         self.pool.values[layer][rows.blocks, :, rows.lanes, : shape.head_dim] = value[0].transpose(0, 1)[rows.sources]
-        return self._attention(rows.seen, self._chunks, layer, rule, query[0].transpose(0, 1).contiguous())[None]
+        return self.attention(rows.seen, layer, rule, query[0].transpose(0, 1).contiguous())[None]
 
     @property
     def possible(self) -> tuple[int, ...]:
@@ -146,8 +140,9 @@ class CudaForward:
         )
 
     def agreeing(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Those of the sizes, SLICE among them, whose forwards give a text the logits that one of SLICE rows does, bit
-        for bit, alone and after other rows. All of a forward depends on its rows: norms choose their kernels too.
+        """Return the forward sizes (always including SLICE) whose forwards give a text the logits that one of SLICE
+        rows does, bit for bit, alone and after other rows. All of a forward depends on its rows: norms choose their
+        kernels too.
         """
         text, before = KVCache(self.pool), KVCache(self.pool)
         vocabulary = self.model.config.get_text_config().vocab_size
@@ -168,43 +163,46 @@ class CudaForward:
         expected = logits(cuda_products.SLICE, 0)
         try:
             found = [size for size in sizes if size == cuda_products.SLICE or agrees(size)]
-        except torch.OutOfMemoryError:  # with the usual size there is enough
+        except torch.OutOfMemoryError:  # with the usual size there is enough memory
             found = [cuda_products.SLICE]
         self.sizes = usual
         text.release()
         before.release()
         return tuple(found)
 
-    def _size(self, batch: Batch, first: int) -> int:
-        """How many rows the forward over the batch's rows from `first` on has."""
-        shape, rows = self.pool.shape, len(batch) - first
-        reach = int(batch.prefix_lens[first:].max()) + len(batch)
-        chunks = bucket(-(-reach // triton_attention.CHUNK))
-        row_bytes = chunks * self._attention.q_per_kv * shape.kv_heads * shape.dims * 4
-        fitting = [size for size in self.sizes if size * row_bytes <= _SCRATCH_BYTES] or self.sizes[:1]
-        return next((size for size in fitting if size >= rows), fitting[-1])
+    def _slice_of(self, batch: Batch, first: int) -> tuple[int, int]:
+        """Return where the next forward over the batch's rows from `first` on ends, and how many rows it has: as many
+        as the largest size holds, and attention has room for.
+        """
+        end = min(first + self.sizes[-1], len(batch))
+        begins = batch.ancestor_ptr[first : end + 1]
+        chunks = np.cumsum(self.attention.chunks_of(batch.prefix_lens[first:end], np.diff(begins)))
+        listed = table_ends(batch)[first:end] - batch.table_of[first] + begins[1:] - begins[0]
+        fitting = int(min(np.searchsorted(chunks, self.attention.capacity, "right"), np.searchsorted(listed, _LISTED)))
+        end = min(end, first + max(1, fitting))
+        return end, next(size for size in self.sizes if size >= end - first)
 
-    def _forward(self, rows: PaddedRows, chunks: int, feature_layers: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """All logits, [rows, vocab], and [rows, layers, hidden] features if layers are given."""
-        key = len(rows.tokens), chunks, len(rows.ancestor_slots), feature_layers
+    def _forward(self, rows: PaddedRows, feature_layers: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Return all logits, [rows, vocab], and [rows, layers, hidden] features if layers are given."""
+        key = len(rows.tokens), feature_layers
         if key not in self.recorded:
-            work = partial(self._run, chunks, feature_layers)
-            self.recorded[key] = Recorded(work, self.pool.keys.device, self._memory, self._owner)
+            work, device = partial(self._run, feature_layers), self.pool.keys.device
+            self.recorded[key] = Recorded(work, device, self._memory, self._owner, _LISTED)
         return self.recorded[key](*rows)
 
-    def _run(self, chunks: int, feature_layers: tuple[int, ...], *rows: Tensor) -> tuple[Tensor, ...]:
-        """A forward over tensors on the device: the part that a CUDA graph captures."""
-        self._slice, self._chunks = PaddedRows(*rows), chunks
+    def _run(self, feature_layers: tuple[int, ...], *rows: Tensor) -> tuple[Tensor, ...]:
+        """Run a forward over tensors on the device: the part that a CUDA graph captures."""
+        self._slice = PaddedRows(*rows)
         if self.lean is not None:
-            return self.lean(self._slice, chunks, self._attention, feature_layers)
-        out = self.model(
-            input_ids=self._slice.tokens[None],
-            position_ids=self._slice.positions[None],
-            past_key_values=self._cache,
-            use_cache=True,
-            output_hidden_states=bool(feature_layers),
-            exact=self,
-        )
+            return self.lean(self._slice, self.attention, feature_layers)
+        with attending(self):
+            out = self.model(
+                input_ids=self._slice.tokens[None],
+                position_ids=self._slice.positions[None],
+                past_key_values=self._cache,
+                use_cache=True,
+                output_hidden_states=bool(feature_layers),
+            )
         if not feature_layers:
             return (out.logits[0],)
         return out.logits[0], torch.stack([out.hidden_states[layer][0] for layer in feature_layers], dim=1)

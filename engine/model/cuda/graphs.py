@@ -10,17 +10,16 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import accumulate
-from operator import itemgetter
 from typing import Generic, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.core.errors import first_line
+from engine.device import pack_inputs, upload, uploaded
 
 Work = Callable[..., tuple[Tensor, ...]]
 Memory = tuple[int, int]
@@ -32,12 +31,12 @@ _CAPTURING = threading.Lock()  # torch captures one graph at a time in a process
 
 
 def shared_memory(device: torch.device) -> Memory | None:
-    """Memory that graphs may share."""
+    """Return memory that graphs may share."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def bucket(rows: int) -> int:
-    """The row count of the graph that serves `rows` rows: the next power of two."""
+    """Return the row count of the graph that serves `rows` rows: the next power of two."""
     return 1 << (rows - 1).bit_length()
 
 
@@ -52,6 +51,7 @@ class CaptureOwner:
 class Recorded:
     """`work` over tensors that have the same shapes in every call. memory: what graphs may share that never run at once
     and whose outputs are read before another of them runs (`shared_memory`). owner: whose work it is; None: its own.
+    room: numbers that the last input has room for, if it may be of any length up to that; only what is given is sent.
 
     captures: whether all captures of this process were valid so far. stuck: whether one could not be ended, after which
     none is tried, since torch's allocator still counts it as under way. A capture that only ran out of memory ends
@@ -64,21 +64,29 @@ class Recorded:
     told = False
 
     def __init__(
-        self, work: Work, device: torch.device, memory: Memory | None = None, owner: CaptureOwner | None = None
+        self,
+        work: Work,
+        device: torch.device,
+        memory: Memory | None = None,
+        owner: CaptureOwner | None = None,
+        room: int | None = None,
     ):
         self._work, self._device, self._memory, self._owner = work, device, memory, owner or CaptureOwner()
+        self._room = room
         self._inputs: tuple[Tensor, ...] | None = None
-        self._upload: Tensor | None = None  # what the inputs that come from the host are views of
+        self._upload: Tensor | None = None  # the memory that the inputs from the host are views of
         self._outputs: tuple[Tensor, ...] = ()
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """What `work` returns; the next call overwrites it. inputs: on any device."""
+        """Return the results of `work`; the next call overwrites them. inputs: on any device."""
         if self._inputs is None:
-            upload, held = _uploaded(inputs, self._device)
+            if self._room is not None:
+                inputs = *inputs[:-1], F.pad(inputs[-1], (0, self._room - len(inputs[-1])))
+            memory, held = upload(inputs, self._device)
             if self._device.type in _GRAPHS:
                 self._capture(held)
-            self._upload, self._inputs = upload, held
+            self._upload, self._inputs = memory, held
         else:
             self._renew(inputs)
         if self._graph is None:
@@ -87,13 +95,14 @@ class Recorded:
         return self._outputs
 
     def _renew(self, inputs: Sequence[Tensor]) -> None:
-        """Replace the inputs that the work finds."""
+        """Copy new inputs to the memory that the captured work reads."""
         assert self._inputs is not None
         if self._upload is not None:
-            self._upload.copy_(_packed(inputs, self._device), non_blocking=True)
+            packed = pack_inputs(inputs, self._device)
+            self._upload[: len(packed)].copy_(packed, non_blocking=True)
         for kept, given in zip(self._inputs, inputs, strict=True):
             if given.device.type != "cpu" or self._upload is None:
-                kept.copy_(given)
+                kept[: len(given)].copy_(given)
 
     def _capture(self, inputs: Sequence[Tensor]) -> None:
         """Capture the work. Where that fails, say so once: some models synchronise with the host, which a graph cannot
@@ -124,7 +133,9 @@ class RecordedRows:
         self._recorded: dict[int, Recorded] = {}
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """What `work` returns of these rows, [rows, ...]; the next call overwrites it. inputs: [rows, ...]."""
+        """Return the results of `work` for these rows, [rows, ...]; the next call overwrites them.
+        inputs: [rows, ...].
+        """
         rows = len(inputs[0])
         size = next((size for size in self._sizes if size >= rows), None)
         if self._device.type == "cpu" or size is None:
@@ -136,62 +147,11 @@ class RecordedRows:
         return tuple(out[:rows] for out in self._recorded[size](*filled))
 
 
-def uploaded(inputs: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """The inputs on the device: those from the host in one copy, which nobody waits for."""
-    return tuple(inputs) if device.type == "cpu" else _uploaded(inputs, device)[1]
-
-
-def downloaded(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The results on the host, in one copy: each copy waits for the device."""
-    if all(one.device.type == "cpu" for one in results):
-        return tuple(results)
-    order = sorted(range(len(results)), key=lambda i: -results[i].itemsize)  # so that each one begins at its multiple
-    like = [results[i] for i in order]
-    parts = _split_up(torch.cat([one.contiguous().flatten().view(torch.uint8) for one in like]).cpu(), like)
-    return tuple(part for _, part in sorted(zip(order, parts, strict=True), key=itemgetter(0)))
-
-
-def _split_up(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    sizes = [one.nbytes for one in like]
-    return [part.view(one.dtype).view(one.shape) for part, one in zip(packed.split(sizes), like, strict=True)]
-
-
-def _uploaded(inputs: Sequence[Tensor], device: torch.device) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-    """The inputs on the device, and the memory that those from the host are views of."""
-    if device.type == "cpu":
-        return None, tuple(given.clone() for given in inputs)
-    upload = _packed(inputs, device).to(device, non_blocking=True)
-    parts = iter(_parts(upload, [given for given in inputs if given.device.type == "cpu"]))
-    return upload, tuple(next(parts) if given.device.type == "cpu" else given.clone() for given in inputs)
-
-
-def _packed(inputs: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The inputs that are on the host, one after the other, in pinned memory, which torch keeps until it is copied."""
-    of_host = [given for given in inputs if given.device.type == "cpu"]
-    total = sum(_padded_bytes(given) for given in of_host)
-    packed = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for part, given in zip(_parts(packed, of_host), of_host, strict=True):
-        part.copy_(given)
-    return packed
-
-
-def _parts(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    starts = accumulate(map(_padded_bytes, like), initial=0)
-    return [
-        packed[start : start + one.nbytes].view(one.dtype).view(one.shape)
-        for start, one in zip(starts, like, strict=False)
-    ]
-
-
-def _padded_bytes(part: Tensor) -> int:
-    """Kernels are compiled for addresses that are multiples of 16."""
-    padded: int = -(-part.nbytes // 16) * 16
-    return padded
-
-
 @cache
 def _aside(device: torch.device, priority: int) -> torch.cuda.Stream:
-    """The stream that captures are made on: one for each priority, which a graph's kernels keep when it is replayed."""
+    """Return the stream that captures are made on: one for each priority, which a graph's kernels keep when it is
+    replayed.
+    """
     return torch.cuda.Stream(device, priority=priority)
 
 
@@ -209,7 +169,7 @@ def _warm_up(work: Work, inputs: Sequence[Tensor], device: torch.device) -> None
 def _captured(
     work: Work, inputs: Sequence[Tensor], device: torch.device, memory: Memory | None
 ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-    """The graph of the work, and the tensors that it writes its results to."""
+    """Return the graph of the work, and the tensors that it writes its results to."""
     here, graph = torch.cuda.current_stream(device), torch.cuda.CUDAGraph()
     memory = memory or torch.cuda.graph_pool_handle()
     try:
@@ -250,7 +210,9 @@ def release_memory() -> None:
 
 
 def rounded(length: int) -> int:
-    """The buffer length for a text of at most `length` positions: few different lengths, so that buffers are reused."""
+    """Return the buffer length for a text of at most `length` positions: few different lengths, so that buffers are
+    reused.
+    """
     return -(-length // _ROUND) * _ROUND
 
 
@@ -264,7 +226,7 @@ class Spare(Generic[Buffers]):
         return len(self._waiting)
 
     def take(self, size: object) -> Buffers | None:
-        """Buffers of that size, if there are any."""
+        """Return buffers of that size, if there are any."""
         found = next((entry for entry in self._waiting if entry[0] == size), None)
         if found is None:
             return None
@@ -275,24 +237,3 @@ class Spare(Generic[Buffers]):
         """Return buffers to the pool; evict the oldest."""
         if all(buffers is not other for _, other in self._waiting):
             self._waiting = [*self._waiting, (size, buffers)][-_SPARE:]
-
-
-def wait(device: torch.device) -> None:
-    """Wait until this thread's work is done: GPU launches are asynchronous and say nothing of the time it takes."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-@contextmanager
-def own_stream(device: torch.device, urgent: bool) -> Iterator[None]:
-    """On a GPU, run this thread's work in a stream of its own, so that it overlaps with the other worker's. It begins
-    when what was launched before, such as a model's loading, is done. urgent: it goes first where both have work: a
-    draft step is short, and a verification waits for it.
-    """
-    if device.type not in _GRAPHS:
-        yield
-        return
-    own = torch.cuda.Stream(device, priority=-1 if urgent else 0)
-    own.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(own):
-        yield

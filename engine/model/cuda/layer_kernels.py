@@ -35,7 +35,9 @@ def norm(
     FILLED: tl.constexpr,
     ADDED: tl.constexpr,
 ):
-    """residual += delta, if there is one; out = residual / sqrt(mean(residual^2) + epsilon) * weight."""
+    """Add and normalise: residual += delta, if there is one; out = residual / sqrt(mean(residual^2) + epsilon) *
+    weight.
+    """
     place = tl.program_id(0).to(tl.int64) * HIDDEN
     dim = tl.arange(0, FILLED)
     there = dim < HIDDEN
@@ -50,7 +52,7 @@ def norm(
 
 @triton.jit
 def gate(gate_up, out, INNER: tl.constexpr, TILE: tl.constexpr):
-    """out = silu(gate) * up. gate_up: [rows, 2 * inner]; out: [rows, inner]."""
+    """Compute out = silu(gate) * up. gate_up: [rows, 2 * inner]; out: [rows, inner]."""
     row = tl.program_id(0).to(tl.int64)
     dim = tl.program_id(1) * TILE + tl.arange(0, TILE)
     there = dim < INNER
@@ -67,8 +69,8 @@ def enter(
     cos_sin,  # [positions, rotated] float32: cosines of half of the rotated dimensions, then sines
     positions,  # [rows]
     sources,  # [rows] the row whose key and value this one stores
-    blocks,  # [rows] where
-    lanes,  # [rows]
+    blocks,  # [rows] the block in which it stores them
+    lanes,  # [rows] the place in that block
     queries,  # out: [rows, heads, head_dim]
     keys,  # out: [blocks, kv_heads, dims, 16]
     values,  # out: [blocks, kv_heads, 16, dims]
@@ -118,7 +120,9 @@ def enter(
 
 
 def normed(residual: Tensor, delta: Tensor, by: Norm, added: bool = True) -> Tensor:
-    """[rows, hidden] of delta's type: the norm of the residual, [rows, hidden] float32, to which delta is added."""
+    """Return [rows, hidden] of delta's type: the norm of the residual, [rows, hidden] float32, to which
+    delta is added.
+    """
     out, (rows, hidden) = torch.empty_like(delta), residual.shape
     sizes = {"HIDDEN": hidden, "FILLED": triton.next_power_of_2(hidden), "ADDED": added}
     norm[(rows,)](residual, delta, by.weight, out, by.epsilon, **sizes, **_UNFUSED)
@@ -126,7 +130,7 @@ def normed(residual: Tensor, delta: Tensor, by: Norm, added: bool = True) -> Ten
 
 
 def gated(gate_up: Tensor) -> Tensor:
-    """[rows, inner] of [rows, 2 * inner]."""
+    """Return [rows, inner] of [rows, 2 * inner]."""
     rows, inner = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, inner)
     gate[(rows, triton.cdiv(inner, _GATE_TILE))](gate_up, out, INNER=inner, TILE=_GATE_TILE, **_UNFUSED)
@@ -136,7 +140,7 @@ def gated(gate_up: Tensor) -> Tensor:
 def entered(
     pool: KVPool, layer: int, qkv: Tensor, places: Places, cos_sin: Tensor, norms: Tensor | None, epsilon: float
 ) -> Tensor:
-    """Queries [rows, heads, head_dim]; keys and values go to the layer's part of the pool.
+    """Return queries [rows, heads, head_dim]; keys and values go to the layer's part of the pool.
 
     qkv: [rows, (heads + 2 * kv_heads) * head_dim], heads may be 0. cos_sin: [positions, rotated] float32, cosines of
     half of the rotated dimensions, then sines. norms: [2, head_dim] float32, of each head's query and key, or None.

@@ -27,7 +27,7 @@ from engine.model.structure import OtherStructure
 class LeanLayers:
     """Runs padded rows. rules: each layer's attention rule, as the stock forward passed it. context: positions served.
 
-    Raises OtherStructure if the model has not the common structure, and AttributeError if a part is missing.
+    Raises OtherStructure if the model does not have the common structure, and AttributeError if a part is missing.
     """
 
     def __init__(self, model: Any, pool: KVPool, q_per_kv: int, rules: dict[int, Rule], context: int):
@@ -46,7 +46,7 @@ class LeanLayers:
         self._cos_sin = torch.cat(cosines_sines(base.rotary_emb, 0, context, pool.keys.device), dim=1)
         if self._cos_sin.shape[1] > pool.shape.head_dim or self._cos_sin.shape[1] % 2:
             raise OtherStructure("rotation of more than a head")
-        for layer in layers:  # not before: it changes where the model's matrices lie
+        for layer in layers:  # not before, because it changes where the model's matrices lie
             layer.join()
         self._layers, self._rules, self._head = layers, [rules[i] for i in range(len(layers))], model.lm_head
 
@@ -56,9 +56,9 @@ class LeanLayers:
         return [self._head, *(linear for layer in self._layers for linear in layer.products.values())]
 
     def __call__(
-        self, rows: PaddedRows, chunks: int, attention: TritonAttention, feature_layers: Sequence[int]
+        self, rows: PaddedRows, attention: TritonAttention, feature_layers: Sequence[int]
     ) -> tuple[Tensor, ...]:
-        """All logits, [rows, vocab], and [rows, layers, hidden] hidden states if layers are given.
+        """Return all logits, [rows, vocab], and [rows, layers, hidden] hidden states if layers are given.
 
         rows: on the device.
         """
@@ -70,7 +70,7 @@ class LeanLayers:
                 states[index] = residual.to(x.dtype, copy=True)  # it is added to in place
             qkv = layer.products["qkv"](x)
             query = entered(self.pool, index, qkv, rows, self._cos_sin, layer.norms, layer.epsilon)
-            attended = attention(rows.seen, chunks, index, self._rules[index], query)
+            attended = attention(rows.seen, index, self._rules[index], query)
             delta = layer.products["out"](attended.flatten(1))
             x = normed(residual, delta, layer.inner_norm)
             delta = layer.products["down"](gated(layer.products["gate_up"](x)))
@@ -83,7 +83,7 @@ class LeanLayers:
 
 
 class _LeanLayer:
-    """One layer: its norms as float32, and four products, which are there once they are joined."""
+    """One layer: its norms as float32, and four products, which exist once they are joined."""
 
     def __init__(self, layer: Any):
         attention, mlp = layer.self_attn, layer.mlp
@@ -104,7 +104,7 @@ class _LeanLayer:
         self.input_norm = norm_of(layer.input_layernorm)
         self.inner_norm = norm_of(layer.post_attention_layernorm)
         self.norms: Tensor | None = None  # [2, head_dim]: of queries and keys
-        self.epsilon = 0.0  # of these
+        self.epsilon = 0.0  # of these norms
         if hasattr(attention, "q_norm"):
             query_norm, key_norm = norm_of(attention.q_norm), norm_of(attention.k_norm)
             if query_norm.weight.shape != (attention.head_dim,) or key_norm.weight.shape != query_norm.weight.shape:
@@ -117,7 +117,7 @@ class _LeanLayer:
 
 
 def _joined(parts: list[nn.Linear]) -> nn.Linear:
-    """One product in the place of several over the same input, which become views of it."""
+    """Return one product in the place of several over the same input, which become views of it."""
     if len(parts) == 1:
         return parts[0]
     whole = nn.Linear(parts[0].in_features, sum(part.out_features for part in parts), device="meta")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -11,11 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.batch import BLOCK, Batch, Int
-from engine.model.cuda import triton_attention
-from engine.model.cuda.graphs import bucket
-from engine.model.cuda.triton_attention import DeviceRows, grouped
-
-_LEAST_LISTED = 4096  # a tree seldom lists more ancestors, so their number is nearly always the same
+from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
 
 
 class Places(Protocol):
@@ -35,9 +30,8 @@ class PaddedRows(NamedTuple):
     """Rows of a batch, padded to one of a few numbers of rows with copies of the last one, as tensors.
 
     tokens, positions: [rows]. sources: [rows] the row whose key and value this one stores; blocks, lanes: [rows]
-    where. prefix_lens: [rows]; ancestor_ptr: [rows + 1]; ancestor_slots: [capacity]; see `engine.core.batch.Batch`.
-    tables: [rows, blocks], a table for each row, so that the size depends only on the blocks; table_of: [rows] where it
-    begins. firsts: [rows + 1] where each group of rows begins, which attention reads a text for.
+    where. The others are what attention reads: see `DeviceRows`. `listed` is as long as the batch needs, and all else
+    depends on the number of rows alone.
     """
 
     tokens: Tensor
@@ -47,51 +41,43 @@ class PaddedRows(NamedTuple):
     lanes: Tensor
     prefix_lens: Tensor
     ancestor_ptr: Tensor
-    ancestor_slots: Tensor
-    tables: Tensor
     table_of: Tensor
     firsts: Tensor
+    pairs: Tensor
+    parts: Tensor
+    listed: Tensor
 
     @classmethod
-    def of(
-        cls, batch: Batch, first: int, end: int, size: int, together: Callable[[int, int], int]
-    ) -> tuple[PaddedRows, int]:
-        """Rows `first` to `end` of the batch, padded to `size`, and the number of attention chunks that they need.
-        together: see `TritonAttention.together`.
+    def of(cls, batch: Batch, first: int, end: int, size: int, attention: TritonAttention) -> PaddedRows:
+        """Return rows `first` to `end` of the batch, padded to `size`.
 
-        A padding row repeats the last row. It stores the last row's key and value again, so it changes nothing, and it
-        sees only its text's first position, so it costs little.
+        A padding row stores the last row's key and value again, so it changes nothing, and it sees nothing.
         """
-        sources = np.minimum(np.arange(size), end - first - 1)
+        count = end - first
+        sources = np.minimum(np.arange(size), count - 1)
         rows = first + sources
         begins = batch.ancestor_ptr[np.minimum(first + np.arange(size + 1), end)]
-        ancestors = batch.ancestor_slots[begins[0] : begins[-1]]
         prefix_lens = batch.prefix_lens[rows]
-        prefix_lens[end - first :] = 1
-        reach = max(int(batch.prefix_lens[first:end].max()), 1 + int(ancestors.max(initial=0)))
-        chunks = bucket(-(-reach // triton_attention.CHUNK))
-        width = chunks * triton_attention.CHUNK // BLOCK
-        # entries past the end of a request's own table are arbitrary: no row reads them
-        places = np.minimum(batch.table_of[rows][:, None] + np.arange(width), len(batch.tables) - 1)
+        prefix_lens[count:] = 0
+        tables = batch.tables[batch.table_of[first] : table_ends(batch)[end - 1]]
+        table_of = batch.table_of[rows] - batch.table_of[first]
+        chunks = attention.chunks_of(prefix_lens[:count], np.diff(begins[: count + 1]))
+        work = attention.work(table_of[:count], chunks, size)
+        listed = np.concatenate([tables, batch.ancestor_slots[begins[0] : begins[-1]]])
         indexes = batch.tokens[rows], batch.positions[rows], sources, *np.divmod(batch.slots[rows], BLOCK)
-        tables = batch.tables[places], np.arange(0, size * width, width)
-        groups = grouped(batch.table_of[rows], together(size, chunks))
-        seen = prefix_lens, begins - begins[0], _filled(ancestors), *tables, groups
-        return cls(*map(longs, indexes), *(torch.from_numpy(array.astype(np.int32)) for array in seen)), chunks
+        seen = prefix_lens, begins - begins[0] + len(tables), table_of, *work, listed
+        return cls(*map(longs, indexes), *(torch.from_numpy(array.astype(np.int32)) for array in seen))
 
     @property
     def seen(self) -> DeviceRows:
-        """What attention reads of it."""
-        return DeviceRows(
-            self.prefix_lens, self.ancestor_ptr, self.ancestor_slots, self.tables, self.table_of, self.firsts
-        )
+        """The parts that attention reads."""
+        return DeviceRows(*self[5:])
 
 
-def _filled(ancestors: Int) -> Int:
-    """Padded with zeros."""
-    ancestor_slots = np.zeros(max(_LEAST_LISTED, bucket(max(1, len(ancestors)))), np.int32)
-    ancestor_slots[: len(ancestors)] = ancestors
-    return ancestor_slots
+def table_ends(batch: Batch) -> Int:
+    """Return [rows]: where in the batch's tables the one of each row's request ends."""
+    ends = np.cumsum([len(table) for table in batch.tables_of])
+    return np.repeat(ends, [end - first for first, end in batch.spans]).astype(np.int32)
 
 
 def longs(array: NDArray[Any]) -> Tensor:

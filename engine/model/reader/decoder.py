@@ -7,18 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.kernels.fused import Activation
 from engine.model.reader.mixers import attention_structure, gated_delta_structure, short_convolution_structure
-from engine.model.reader.parts import is_gelu, linear_structure, norm_structure, only
+from engine.model.reader.parts import activation_of, linear_structure, norm_structure, only, text_part
 from engine.model.rotary import frequencies_of
 from engine.model.structure import (
     AttentionStructure,
     DecoderStructure,
     ExpertsStructure,
     GatedDeltaStructure,
+    LayerInputStructure,
     LayerStructure,
     LinearStructure,
     MlpStructure,
+    NormStructure,
     OtherStructure,
+    PerLayerInputsStructure,
     ShortConvolutionStructure,
 )
 from engine.weights.stored_weights import StoredWeights
@@ -29,83 +33,85 @@ _NORMS = (  # names of a layer's norms: before the mixer, of its result, before 
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     ("operator_norm", "", "ffn_norm", ""),
+    ("input_layernorm", "", "", ""),  # whose MLP gets the same as attention
 )
 _MIXERS = ("self_attn", "linear_attn", "conv")
 _MLPS = ("mlp", "feed_forward")
-_LAST_NORMS = ("norm", "embedding_norm")
+_LAST_NORMS = ("norm", "embedding_norm", "final_layernorm")
 _ROTARIES = ("rotary_emb", "pos_emb")
 _PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down
+_PLAIN = (("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2"))  # up, down, of MLPs without a gate
+_ACTIVATIONS = ("act_fn", "activation_fn", "act")
+_DROPOUTS = {"resid_attn_dropout", "resid_mlp_dropout", "resid_dropout", "dropout", "embed_dropout"}
+_SHARED = (("shared_expert", "shared_expert_gate"), ("shared_experts", ""))  # and their gates
+_LAYER_INPUTS = ("per_layer_model_projection", "per_layer_projection_norm", "embed_tokens_per_layer")
+_LAYER_INPUT = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm", "act_fn")
+_CORRECTION = "e_score_correction_bias"
+_EXPERT_BIASES = ("gate_up_proj_bias", "down_proj_bias")
 _MLP = {"gate_up_proj", "act_fn", "activation_fn"}
 
 
 def describe(model: Any, stored: StoredWeights | None = None) -> DecoderStructure:
-    """The structure of a stock model, in memory or on the meta device. stored: the weights of the latter. Raises
+    """Return the structure of a stock model, in memory or on the meta device. stored: the weights of the latter. Raises
     OtherStructure, or AttributeError where a part is missing.
     """
-    base, config = getattr(model, "model", None), model.config.get_text_config()
+    (base, prefix), config = text_part(model), model.config.get_text_config()
     if base is None or not isinstance(getattr(model, "lm_head", None), nn.Linear):
         raise OtherStructure("no model with lm_head")
     last_norm, rotary = _named(base, _LAST_NORMS), _named(base, _ROTARIES)
     only(model, {"model", "lm_head"})
-    only(base, {"embed_tokens", "layers", last_norm, rotary})
-    heads, kv_heads, head_dim = head_sizes(config)
+    beside = _LAYER_INPUTS if hasattr(base, _LAYER_INPUTS[0]) else ()
+    only(base, {"embed_tokens", "layers", last_norm, rotary, *beside} | _DROPOUTS)
     layer_types = getattr(config, "layer_types", None)
     frequencies = frequencies_of(getattr(base, rotary))
     if frequencies is None:
         raise OtherStructure(f"{type(getattr(base, rotary)).__name__} rotates by angles of its own")
-    kinds, width = [*frequencies], 2 * len(next(iter(frequencies.values())).of_position)
+    kinds, widths = [*frequencies], [one.dims for one in frequencies.values()]
     tables = [kinds.index(layer_types[i]) if len(kinds) > 1 and layer_types else 0 for i in range(len(base.layers))]
     vocab_size, hidden = base.embed_tokens.weight.shape
 
-    def mixer(
-        layer: Any, prefix: str, table: int
-    ) -> AttentionStructure | GatedDeltaStructure | ShortConvolutionStructure:
-        name = _named(layer, _MIXERS)
-        part, at = getattr(layer, name), f"{prefix}{name}."
+    attending = dict[int, Any]()
+
+    def mixer(layer: Any, index: int) -> AttentionStructure | GatedDeltaStructure | ShortConvolutionStructure:
+        name, table = _named(layer, _MIXERS), tables[index]
+        part, at = getattr(layer, name), f"{prefix}layers.{index}.{name}."
         if name == "linear_attn":
             return gated_delta_structure(part, at, stored)
         if name == "conv":
             return short_convolution_structure(part, at)
-        return attention_structure(part, at, heads, head_dim, width, table)
+        earlier = dict(attending)
+        attending[index] = part
+        return attention_structure(part, at, config, widths[table], table, earlier)
 
     return DecoderStructure(
         vocab_size=vocab_size,
         hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
         rotary=tuple(frequencies.values()),
         layers=tuple(
-            _layer(layer, f"model.layers.{index}.", mixer(layer, f"model.layers.{index}.", tables[index]))
-            for index, layer in enumerate(base.layers)
+            _layer(layer, f"{prefix}layers.{index}.", mixer(layer, index)) for index, layer in enumerate(base.layers)
         ),
-        norm=norm_structure(getattr(base, last_norm), f"model.{last_norm}."),
+        norm=norm_structure(getattr(base, last_norm), f"{prefix}{last_norm}."),
         head=linear_structure(model, "", ("lm_head",)),
-        embedding="model.embed_tokens.weight",
+        embedding=f"{prefix}embed_tokens.weight",
         tied=base.embed_tokens.weight is model.lm_head.weight,
-        embedding_scale=_embedding_scale(base),
-        logit_divisor=float(getattr(config, "logits_scaling", None) or 1.0),
+        embedding_scale=_embedding_scale(base.embed_tokens) * float(getattr(base, "embedding_multiplier", 1.0)),
+        logit_divisor=float(getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1)),
         logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+        layer_inputs=_layer_inputs(base, prefix),
     )
 
 
-def head_sizes(config: Any) -> tuple[int, int, int]:
-    """Query heads, key heads, and the dimensions of one."""
-    heads: int = config.num_attention_heads
-    kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return heads, kv_heads, head_dim
-
-
 def _named(module: Any, names: tuple[str, ...]) -> str:
-    """The first of these names that a part of the module has; the first of all if none has one."""
+    """Return the first of these names that a part of the module has; the first of all if none has one."""
     return next((name for name in names if hasattr(module, name)), names[0])
 
 
 def _layer(
     layer: Any, prefix: str, mixer: AttentionStructure | GatedDeltaStructure | ShortConvolutionStructure
 ) -> LayerStructure:
-    rest = {name for name, _ in layer.named_children()} - {"resid_attn_dropout", "resid_mlp_dropout"}
+    gets_input = hasattr(layer, _LAYER_INPUT[0])
+    rest = {name for name, _ in layer.named_children()} - _DROPOUTS
+    rest -= {*(_LAYER_INPUT if gets_input else ())}
     mlp, parts = _named(layer, _MLPS), rest - {*_MIXERS, *_MLPS}
     names = next((names for names in _NORMS if parts == {*names} - {""}), None)
     if names is None:
@@ -121,6 +127,39 @@ def _layer(
         inner_norm=norms[2],
         down_norm=norms[3],
         residual_scale=float(getattr(layer, "residual_multiplier", 1.0)),
+        layer_input=_layer_input(layer, prefix) if gets_input else None,
+        scale=f"{prefix}layer_scalar" if hasattr(layer, "layer_scalar") else "",
+        parallel=names[1:] == ("", "", ""),
+    )
+
+
+def _layer_input(layer: Any, prefix: str) -> LayerInputStructure:
+    gate, out, norm, activation = _LAYER_INPUT
+    return LayerInputStructure(
+        gate=linear_structure(layer, prefix, (gate,)),
+        out=linear_structure(layer, prefix, (out,)),
+        norm=norm_structure(getattr(layer, norm), f"{prefix}{norm}."),
+        activation=activation_of(getattr(layer, activation)),
+    )
+
+
+def _layer_inputs(base: Any, prefix: str) -> PerLayerInputsStructure | None:
+    """What the layers get of the tokens beside the residual. The projection's factor is undone by the norm after it,
+    but for the norm's epsilon.
+    """
+    project, norm, embedding = _LAYER_INPUTS
+    if not hasattr(base, project):
+        return None
+    found, factor = (
+        norm_structure(getattr(base, norm), f"{prefix}{norm}."),
+        float(base.per_layer_model_projection_scale),
+    )
+    return PerLayerInputsStructure(
+        project=linear_structure(base, prefix, (project,)),
+        norm=NormStructure(found.weight, found.epsilon / factor**2, found.adds_one),
+        embedding=f"{prefix}{embedding}.weight",
+        embedding_scale=_embedding_scale(getattr(base, embedding)),
+        scale=float(base.per_layer_input_scale),
     )
 
 
@@ -129,29 +168,45 @@ def _mlp(mlp: Any, prefix: str) -> MlpStructure | ExpertsStructure:
 
 
 def _gated_mlp(mlp: Any, prefix: str) -> MlpStructure:
+    named = next((found for name in _ACTIVATIONS if (found := getattr(mlp, name, None)) is not None), None)
+    for up, down in _PLAIN:
+        if hasattr(mlp, up) and not hasattr(mlp, "gate_proj"):
+            only(mlp, {up, down, *_ACTIVATIONS})
+            ends = linear_structure(mlp, prefix, (up,)), linear_structure(mlp, prefix, (down,))
+            return MlpStructure(*ends, activation_of(named), plain=True)
     gate, up, down = next((names for names in _PROJECTIONS if hasattr(mlp, names[2])), _PROJECTIONS[0])
     only(mlp, _MLP | {gate, up, down})
-    activation = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
-    gelu = False if gate == "w1" and activation is None else is_gelu(activation)  # which is in the code, and proved
+    in_code = gate == "w1" and named is None  # which is proved
+    activation = Activation.SILU if in_code else activation_of(named)
     gate_up = linear_structure(mlp, prefix, (gate, up), "gate_up_proj")
-    return MlpStructure(gate_up, linear_structure(mlp, prefix, (down,)), gelu)
+    return MlpStructure(gate_up, linear_structure(mlp, prefix, (down,)), activation)
 
 
 def _experts(mlp: Any, prefix: str) -> ExpertsStructure:
-    shared = hasattr(mlp, "shared_expert")
-    only(mlp, {"gate", "experts", *(("shared_expert", "shared_expert_gate") if shared else ())})
-    router, experts = mlp.gate, mlp.experts
-    parts = {name for name, _ in [*router.named_parameters(), *router.named_buffers()]}
+    shared, shared_gate = next((names for names in _SHARED if hasattr(mlp, names[0])), ("", ""))
+    named = _named(mlp, ("gate", "router"))
+    only(mlp, {named, "experts", shared, shared_gate})
+    router, experts = getattr(mlp, named), mlp.experts
+    parts = {name for name, _ in [*router.named_parameters(), *router.named_buffers()]} - {_CORRECTION}
     shapes = {name: weight.shape for name, weight in experts.named_parameters()}
-    if parts != {"weight"} or shapes.keys() != {"gate_up_proj", "down_proj"}:
+    biases = _EXPERT_BIASES if shapes.keys() >= {*_EXPERT_BIASES} else ("", "")
+    if parts - {"bias"} != {"weight"} or shapes.keys() != {"gate_up_proj", "down_proj", *biases} - {""}:
         raise OtherStructure("experts or a router with parts of their own")
-    (count, hidden), (_, _, inner) = router.weight.shape, shapes["down_proj"]
-    whole = shapes["gate_up_proj"] == (count, 2 * inner, hidden) and hidden % 32 == inner % 32 == 0
-    if not whole or is_gelu(experts.act_fn):
-        raise OtherStructure("experts that are not gated by SiLU, or of sizes that 32 does not divide")
-    routers = [f"{prefix}gate.weight", *([f"{prefix}shared_expert_gate.weight"] if shared else [])]
+    (count, hidden), in_turn = router.weight.shape, hasattr(experts, "alpha")  # as only one family has them: proved
+    inner = shapes["down_proj"][1 if in_turn else 2]
+    expected = (count, hidden, 2 * inner) if in_turn else (count, 2 * inner, hidden)
+    if shapes["gate_up_proj"] != expected or hidden % 32 or inner % 32:
+        raise OtherStructure("experts of sizes that 32 does not divide")
+    activation = Activation.CLAMPED if in_turn else activation_of(experts.act_fn)
+    if getattr(router, "num_group", 1) != 1:
+        raise OtherStructure("a router that chooses groups of experts first")
+    routers = [f"{prefix}{named}.weight", *([f"{prefix}{shared_gate}.weight"] if shared_gate else [])]
+    of_router = (f"{prefix}{named}.bias" if "bias" in parts else "", *([""] if shared_gate else []))
+    bias = f"{prefix}expert_bias" if getattr(mlp, "use_expert_bias", False) else ""
+    bias = f"{prefix}{named}.{_CORRECTION}" if hasattr(router, _CORRECTION) else bias
+    gate_up_bias, down_bias = (f"{prefix}experts.{name}" if name else "" for name in biases)
     return ExpertsStructure(
-        router=LinearStructure(tuple(routers), ("",) * len(routers), (None,) * len(routers)),
+        router=LinearStructure(tuple(routers), of_router, (None,) * len(routers)),
         gate_up=f"{prefix}experts.gate_up_proj",
         down=f"{prefix}experts.down_proj",
         count=count,
@@ -159,16 +214,23 @@ def _experts(mlp: Any, prefix: str) -> ExpertsStructure:
         top_k=int(router.top_k),
         normalised=bool(getattr(router, "norm_topk_prob", True)),
         sigmoid=hasattr(router, "routed_scaling_factor"),
-        bias=f"{prefix}expert_bias" if getattr(mlp, "use_expert_bias", False) else "",
+        bias=bias,
         scale=float(getattr(router, "routed_scaling_factor", 1.0)),
-        shared=_gated_mlp(mlp.shared_expert, f"{prefix}shared_expert.") if shared else None,
+        shared=_gated_mlp(getattr(mlp, shared), f"{prefix}{shared}.") if shared else None,
+        shared_gate=bool(shared_gate),
+        activation=activation,
+        alpha=float(getattr(experts, "alpha", 1.0)),
+        limit=float(getattr(experts, "limit", 0.0)),
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        in_turn=in_turn,
     )
 
 
-def _embedding_scale(base: Any) -> float:
-    """Return the factor of the tokens' embeddings."""
-    embed = base.embed_tokens
-    scale: Tensor = torch.tensor(float(getattr(embed, "scalar_embed_scale", 1.0))).to(embed.weight.dtype)
+def _embedding_scale(embed: Any) -> float:
+    """Return the factor of an embedding."""
+    named = getattr(embed, "embed_scale", getattr(embed, "scalar_embed_scale", 1.0))
+    scale: Tensor = torch.as_tensor(named).to(embed.weight.dtype)
     if type(embed) is not nn.Embedding and not hasattr(embed, "scalar_embed_scale"):
         raise OtherStructure(f"the embedding {type(embed).__name__}")
-    return float(scale) * float(getattr(base, "embedding_multiplier", 1.0))
+    return float(scale)

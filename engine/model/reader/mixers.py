@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -23,20 +23,31 @@ from engine.model.structure import (
 )
 from engine.weights.stored_weights import OWN, StoredWeights
 
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "qkv_proj", "rotary_emb"}
-_OUT = ("o_proj", "out_proj")
-_HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "qkv_proj", "rotary_emb", "v_norm"}
+_OUT = ("o_proj", "out_proj", "dense")
+_ROTATE_IN_WINDOWS = ("cohere2",)
+"""Families whose layers rotate only if they have a window. Their code says it, and no module."""
+_NORMS_LAST = ("query_layernorm", "key_layernorm")  # which are applied after rotation
+_HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), _NORMS_LAST)
 
 
 def attention_structure(
-    attention: Any, prefix: str, heads: int, head_dim: int, rotated: int, rotary_table: int
+    attention: Any, prefix: str, config: Any, rotated: int, rotary_table: int, earlier: Mapping[int, Any]
 ) -> AttentionStructure:
-    """heads: of queries. rotated, rotary_table: as in the structure, if the layer rotates at all."""
+    """config: of the model. rotated, rotary_table: as in the structure, if the layer rotates at
+    all. earlier: the layers before it that attend, by their numbers.
+    """
     out = next((name for name in _OUT if hasattr(attention, name)), _OUT[0])
+    head_dim = getattr(attention, "head_dim", None) or head_sizes(config)[2]
+    heads = getattr(attention, out).in_features // head_dim
     norms = next((names for names in _HEAD_NORMS if hasattr(attention, names[0])), None)
     only(attention, _ATTENTION | {out} | {*(norms or ())})
-    rotated = rotated if getattr(attention, "use_rope", True) else 0
-    parts: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    rotated = rotated if _rotates(attention, config) else 0
+    keys_of = _keys_of(attention, earlier)
+    parts: tuple[str, ...] = ("q_proj", "k_proj", "v_proj") if keys_of is None else ("q_proj",)
+    same = keys_of is None and getattr(attention, "v_proj", attention) is None
+    parts = parts[:2] if same else parts
+    kv_heads = _kv_heads(attention if keys_of is None else earlier[keys_of], heads, head_dim)
     orders: tuple[Picked | None, ...] = ()
     gated = hasattr(attention, "q_proj") and len(attention.q_proj.weight) == 2 * heads * head_dim
     if gated:
@@ -49,17 +60,65 @@ def attention_structure(
         order = Picked(head_dim, (*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, head_dim)))
         orders = (order, order, None)
     query_norm, key_norm = (
-        (norm_structure(getattr(attention, name), f"{prefix}{name}.") for name in norms) if norms else (None, None)
+        None if norm is None else norm_structure(norm, f"{prefix}{name}.")
+        for name in norms or ("", "")
+        for norm in (getattr(attention, name, None),)
     )
     return AttentionStructure(
         qkv=linear_structure(attention, prefix, parts, "qkv_proj", orders),
         out=linear_structure(attention, prefix, (out,)),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         query_norm=query_norm,
         key_norm=key_norm,
         rotated=rotated,
         rotary_table=rotary_table,
         gated=gated,
+        value_epsilon=_value_epsilon(attention, query_norm),
+        values_are_keys=same,
+        norms_last=norms == _NORMS_LAST and query_norm is not None,
+        keys_of=keys_of,
     )
+
+
+def _rotates(attention: Any, config: Any) -> bool:
+    windows_alone = config.model_type in _ROTATE_IN_WINDOWS and getattr(attention, "sliding_window", None) is None
+    return bool(getattr(attention, "use_rope", True)) and not windows_alone
+
+
+def head_sizes(config: Any) -> tuple[int, int, int]:
+    """Query heads, key heads, and the dimensions of one, where they are the same in all layers."""
+    heads: int = config.num_attention_heads
+    kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, kv_heads, head_dim
+
+
+def _keys_of(attention: Any, earlier: Mapping[int, Any]) -> int | None:
+    """The layer whose keys and values it reads: the last one of its type that has some."""
+    if hasattr(attention, "k_proj") or hasattr(attention, "qkv_proj"):
+        return None
+    kind = getattr(attention, "layer_type", None)
+    found = [at for at, one in earlier.items() if hasattr(one, "k_proj") and one.layer_type == kind]
+    if kind is None or not found:
+        raise OtherStructure(f"{type(attention).__name__} without k_proj")
+    return found[-1]
+
+
+def _kv_heads(attention: Any, heads: int, head_dim: int) -> int:
+    if hasattr(attention, "k_proj"):
+        return int(attention.k_proj.out_features) // head_dim
+    return (int(attention.qkv_proj.out_features) // head_dim - heads) // 2
+
+
+def _value_epsilon(attention: Any, query_norm: NormStructure | None) -> float:
+    """Of a norm of values, which has no weights."""
+    if (norm := getattr(attention, "v_norm", None)) is None:
+        return 0.0
+    if [*norm.parameters()] or query_norm is None or query_norm.epsilon != norm.eps:
+        raise OtherStructure(f"{type(attention).__name__} with a norm of values of its own kind")
+    return float(norm.eps)
 
 
 def gated_delta_structure(net: Any, prefix: str, stored: StoredWeights | None) -> GatedDeltaStructure:
@@ -143,10 +202,14 @@ def _check_taps(width: int) -> None:
 
 def _interleaved(attention: Any) -> bool:
     """Whether neighbouring dimensions of a head are rotated, not its halves."""
-    rotate_half = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
-    if rotate_half is None:
+    module = sys.modules[type(attention).__module__]
+    x, quarter = torch.arange(4.0), (torch.zeros(2), torch.ones(2))  # by which rotate_half alone is left
+    if (rotate_half := getattr(module, "rotate_half", None)) is not None:
+        found: list[float] = rotate_half(x).tolist()
+    elif (apply := getattr(module, "_apply_rotary_emb", None)) is not None:
+        found = apply(x, *quarter).tolist()
+    else:
         raise OtherStructure(f"{type(attention).__name__} without rotate_half")
-    found: list[float] = rotate_half(torch.arange(4.0)).tolist()
     if found not in ([-2.0, -3.0, 0.0, 1.0], [-1.0, 0.0, -3.0, 2.0]):
         raise OtherStructure(f"{type(attention).__name__} rotates in a way of its own")
     return found[0] == -1

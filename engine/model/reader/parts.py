@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from engine.kernels.fused import Activation
 from engine.kernels.simd import LANES
 from engine.model.structure import LinearStructure, NormStructure, OtherStructure, Picked
+
+
+def text_part(model: Any) -> tuple[Any, str]:
+    """The decoder of a model that may also read images, and how the names of its parameters begin."""
+    base: Any = getattr(model, "model", None)
+    if hasattr(base, "language_model"):
+        return base.language_model, "model.language_model."
+    return base, "model."
 
 
 def only(module: Any, names: set[str]) -> None:
@@ -33,12 +43,19 @@ def linear_structure(
 
 
 def norm_structure(norm: Any, prefix: str) -> NormStructure:
-    """An RMSNorm of the model. Raises OtherStructure if it is none."""
+    """A norm of the model, RMSNorm or LayerNorm. Raises OtherStructure if it is neither."""
     weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if weight is None or epsilon is None or getattr(norm, "bias", None) is not None:
-        raise OtherStructure(f"{type(norm).__name__} is not an RMSNorm with a weight")
+    if weight is None or epsilon is None:
+        raise OtherStructure(f"{type(norm).__name__} is not a norm with a weight")
+    bias = getattr(norm, "bias", None)
     kind: Any = type(norm)
-    return NormStructure(f"{prefix}weight", float(epsilon), _adds_one(kind))
+    return NormStructure(
+        f"{prefix}weight",
+        float(epsilon),
+        _adds_one(kind),
+        _is_centred(kind),
+        f"{prefix}bias" if bias is not None else "",
+    )
 
 
 @cache
@@ -53,10 +70,26 @@ def _adds_one(kind: Any) -> bool:
         raise OtherStructure(f"{kind.__name__} is made in another way than RMSNorm") from error
 
 
-def is_gelu(activation: Any) -> bool:
-    """Whether that is GELU's tanh approximation; False: SiLU."""
+@cache
+def _is_centred(kind: Any) -> bool:
+    """Whether norms of that kind subtract the mean: of equal numbers nothing is left."""
+    with torch.device("cpu"):
+        norm: Any = kind(LANES)
+        norm.weight.data.fill_(1)
+        return not bool(norm(torch.ones(1, LANES)).any())
+
+
+def activation_of(activation: Any) -> Activation:
+    """What a module applies. Raises OtherStructure if no kernel does."""
     x = torch.linspace(-4, 4, 65)
-    for found, gelu in ((F.silu(x), False), (F.gelu(x, approximate="tanh"), True)):
-        if activation is not None and torch.allclose(activation(x), found, rtol=0, atol=1e-5):
-            return gelu
+    for found, known in _ACTIVATIONS.items():
+        if activation is not None and torch.allclose(activation(x), known(x), rtol=0, atol=1e-5):
+            return found
     raise OtherStructure(f"the activation {type(activation).__name__}")
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU: partial(F.gelu, approximate="tanh"),
+    Activation.SQUARED_RELU: lambda x: F.relu(x).square(),
+}

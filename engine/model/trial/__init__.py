@@ -1,4 +1,4 @@
 """A model is tried when it is loaded: against the stock forward, and a token's bits alone against those in a batch.
 
-Imports `engine.model` and what that imports.
+The folder imports `engine.model` and what that imports.
 """

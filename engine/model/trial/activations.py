@@ -4,7 +4,7 @@ bfloat16 is the more precise, by ten times in divergence. 8 bits make few rows c
 bfloat16 is slow; with tiles (AMX) rows cost next to nothing in bfloat16. So the model's own matrices are timed in both.
 
 The choice decides plain decoding's text. It is written down beside the proof, and neither a restart nor a busy machine
-changes it: another file or processor does, or whoever deletes what was written.
+changes it: only another file or processor does, or deleting what was written.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from engine.weights.gguf.header import GgufTensor
 from engine.weights.quantised_weights import QuantisedCheckpoint
 
 _FILE = "activations.txt"
-_LONGEST = 64  # bytes of a name, and more
+_LONGEST = 64  # more bytes than a name has
 _ROUND_ROWS = (1, 4, 8, 16)
 """Rows of a usual round: nothing was drafted, or a tree. Each counts as often as the others."""
 _PROMPT_ROWS, _PROMPT_PART = 128, 7.5
@@ -46,8 +46,8 @@ answer, of which a round brings two and a half.
 _CLEARLY = 0.85
 """The part of bfloat16's time that 8 bits may take at most to be worth their divergence."""
 _SMALL = 32e6
-"""Bytes of a model that is fast in any way."""
-_MATRICES, _OUTPUTS = 6, 4096  # how many are timed, and at most so many outputs of each
+"""A model of so many bytes is fast in any way."""
+_MATRICES, _OUTPUTS = 6, 4096  # matrices that are timed, and at most so many outputs of each
 _REPEATS = 5
 
 
@@ -55,13 +55,13 @@ _WIDEST = 16  # outputs for each input of a matrix that is no embedding
 
 
 def activations_of(folder: Path, stored: GgufFile | QuantisedCheckpoint) -> Activations:
-    """What was chosen for the model of a folder on this processor, or is chosen now."""
+    """Return what was chosen for the model of a folder on this processor, or choose now."""
     record = ActivationsRecord(folder)
     return record.read() or record.choose(stored)
 
 
 class ActivationsRecord:
-    """folder: as for a `Proof`."""
+    """The file that holds the choice for one model. folder: as for a `Proof`."""
 
     def __init__(self, folder: Path):
         self._folder, self._file = folder, folder / _FILE
@@ -69,7 +69,7 @@ class ActivationsRecord:
         self._key = hashlib.sha256(repr((described_by(folder), processor)).encode()).digest()
 
     def read(self) -> Activations | None:
-        """The choice; None if there is none."""
+        """Return the choice; None if there is none."""
         try:
             room = memoryview(bytearray(_LONGEST))
             found = bytes(read_checked(self._file, self._key, room)).decode()
@@ -90,7 +90,7 @@ class ActivationsRecord:
 
 
 def by_instructions(stored: GgufFile | QuantisedCheckpoint) -> Activations:
-    """What fits most models of its type on this processor."""
+    """Return what fits most models of its type on this processor."""
     tiles = units()[:1] == (Unit.AMX,)
     return "int8" if has_choice(stored) and not tiles else "bfloat16"
 
@@ -103,26 +103,26 @@ def faster(stored: GgufFile | QuantisedCheckpoint) -> Activations:
 
 
 def has_choice(stored: GgufFile | QuantisedCheckpoint) -> bool:
-    """Whether most of its matrices can be multiplied by rows of 8 bits and by bfloat16 here."""
+    """Return whether most of its matrices can be multiplied by rows of 8 bits and by bfloat16 here."""
     ours = bool(instruction_sets()) and multiplies(torch.bfloat16)
     return ours and has_layout(stored.kind) and has_integer_codes(layout_of(stored.kind))
 
 
 def preferred(seconds: Mapping[Activations, Mapping[int, float]]) -> Activations:
-    """The choice by the seconds of forwards of each kind of activations, by rows."""
+    """Return the choice by the seconds of forwards of each kind of activations, by rows."""
     cost = {kind: usual_cost(by_rows) for kind, by_rows in seconds.items()}
     return "int8" if cost["int8"] <= _CLEARLY * cost["bfloat16"] else "bfloat16"
 
 
 def usual_cost(seconds: Mapping[int, float]) -> float:
-    """Seconds of a usual round with its part of a prompt, by the seconds of forwards of some rows."""
+    """Return the seconds of a usual round with its part of a prompt, by the seconds of forwards of some rows."""
     rounds = sum(seconds[rows] for rows in _ROUND_ROWS) / len(_ROUND_ROWS)
     return rounds + seconds[_PROMPT_ROWS] * _PROMPT_PART / _PROMPT_ROWS
 
 
 def _sample(stored: GgufFile | QuantisedCheckpoint) -> list[StoredMatrix]:
-    """Some of the large matrices of the type that most are of, without embeddings."""
-    read: dict[Callable[[], StoredMatrix], tuple[int, ...]] = {}  # and the shape of each
+    """Return some of the large matrices of the type that most are of, without embeddings."""
+    read: dict[Callable[[], StoredMatrix], tuple[int, ...]] = {}  # with the shape of each
     if isinstance(stored, QuantisedCheckpoint):
         for tensor in stored.tensors.values():
             read[partial(stored.matrix, tensor)] = tensor.shape
@@ -152,15 +152,15 @@ def _one_thread() -> Iterator[None]:
 
 @torch.inference_mode()
 def _timed(matrices: Sequence[StoredMatrix]) -> dict[Activations, dict[int, float]]:
-    """The least seconds of all products with each kind of activations, by rows. The kinds take turns. One thread's own
-    time counts: what else the machine does hardly changes that.
+    """Return the least seconds of all products with each kind of activations, by rows. The kinds take turns. One
+    thread's own time counts: what else the machine does hardly changes that.
     """
     products = {kind: [Product([matrix], activations=kind) for matrix in matrices] for kind in get_args(Activations)}
     found: dict[Activations, dict[int, float]] = {kind: {} for kind in products}
     with _one_thread():
         for rows in (*_ROUND_ROWS, _PROMPT_ROWS):
             inputs = [torch.randn(rows, matrix.shape[1]).bfloat16() for matrix in matrices]
-            for repeat in range(1 + _REPEATS):  # the first one compiles
+            for repeat in range(1 + _REPEATS):  # the first repeat compiles
                 for kind, some in products.items():
                     begin = time.thread_time()
                     for product, x in zip(some, inputs, strict=True):

@@ -7,7 +7,7 @@ matrices stay in a file's blocks can only be run by the lean decoder, and is com
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from engine.model.kv_pool import KVPool
 from engine.model.loading import Facts, has_states, name_of
 from engine.model.masked import MaskedForward, refusal
 from engine.model.memory import kept_as, kv_room, pool_of
-from engine.model.reader.decoder import describe, head_sizes
+from engine.model.reader.decoder import describe
+from engine.model.reader.mixers import head_sizes
 from engine.model.rotary import hold_frequencies
 from engine.model.runner import Chosen, Runner
 from engine.model.stock import NAME, StockForward, Unsupported
@@ -74,6 +75,11 @@ class ForwardChoice:
         chosen = self._try_exact(trial)
         if not isinstance(chosen, str):
             return chosen
+        if self._has_own_keys():
+            raise ModelError(
+                f"model={self.name}: {self.model.config.model_type} has layers with keys of several shapes, which the "
+                f"lean decoder alone can hold, and it does not run here ({chosen}); use another target"
+            )
         if has_states(self.model.config):
             raise ModelError(
                 f"model={self.name}: {self.model.config.model_type} has layers with a state, which the lean decoder "
@@ -93,7 +99,7 @@ class ForwardChoice:
         rules = stock.passed[-1]
         hold_frequencies(self.model)
         structure = self.structure = describe(self.model, weights)
-        pool, _ = self._make_pool(weights=weights.size)
+        pool = self._make_pool(weights=weights.size)
         lean = LeanDecoder(structure, pool, rules, weights, activations)
         runner = self._runner(lean, pool)
         if trial.beyond is not None:
@@ -120,8 +126,8 @@ class ForwardChoice:
             return "layers with a state run on a CPU" if has_states(self.model.config) else self._try_cuda(trial)
         if self.device.type != "cpu":
             return f"exact attention is not there for {self.device.type} yet"
-        if has_states(self.model.config):
-            return self._try_states(trial)
+        if has_states(self.model.config) or self._has_own_keys():
+            return self._try_lean_alone(trial)
         with PointwiseOperations() as pointwise:
             stock = self._try_attention(StockForward, trial)
         if isinstance(stock, str):
@@ -139,18 +145,30 @@ class ForwardChoice:
         even = lean.forward.exact
         return Chosen(served, self._inexact(served, trial) if even else self._uneven("number of rows"))
 
-    def _try_states(self, trial: ModelProbe) -> Chosen | str:
-        """The lean decoder for a model that has layers with a state, which no other forward of ours has; or why it
-        cannot run the model.
-        """
+    def _has_own_keys(self) -> bool:
+        """Whether layers have keys of several shapes or read those of others, which no other forward of ours does."""
+        try:
+            structure = describe(self.model)
+        except (OtherStructure, AttributeError):
+            return False
+        return len(structure.key_sizes) > 1 or not all(place.own for place in structure.key_places)
+
+    def _try_lean_alone(self, trial: ModelProbe) -> Chosen | str:
+        """The lean decoder for a model that no other forward of ours runs; or why it cannot run the model."""
         try:
             self.structure = describe(self.model)
-            pool, _ = self._make_pool()
-            lean = LeanDecoder(self.structure, pool, passed_rules(self.model), InMemory(self.model))
+            pool = self._make_pool()
+            rules = passed_rules(self.model)
+            lean = LeanDecoder(self.structure, pool, rules, InMemory(self.model))
         except (OtherStructure, AttributeError) as error:  # a part of the structure is missing
             return first_line(error)
         runner = self._runner(lean, pool)
-        if not trial.agrees_anywhere(runner):
+        if trial.beyond is not None:
+            with short_windows(trial.config):
+                lean.take_rules(passed_rules(self.model))
+            agrees = trial.agrees(runner, trial.beyond)
+            lean.take_rules(rules)
+        if (trial.beyond is not None and not agrees) or not trial.agrees_anywhere(runner):
             return "its logits differ from those of the lean decoder"
         lean.forget_far()
         return self._chosen_lean(runner, trial)
@@ -161,7 +179,8 @@ class ForwardChoice:
         """
         if self.kv_type == "auto":
             return tried
-        pool, _ = self._make_pool(self.kv_type)
+        self.structure = lean.structure
+        pool = self._make_pool(kv_type=self.kv_type)
         lean.take_pool(pool)
         served = self._runner(lean, pool)
         if not trial.agrees_anywhere(served):
@@ -224,7 +243,8 @@ class ForwardChoice:
         usual = self.model.config._attn_implementation
         try:
             self.model.set_attn_implementation(NAME)
-            pool, q_per_kv = self._make_pool()
+            heads, kv_heads, head_dim = head_sizes(self.model.config.get_text_config())
+            pool, q_per_kv = self._make_pool([(trial.config.num_hidden_layers, kv_heads, head_dim)]), heads // kv_heads
             with short_windows(trial.config):  # a CUDA graph keeps the windows that it was captured with
                 runner = self._runner(make(self.model, pool, q_per_kv), pool)
                 agrees = trial.beyond is None or trial.agrees(runner, trial.beyond)
@@ -270,18 +290,17 @@ class ForwardChoice:
             raise refusal(self.model, self.name, "its logits with one differ from those without")
         return runner
 
-    def _make_pool(self, kv_type: KVType = "auto", weights: int = 0) -> tuple[KVPool, int]:
-        """The pool, and query heads per key head. weights: bytes that are still to be read into memory when the first
-        one is made, for which free memory is measured.
+    def _make_pool(
+        self, sizes: Sequence[tuple[int, int, int]] = (), kv_type: KVType = "auto", weights: int = 0
+    ) -> KVPool:
+        """sizes: see `pool_of`, where the structure is not known. weights: bytes that are still to be read into memory
+        when the first pool is made, for which free memory is measured.
         """
-        config, structure, states = self.model.config.get_text_config(), self.structure, None
-        heads, kv_heads, head_dim = head_sizes(config)
+        states = None
+        if self.structure is not None:
+            sizes, states = self.structure.key_sizes, state_shape(self.structure, self.model.dtype)
         self.kv_memory = kv_room(self.kv_memory, self.device, weights)
-        layers = config.num_hidden_layers
-        if structure is not None:
-            layers, states = structure.key_layers, state_shape(structure, self.model.dtype)
-        sizes = (layers, kv_heads, head_dim)
-        return pool_of(sizes, self.model.dtype, kv_type, self.kv_memory, self.device, states), heads // kv_heads
+        return pool_of(sizes, self.model.dtype, kv_type, self.kv_memory, self.device, states)
 
 
 def _other_matrix(model: Any) -> str | None:

@@ -21,7 +21,7 @@ from engine.model.windows import short_windows
 
 _TOKENS = 24
 _ACCEPTED = 3  # nodes of the tree that are committed
-_FAR_ERROR = 5.0  # how much more than the near text's error a far text's may be
+_FAR_ERROR = 5.0  # a far text's error may be so many times the near text's
 _LIMITS = ("original_max_position_embeddings", "sliding_window", "attention_chunk_size")
 
 
@@ -59,20 +59,22 @@ class ModelProbe:
         return self.beyond is None or not torch.equal(self.beyond, self.expected)
 
     def agrees(self, target: Runner, expected: Tensor) -> bool:
-        """Whether the text gives the expected logits when read in two parts, the second as a tree of two branches."""
+        """Return whether the text gives the expected logits when read in two parts, the second as a tree of two
+        branches.
+        """
         return self._error(target, expected) <= _tolerance(target)
 
     def agrees_anywhere(self, target: Runner) -> bool:
-        """The same for the logits of the first positions and of all far ones. A far text may err little more than the
-        near one does: in bfloat16 a scale by position can be smaller than what rounding is allowed. The near one is
-        read last, so that it shows a forward that far positions change.
+        """Return whether the text gives the logits of the first positions and of all far ones. A far text may err
+        little more than the near one does: in bfloat16 a scale by position can be smaller than what rounding is
+        allowed. The near one is read last, so that it shows a forward that far positions change.
         """
         far = max((self._error(target, expected, start) for start, expected in self.far.items()), default=0.0)
         near, tolerance = self._error(target, self.expected), _tolerance(target)
         return near <= tolerance and far <= min(tolerance, max(1e-3, _FAR_ERROR * near))
 
     def _error(self, target: Runner, expected: Tensor, start: int = 0) -> float:
-        """The text's error in standard deviations of the expected logits, when it begins at position `start`."""
+        """Return the text's error in standard deviations of the expected logits, when it begins at position `start`."""
         tokens, split = self.tokens, _TOKENS - 4
         cache = target.new_cache(_TOKENS + 8)
         try:
@@ -89,8 +91,8 @@ class ModelProbe:
         return float(error.nan_to_num(torch.inf))
 
     def equal_bits(self, target: Runner) -> bool:
-        """Whether a token's logits are the same bits read with others, alone, in a tree with wrong siblings, and after
-        a part of that tree was committed, which layers with a state replay.
+        """Return whether a token's logits are the same bits read with others, alone, in a tree with wrong siblings, and
+        after a part of that tree was committed, which layers with a state replay.
         """
         tokens = self.tokens
         read = target.new_cache(_TOKENS)
@@ -116,7 +118,7 @@ class ModelProbe:
         return bool(equal)
 
     def _with_siblings(self, split: int) -> tuple[TokenTree, list[int]]:
-        """The text from `split` on as a tree, with two wrong siblings beside every node; and the right nodes."""
+        """Return the text from `split` on as a tree, with two wrong siblings beside every node; and the right nodes."""
         nodes: list[int] = []
         parents: list[int] = []
         spine: list[int] = []
@@ -130,7 +132,9 @@ class ModelProbe:
 
 
 def far_positions(config: Any, context: int) -> list[int]:
-    """Where far texts begin: past each limit that the configuration names, past half of the context, and at its end."""
+    """Return where far texts begin: past each limit that the configuration names, past half of the context, and at its
+    end.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     named = [config.to_dict(), rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     limits = {values[key] for values in named for key in _LIMITS if isinstance(values.get(key), int)}

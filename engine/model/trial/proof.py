@@ -1,9 +1,9 @@
-"""What a first start found out about a model whose weights stay where they are stored, kept for later starts.
+"""The findings of a first start about a model whose weights stay where they are stored, kept for later starts.
 
 The trial at load compares the lean decoder with the stock forward, for which every weight is dequantised: seconds for
-each billion; and a token's bits alone with those in a batch. That all agreed is what the file's existence says. With it
-goes all that was read from the stock model, whose code takes seconds to import: the decoder is built from the same
-values, by the same code, at every start.
+each billion; and a token's bits alone with those in a batch. The file's existence says that all agreed. With it goes
+all that was read from the stock model, whose code takes seconds to import: the decoder is built from the same values,
+by the same code, at every start.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _READ = (SOURCE, "config.json", "generation_config.json")  # files of the folder
 
 
 class ProvedModel(NamedTuple):
-    """rules: the attention rule of each layer that attends. places, vectors: see `StoredWeights`."""
+    """What is kept of a model that agreed with the stock forward. rules: the attention rule of each layer that attends.
+    places, vectors: see `StoredWeights`.
+    """
 
     facts: Facts
     structure: DecoderStructure
@@ -75,7 +77,9 @@ class _Stored(msgspec.Struct):
 
 
 class Proof:
-    """folder: the directory that names the weights, and is made anew when they change. dtype: as in the configuration.
+    """The file that says that a model agreed, and holds what was read from it.
+
+    folder: the directory that names the weights, and is made anew when they change. dtype: as in the configuration.
     activations: how products took their rows. kv_type: how keys and values were kept.
     """
 
@@ -85,7 +89,7 @@ class Proof:
         self._key = hashlib.sha256(repr((described_by(folder), dtype, *_versions())).encode()).digest()
 
     def read(self) -> ProvedModel | None:
-        """What is known; None if the model has to be tried."""
+        """Return what is known; None if the model has to be tried."""
         try:
             found = msgspec.msgpack.decode(read_whole(self._file, self._key), type=_Stored)
         except (OSError, Damaged, msgspec.MsgspecError):
@@ -114,7 +118,7 @@ def _rule(stored: _StoredRule) -> Rule:
 
 
 def described_by(folder: Path) -> list[bytes]:
-    """What says which model a folder names."""
+    """Return what says which model a folder names."""
     return [_content(folder / name) for name in _READ]
 
 
@@ -137,7 +141,9 @@ def _content(file: Path) -> bytes:
 
 @cache
 def _versions() -> list[str]:
-    """Of all that may change a bit: our code, the libraries, the processor, the threads' number aside."""
+    """Return the versions of all that may change a bit: our code, the libraries, the processor; the number of threads
+    does not.
+    """
     files = [file for folder in _COMPARED for file in sorted((_ENGINE / folder).rglob("*.py"))]
     ours = crc32(b"".join(file.read_bytes() for file in files))
     processor = crc32(" ".join(sorted(features())).encode())

@@ -19,7 +19,8 @@ from torch.func import functional_call
 from engine.core.errors import ModelError, first_line
 from engine.kernels.attention.attention import Rule
 from engine.kernels.quant.stored import StoredMatrix
-from engine.model.stock import NAME
+from engine.model.reader.parts import text_part
+from engine.model.stock import NAME, attending
 
 _HEAD_ROWS = 1 << 14  # outputs of the last matrix that are in memory together
 
@@ -57,8 +58,8 @@ class WholeStock:
 def passed_rules(model: Any) -> dict[int, Rule]:
     """The attention rules that the layers of a model in memory pass, of those that attend."""
     rules: dict[int, Rule] = {}
-    with _talons_attention(model):
-        model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False, exact=_Observer(rules))
+    with _talons_attention(model), attending(_Observer(rules)):
+        model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
     return rules
 
 
@@ -87,24 +88,25 @@ class LayeredStock:
 
     def __init__(self, model: Any, weights: ReadsParameters):
         self.model, self.weights = model, weights
+        self.base, self.prefix = text_part(model)
         self.passed: list[dict[int, Rule]] = []
 
     def __call__(self, tokens: list[int], starts: Sequence[int]) -> list[Tensor]:
-        with self._embedding_of(tokens):
+        with self._embeddings_of(tokens):
             calls = [self._calls(len(tokens), start) for start in starts]
             with _talons_attention(self.model):
                 marked = self._calls(len(tokens), 0)
         states = [call[0].args[0] for call in calls]
         rules: dict[int, Rule] = {}
-        for index, layer in enumerate(self.model.model.layers):
+        for index, layer in enumerate(self.base.layers):
             weights = {
-                name: self.weights.values(f"model.layers.{index}.{name}") for name, _ in layer.named_parameters()
+                name: self.weights.values(f"{self.prefix}layers.{index}.{name}") for name, _ in layer.named_parameters()
             }
-            with _talons_attention(self.model):
-                _run(layer, weights, marked[index], states[0], exact=_Observer(rules))
+            with _talons_attention(self.model), attending(_Observer(rules)):
+                _run(layer, weights, marked[index], states[0])
             states = [_run(layer, weights, call[index], state) for call, state in zip(calls, states, strict=True)]
         self.passed.append(rules)
-        with self._embedding_of(tokens), self._layers(lambda *_, **__: torch.cat(states)), self._head_in_slices():
+        with self._embeddings_of(tokens), self._layers(lambda *_, **__: torch.cat(states)), self._head_in_slices():
             ids = torch.arange(len(tokens)).expand(len(starts), -1)
             return [*self.model(ids, use_cache=False).logits.float()]
 
@@ -124,27 +126,35 @@ class LayeredStock:
     @contextmanager
     def _layers(self, forward: Callable[..., Tensor]) -> Iterator[None]:
         """In this context, all layers do that instead of their own forward."""
-        for layer in self.model.model.layers:
+        for layer in self.base.layers:
             layer.forward = forward
         try:
             yield
         finally:
-            for layer in self.model.model.layers:
+            for layer in self.base.layers:
                 del layer.forward
 
     @contextmanager
-    def _embedding_of(self, tokens: list[int]) -> Iterator[None]:
-        """In this context, the vocabulary is the tokens of the text, in its order."""
-        embedding = self.model.model.embed_tokens
-        whole, padding = embedding.weight, embedding.padding_idx
-        embedding.weight = nn.Parameter(
-            self.weights.matrix("model.embed_tokens.weight").rows(torch.tensor(tokens)), requires_grad=False
-        )
-        embedding.padding_idx = None
+    def _embeddings_of(self, tokens: list[int]) -> Iterator[None]:
+        """In this context, the vocabulary is the tokens of the text, in its order. Matrices beside the layers are there
+        too.
+        """
+        children = {name: one for name, one in self.base.named_children() if isinstance(one, nn.Embedding | nn.Linear)}
+        kept = {name: (one.weight, getattr(one, "padding_idx", None)) for name, one in children.items()}
+        for name, one in children.items():
+            matrix = self.weights.matrix(f"{self.prefix}{name}.weight")
+            looked_up = isinstance(one, nn.Embedding)
+            found = matrix.rows(torch.tensor(tokens)) if looked_up else matrix.values()
+            one.weight = nn.Parameter(found, requires_grad=False)
+            if looked_up:
+                one.padding_idx = None
         try:
             yield
         finally:
-            embedding.weight, embedding.padding_idx = whole, padding
+            for name, one in children.items():
+                one.weight, padding = kept[name]
+                if isinstance(one, nn.Embedding):
+                    one.padding_idx = padding
 
     @contextmanager
     def _head_in_slices(self) -> Iterator[None]:
@@ -170,8 +180,8 @@ class _Call(NamedTuple):
     options: dict[str, Any]
 
 
-def _run(layer: nn.Module, weights: dict[str, Tensor], call: _Call, state: Tensor, **more: Any) -> Tensor:
-    made: Tensor = functional_call(layer, weights, (state, *call.args[1:]), call.options | more)
+def _run(layer: nn.Module, weights: dict[str, Tensor], call: _Call, state: Tensor) -> Tensor:
+    made: Tensor = functional_call(layer, weights, (state, *call.args[1:]), call.options)
     return made
 
 

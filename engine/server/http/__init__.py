@@ -1,4 +1,4 @@
-"""Below the routes: bytes of a connection, compressed bodies, what every request passes, clients that leave.
+"""Below the routes: bytes of a connection, compressed bodies, the checks of every request, clients that leave.
 
-Imports `engine.server.errors`, its settings and its log.
+The folder imports `engine.server.errors`, its settings and its log.
 """

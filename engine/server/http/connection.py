@@ -27,7 +27,7 @@ class ClientGone(Exception):
 
 
 async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. If the client disconnects first, `work` is cancelled and ClientGone raised."""
+    """Return the result of `work`. If the client disconnects first, `work` is cancelled and ClientGone raised."""
     return await _first(work, request.receive)
 
 

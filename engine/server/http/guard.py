@@ -92,7 +92,7 @@ class Guard:
                 self.traces.request(headers, record)
 
     def _check(self, path: str, headers: Headers) -> None:
-        """Raises ApiError for a missing or wrong key, and for a body whose Content-Length is too long."""
+        """Raise ApiError for a missing or wrong key, and for a body whose Content-Length is too long."""
         if self._keys and path not in OPEN and not self._lets_in(_authorization(headers)):
             message = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
             raise ApiError(401, message, code="invalid_api_key")
@@ -101,21 +101,21 @@ class Guard:
             raise self._too_long()
 
     def _lets_in(self, authorization: str) -> bool:
-        """Compares with every key, in a time that does not depend on the keys."""
+        """Compare with every key, in a time that does not depend on the keys."""
         scheme, given = _given(authorization)
         fits = [hmac.compare_digest(given, known) for known in self._keys]
         return scheme == "bearer" and any(fits)
 
     def _owner(self, headers: Headers) -> str | None:
-        """A name for the client. Without keys of the server's own, what a client gives as one says nothing."""
+        """Return a name for the client. Without keys of the server's own, what a client gives as one says nothing."""
         return self.owners.name(self._key(headers), headers.get(SESSION_HEADER, ""))
 
     def _key(self, headers: Headers) -> bytes:
-        """The digest of the client's API key; empty on a server without keys."""
+        """Return the digest of the client's API key; empty on a server without keys."""
         return _given(_authorization(headers))[1] if self._keys else b""
 
     def _limited(self, receive: Receive, headers: Headers) -> Receive:
-        """`receive` that decompresses a body, and refuses it once it grows too long."""
+        """Return a `receive` that decompresses a body, and refuses it once it grows too long."""
         received, gunzip = 0, gunzip_for(headers.get("content-encoding", ""), self.max_body_bytes)
 
         async def limited() -> Message:
@@ -129,7 +129,7 @@ class Guard:
                     raise self._too_long()
                 if gunzip is not None and message["type"] == "http.request" and not message.get("more_body", False):
                     gunzip.end()
-            except ApiError as error:  # the exception that FastAPI lets through while it reads a body
+            except ApiError as error:  # FastAPI lets this exception through while it reads a body
                 raise HTTPException(error.status, error) from None
             return message
 
@@ -140,7 +140,7 @@ class Guard:
 
 
 def _as_sent(key: str) -> set[bytes]:
-    """The bytes of a key in a header: clients send letters beyond ASCII as UTF-8 or as Latin-1."""
+    """Return the bytes of a key in a header: clients send letters beyond ASCII as UTF-8 or as Latin-1."""
     sent = {key.encode("utf8", "surrogateescape")}
     with contextlib.suppress(UnicodeEncodeError):
         sent.add(key.encode("latin1"))
@@ -148,13 +148,13 @@ def _as_sent(key: str) -> set[bytes]:
 
 
 def _authorization(headers: Headers) -> str:
-    """How the client shows its key: Anthropic's clients have a header of their own for it."""
+    """Return how the client shows its key: Anthropic's clients have a header of their own for it."""
     own = headers.get("x-api-key")
     return headers.get("authorization", "" if own is None else f"Bearer {own}")
 
 
 def _given(authorization: str) -> tuple[str, bytes]:
-    """The scheme, and the digest of the key."""
+    """Return the scheme, and the digest of the key."""
     scheme, _, key = authorization.partition(" ")
     return scheme.lower(), _digest(key.strip().encode("latin1"))  # ASGI's headers are bytes, which `Headers` decodes so
 
@@ -164,12 +164,14 @@ def _digest(key: bytes) -> bytes:
 
 
 def _route_of(scope: Scope) -> str:
-    """The path without what the proxy in front put before it, if it was left there, and without doubled slashes."""
+    """Return the path without what the proxy in front put before it, if it was left there, and without
+    doubled slashes.
+    """
     path, root = _SLASHES.sub("/", scope["path"]), scope.get("root_path", "")
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
 def _number(given: str | None) -> str:
-    """The client's own id of a request, if it is plain text, else a new one."""
+    """Return the client's own id of a request, if it is plain text, else a new one."""
     plain = given is not None and len(given) <= _MOST_NUMBER and given.isascii() and given.isprintable() and given
     return plain or uuid.uuid4().hex

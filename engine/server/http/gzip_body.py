@@ -1,4 +1,4 @@
-"""Request bodies that arrive compressed."""
+"""Decompresses request bodies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Gunzip:
         self._member = zlib.decompressobj(_GZIP)
 
     def feed(self, data: bytes) -> bytes:
-        """The text of the next part; one byte more than allowed if there is too much. Raises ApiError for what is not
-        gzip.
+        """Return the text of the next part; one byte more than allowed if there is too much. Raises ApiError for what
+        is not gzip.
         """
         text = b""
         try:
@@ -40,7 +40,9 @@ class Gunzip:
 
 
 def gunzip_for(coding: str, most: int) -> Gunzip | None:
-    """What decompresses a body of that Content-Encoding; None if it is not compressed. Raises ApiError for others."""
+    """Return what decompresses a body of that Content-Encoding; None if it is not compressed. Raises ApiError for
+    others.
+    """
     name = coding.strip().lower()
     if name in ("", "identity"):
         return None

@@ -1,4 +1,4 @@
-"""An ASGI application called without a socket: a request's bytes in, its answer's bytes out, part by part."""
+"""Calls an ASGI application without a socket: a request's bytes in, its answer's bytes out, part by part."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HttpHead(msgspec.Struct, frozen=True):
 
 
 async def answer(app: ASGIApp, request: HttpRequest) -> AsyncGenerator[bytes]:
-    """The HttpHead as MessagePack, then the parts of the body as they come. Closing it counts as the client's
+    """Yield the HttpHead as MessagePack, then the parts of the body as they come. Closing it counts as the client's
     disconnect.
     """
     parts: asyncio.Queue[bytes | None] = asyncio.Queue()

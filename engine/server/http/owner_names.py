@@ -1,4 +1,4 @@
-"""Names of clients by which drafters and caches tell them apart, from which neither key nor session can be told."""
+"""Opaque client ids, by which drafters and caches tell clients apart; key and session cannot be recovered from them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ _BYTES = 32
 
 
 class OwnerNames:
-    """cache: the folder of the prompt cache, in which names stay the same after a restart; None: they do not."""
+    """Makes the opaque ids of clients. cache: the folder of the prompt cache, in which names stay the same after a
+    restart; None: they do not.
+    """
 
     def __init__(self, cache: str | None):
         self._secret = secrets.token_bytes(_BYTES) if cache is None else _kept_secret(Path(cache) / "owners.key")
 
     def name(self, key: bytes, session: str) -> str | None:
-        """A name `TENANT/SESSION` for a client's API key and session; None if it has neither. key: the server's own."""
+        """Return a name `TENANT/SESSION` for a client's API key and session; None if it has neither. key: the server's
+        own.
+        """
         if not (key or session):
             return None
         whole = key + session.encode("utf8", "surrogateescape")
@@ -31,7 +35,9 @@ class OwnerNames:
 
 
 def _kept_secret(path: Path) -> bytes:
-    """What the file holds, made now if it is not there. Without a file that can be used, names are new every time."""
+    """Return what the file holds, made now if it is not there. Without a file that can be used, names are new every
+    time.
+    """
     fresh = secrets.token_bytes(_BYTES)
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
@@ -43,7 +49,7 @@ def _kept_secret(path: Path) -> bytes:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(fresh)
         try:
-            os.link(temporary, path)  # of two servers the first one's stays
+            os.link(temporary, path)  # of two servers that write, the first one's file stays
         except FileExistsError:
             if len(kept := path.read_bytes()) == _BYTES:
                 return kept

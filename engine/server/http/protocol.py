@@ -17,14 +17,14 @@ from engine.server.errors import ApiError
 MOST_HEAD = 64 << 10
 """Bytes of a request line and its headers, before any key is checked."""
 MOST_HEADERS = 256
-"""Each takes memory, however short it is."""
+"""Headers of a request: each takes memory, however short it is."""
 _HEADER = MOST_HEAD // MOST_HEADERS
 PATIENCE_S = 60.0
-"""For a request's head, and between two parts of its body."""
+"""Seconds for a request's head, and between two parts of its body."""
 _LOOK_S = 0.1
-"""Between looks whether a client that has closed its side is still there."""
+"""Seconds between checks whether a client that has closed its side is still there."""
 _INTERIM_LOOKS = 50
-"""Looks until the next interim response is sent to it."""
+"""Checks until the next interim response is sent to it."""
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _TOO_LONG = ApiError(431, f"the request line and headers are over {MOST_HEAD} bytes or {MOST_HEADERS} lines; send less")
 
@@ -35,7 +35,7 @@ class HttpProtocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self._head = 0  # bytes of the head that the parser has handed over
-        self._unparsed = 0  # bytes since it last handed something over: it keeps what is incomplete
+        self._unparsed = 0  # bytes since the parser last handed something over: it keeps what is incomplete
         self._in_body = False
         self._patience: TimerHandle | None = None
 
@@ -66,7 +66,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Of a head, or after a chunked body."""
+        """Count a header of a head, or after a chunked body."""
         self._count(len(name) + len(value) + _HEADER)
         super().on_header(name, value)
 
@@ -88,7 +88,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _count(self, length: int) -> None:
         self._head, self._unparsed = self._head + length, 0
         if self._head > MOST_HEAD:
-            raise OverflowError  # ends the parser, and `send_400_response` is called
+            raise OverflowError  # this ends the parser, and `send_400_response` is called
 
     def send_400_response(self, msg: str) -> None:
         if self._head > MOST_HEAD:
@@ -118,7 +118,7 @@ class HttpProtocol(HttpToolsProtocol):
         return self._answers and self.cycle.more_body and not self.pipeline and not self.flow.read_paused
 
     def _give_up(self) -> None:
-        """The client has not gone on with its request in time."""
+        """End a request with which the client has not gone on in time."""
         self._patience = None
         if self._answers and not self._awaits_body:
             self._wait_for_client()
@@ -139,7 +139,9 @@ class HttpProtocol(HttpToolsProtocol):
     # A client that closes its own side sends no more, but may still read.
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open: until what was sent completely is answered. Over TLS, asyncio closes."""
+        """Return whether the connection stays open: until what was sent completely is answered. Over TLS, asyncio
+        closes.
+        """
         if self.scheme == "https" or not self._answers or self.cycle.more_body:
             return False
         self.cycle.keep_alive = False
@@ -161,7 +163,9 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
-    """The cycle's `send` for HTTP/1.0, which has no chunks: an answer of unknown length ends with the connection."""
+    """Return the cycle's `send` for HTTP/1.0, which has no chunks: an answer of unknown length ends with the
+    connection.
+    """
     send, endless = cycle.send, False
 
     async def unchunked(message: Any) -> None:

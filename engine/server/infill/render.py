@@ -1,4 +1,4 @@
-"""What the engine emits as llama.cpp's completions: events of a stream, and whole answers."""
+"""Turns what the engine emits into llama.cpp's completions: events of a stream, and whole answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "freq
 
 
 class InfillRenderer:
-    """One answer; see `Renderer`. context: the model's. Of `n_predict` 0 nothing is shown."""
+    """One answer; see `Renderer`. context: the model's. With an `n_predict` of 0 nothing is shown."""
 
     done = b""
 
@@ -30,7 +30,7 @@ class InfillRenderer:
     ) -> None:
         self._model, self._body, self._wanted, self._vocabulary = model, body, wanted, vocabulary
         self._context = context
-        self._sent = 0  # tokens
+        self._sent = 0  # tokens that were sent
 
     def opening(self) -> list[Chunk]:
         return []
@@ -92,7 +92,7 @@ class InfillRenderer:
         return own | used | {"stop": self._body.stop or [], "stream": self._body.stream}
 
     def _chosen(self, final: dict[str, Any]) -> dict[str, Any]:
-        """The fields that the client wants. One within another gets its own name."""
+        """Return the fields that the client wants. One within another gets its own name."""
         if self._body.response_fields is None:
             return final
         found = {}

@@ -68,7 +68,7 @@ class InfillRequest(Body):
     speculation: SpeculationFields | None = None
 
     def completion(self, model: str, tokens: list[int], ends: Sequence[int]) -> CompletionRequest:
-        """The same as a text completion of a prompt's tokens. ends: tokens that end an answer."""
+        """Return the same as a text completion of a prompt's tokens. ends: tokens that end an answer."""
         same = ("stream", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
         fields: dict[str, Any] = {name: getattr(self, name) for name in (*same, "stop", "ignore_eos", "speculation")}
         fields |= {"model": model, "prompt": tokens, "repetition_penalty": self.repeat_penalty}

@@ -1,4 +1,4 @@
 """Anthropic's /v1/messages, as a translation onto the chat path.
 
-Imports `engine.server`'s chat path and `engine.server.tools`.
+The folder imports `engine.server`'s chat path and `engine.server.tools`.
 """

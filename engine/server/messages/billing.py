@@ -1,5 +1,5 @@
 """Claude Code's billing line. It stands first in the system text and changes from conversation to conversation, so that
-no prompt behind it would be found in the prefix cache.
+no prompt after it would be found in the prefix cache.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ BILLING_LINE = "x-anthropic-billing-header"
 
 
 def without_billing_line(system: str | Sequence[TextBlock] | None) -> list[str]:
-    """The texts of the system's blocks, less the billing line and what it leaves empty."""
+    """Return the texts of the system's blocks, without the billing line and what it leaves empty."""
     texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
     if not has_billing_line(system):
         return texts
@@ -21,11 +21,11 @@ def without_billing_line(system: str | Sequence[TextBlock] | None) -> list[str]:
 
 
 def has_billing_line(system: str | Sequence[TextBlock] | None) -> bool:
-    """Whether the system text begins with the billing line."""
+    """Return whether the system text begins with the billing line."""
     first = system if isinstance(system, str) else system[0].text if system else ""
     return first.startswith(f"{BILLING_LINE}:")
 
 
 def without_effect(body: CountRequest) -> list[str]:
-    """The request's fields that change no answer, the billing line among them."""
+    """Return the request's fields that change no answer, the billing line among them."""
     return [*body.ignored, *([f"system: {BILLING_LINE}"] if has_billing_line(body.system) else [])]

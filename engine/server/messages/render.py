@@ -1,4 +1,4 @@
-"""What the engine emits as Anthropic's messages: events of a stream, and whole messages."""
+"""Turns what the engine emits into Anthropic's messages: events of a stream, and whole messages."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ class MessagesRenderer:
         return {"stop_reason": reason, "stop_sequence": stopped}
 
     def _stopped(self, result: Result) -> str | None:
-        """The stop text that ended the answer."""
+        """Return the stop text that ended the answer."""
         stops = self._wanted.sampling.stop
         rest = self._vocabulary.texts(result.token_ids)[len(result.text) :]
         return next((stop for stop in stops if rest.startswith(stop)), stops[0] if stops else None)
 
     def _usage(self, result: Result) -> dict[str, int]:
-        """Tokens of the prompt and the answer. What the prefix cache had, and the whole blocks that it has from now on,
-        are not among `input_tokens`.
+        """Return the tokens of the prompt and the answer. What the prefix cache had, and the whole blocks that it has
+        from now on, are not among `input_tokens`.
         """
         prompt = len(self._wanted.prompt)
         found = min(result.metrics.cached_tokens, prompt)
@@ -132,7 +132,7 @@ def _plain(text: str) -> dict[str, Any]:
 
 
 def _input(text: str) -> dict[str, Any]:
-    """The arguments; none if the answer was cut off within them."""
+    """Return the arguments; none if the answer was cut off within them."""
     try:
         arguments: dict[str, Any] = json.loads(text or "{}")
     except ValueError:

@@ -12,7 +12,7 @@ from engine.server.answers import AnthropicError, InputTokens
 from engine.server.messages.billing import without_effect
 from engine.server.messages.render import MessagesRenderer
 from engine.server.messages.schema import CountRequest, MessagesRequest
-from engine.server.messages.translate import chat_fields, schema_paths
+from engine.server.messages.translate import chat_fields, client_names
 from engine.server.schema import ChatRequest
 from engine.server.serving import Serving
 from engine.server.tools.calling import Calling
@@ -37,7 +37,7 @@ def add_messages(app: FastAPI, serving: Serving, stream: Responses, refusals: Re
         def renderer(wanted: list[ChoiceRequest], calling: Calling) -> MessagesRenderer:
             return MessagesRenderer(serving.settings.model, wanted, serving.vocabulary, calling, ignored)
 
-        return await serving.chat(request, chat, renderer, schema_paths(body))
+        return await serving.chat(request, chat, renderer, client_names(body))
 
     @app.post("/v1/messages/count_tokens", responses=refusals)
     async def count_tokens(body: CountRequest) -> InputTokens:
@@ -45,5 +45,5 @@ def add_messages(app: FastAPI, serving: Serving, stream: Responses, refusals: Re
         chat: ChatRequest = chat_request(chat_fields(body))
         check_model(chat.model, serving.settings)
         serving.note(without_effect(body))
-        calling = await anyio.to_thread.run_sync(Calling.of, chat, serving.answers, schema_paths(body))
+        calling = await anyio.to_thread.run_sync(Calling.of, chat, serving.answers, client_names(body))
         return InputTokens(input_tokens=len(await chat_prompt(chat, serving.engine, serving.settings, calling)))

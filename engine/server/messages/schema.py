@@ -68,7 +68,7 @@ class ToolUseBlock(Body):
 
 
 class ImageBlock(LeftOut):
-    """A picture that a call has brought: its place is kept."""
+    """A picture that a call returned: its place is kept."""
 
     type: Literal["image"]
 
@@ -78,7 +78,7 @@ class ImageBlock(LeftOut):
 
 
 class DocumentBlock(LeftOut):
-    """A document that a call has brought: its place is kept."""
+    """A document that a call returned: its place is kept."""
 
     type: Literal["document"]
     title: str | None = None
@@ -122,7 +122,7 @@ ResultPart = Annotated[
 
 
 class ToolResultBlock(Body):
-    """What a call has brought."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -211,7 +211,9 @@ AnyTool = Annotated[
 
 
 class ToolUse(Body):
-    """auto: tools may be called; any: one has to be; tool: that of `name`; none."""
+    """Whether and which tools are to be called. auto: tools may be called; any: one has to be; tool: that of `name`;
+    none.
+    """
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -239,7 +241,7 @@ class JsonOutput(Body):
 
 
 class OutputConfig(Body):
-    """format: JSON that follows a schema."""
+    """What form the answer has. format: JSON that follows a schema."""
 
     format: JsonOutput | None = None
     effort: Ignored = False

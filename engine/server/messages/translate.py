@@ -1,4 +1,4 @@
-"""Anthropic's requests as chat requests."""
+"""Translates Anthropic's requests to chat requests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from engine.server.messages.schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from engine.server.tools.calling import SchemaPaths
+from engine.server.tools.calling import ClientNames
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_SCHEMA = "output_config.format.schema"
 _SAME = ("temperature", "top_p", "top_k", "seed", "stream", "max_tokens")
 
 
 def chat_fields(body: CountRequest) -> dict[str, Any]:
-    """The fields of a chat request."""
+    """Return the fields of a chat request."""
     fields: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
     if body.client_tools:
         fields["tools"] = [_tool(tool) for tool in body.client_tools.values()]
@@ -44,10 +45,10 @@ def chat_fields(body: CountRequest) -> dict[str, Any]:
     return fields
 
 
-def schema_paths(body: CountRequest) -> SchemaPaths:
-    """Return what the client calls its schemas."""
+def client_names(body: CountRequest) -> ClientNames:
+    """Return what the client calls the parts of its request."""
     tools = [f"tools[{place}].input_schema" for place in body.client_tools]
-    return SchemaPaths(tools, "output_config.format.schema")
+    return ClientNames(tools, _SCHEMA, {"response_format.json_schema.schema": _SCHEMA, "stop": "stop_sequences"})
 
 
 def _tool(tool: ClientTool) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def _messages(body: CountRequest) -> list[dict[str, Any]]:
 
 
 def _plain(message: InputMessage) -> list[dict[str, Any]]:
-    """A message as one or more of the chat's: a tool's results come before what the user says beside them."""
+    """Return a message as one or more of the chat's: a tool's results come before what the user says beside them."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     content = message.content

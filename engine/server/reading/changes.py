@@ -1,5 +1,5 @@
-"""Text that changes from prompt to prompt and stands before a long text that does not: a date, a folder, the state of a
-repository. The prefix cache finds what is before it, so all that is behind it is read again.
+"""Finds text that changes from prompt to prompt and stands before a long text that does not: a date, a folder, the
+state of a repository. The prefix cache finds the tokens before it, so all tokens after it are read again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Prompt = NDArray[np.int32]
 
 
 class ChangedSpan(NamedTuple):
-    """at: tokens before the change, which are those of an earlier prompt; tokens: how many it has; behind: how many
-    follow that stood in the earlier prompt too.
+    """A change within a prompt. at: tokens before the change, which are those of an earlier prompt; tokens: how many it
+    has; behind: how many follow that stood in the earlier prompt too.
     """
 
     at: int
@@ -42,7 +42,7 @@ class ChangedText:
         self._prompts: deque[Prompt] = deque(maxlen=_KEPT)
 
     def compare(self, prompt: Sequence[int]) -> ChangedSpan | None:
-        """The change before most of the prompt that the prefix cache cannot find for it, if there is one."""
+        """Return the change before most of the prompt that the prefix cache cannot find for it, if there is one."""
         text = np.asarray(prompt, np.int32)
         alike = [(other, _alike(text, other)) for other in self._prompts]
         found = max((length for _, length in alike), default=0)
@@ -51,7 +51,7 @@ class ChangedText:
         return max(filter(None, changes), key=lambda change: change.behind, default=None)
 
     def add(self, change: ChangedSpan, text: str | None) -> bool:
-        """Count a change. Returns whether it is the first one there."""
+        """Count a change, and return whether it is the first one there."""
         first = change.at not in self.times
         if first and len(self.times) == _LISTED:
             oldest = next(iter(self.times))
@@ -70,15 +70,15 @@ class ChangedText:
 
 
 def _alike(text: Prompt, other: Prompt) -> int:
-    """The number of tokens with which both begin."""
+    """Return the number of tokens with which both begin."""
     length = min(len(text), len(other))
     differ = text[:length] != other[:length]
     return int(differ.argmax()) if differ.any() else length
 
 
 def _change(text: Prompt, found: int, other: Prompt, alike: int) -> ChangedSpan | None:
-    """The change behind the first `found` tokens of `text`, if `other`, which differs from token `alike` on, soon goes
-    on as `text` does behind it.
+    """Return the change after the first `found` tokens of `text`, if `other`, which differs from token `alike` on, soon
+    goes on as `text` does after it.
     """
     earlier = other[alike : alike + _WIDEST + _WINDOW].tobytes()
     for at in range(found, min(found + _WIDEST, len(text) - _LEAST) + 1, _STEP):

@@ -1,4 +1,4 @@
-"""How far a prompt has been read, and what an answer took, with llama.cpp's names."""
+"""How far a prompt has been read, and the times of an answer, with llama.cpp's names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from engine.wire.messages import PromptProgress
 
 
 class Timings(BaseModel):
-    """What an answer took. cache_n: prompt tokens found in the prefix cache; prompt_n, prompt_ms: those read, and the
-    time until the first token; predicted_n, predicted_ms: of the answer, and the time from its first token on.
+    """The times of an answer. cache_n: prompt tokens found in the prefix cache; prompt_n, prompt_ms: tokens read, and
+    the time until the first token; predicted_n, predicted_ms: of the answer, and the time from its first token on.
     """
 
     cache_n: int
@@ -29,7 +29,7 @@ class Timings(BaseModel):
 
 
 def timings(result: Result) -> Timings:
-    """The timings of a finished answer."""
+    """Return the timings of a finished answer."""
     metrics = result.metrics
     cached = min(metrics.cached_tokens, result.prompt_tokens)
     prompt_n, predicted_n = result.prompt_tokens - cached, len(result.token_ids)
@@ -51,7 +51,7 @@ def timings(result: Result) -> Timings:
 
 
 def progress_fields(progress: PromptProgress) -> dict[str, Any]:
-    """The field of a stream's chunk; `left_ms` is ours."""
+    """Return the field of a stream's chunk; `left_ms` is ours."""
     return {
         "prompt_progress": {
             "total": progress.total,
@@ -64,7 +64,7 @@ def progress_fields(progress: PromptProgress) -> dict[str, Any]:
 
 
 def comment(progress: PromptProgress | None) -> str | None:
-    """What a silent stream says of its prompt; None if that is not being read."""
+    """Return what a silent stream says of its prompt; None if that is not being read."""
     if progress is None:
         return None
     seconds = -(-progress.left_us // 10**6)

@@ -1,4 +1,4 @@
-"""What the page shows of all prompts."""
+"""Collects what the page shows of all prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.server.reading.changes import ChangedText
 
 
 def prompts_so_far(engine: Engine, changed: ChangedText) -> Prompts:
-    """The prompts of an engine's server: the changes that cost most come first."""
+    """Return the prompts of an engine's server: the changes that cost most come first."""
     totals = engine.totals
     changes = [
         ChangeSeen(at=at, tokens=change.tokens, behind=change.behind, times=changed.times[at], text=text)

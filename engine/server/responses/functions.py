@@ -67,7 +67,7 @@ class ShownTool:
     free: bool = False
 
     def is_named(self, choice: NamedToolChoice | AllowedTool) -> bool:
-        """Whether a client's choice means this tool."""
+        """Return whether a client's choice means this tool."""
         if choice.type == "namespace":
             return self.namespace is not None and self.namespace == choice.name
         if choice.type == SHELL:
@@ -93,7 +93,7 @@ def _each(tools: Sequence[AskedTool], field: str) -> Iterator[ShownTool]:
         path = f"{field}[{number}]"
         if isinstance(tool, NamespaceTool):
             about = tool.description
-            for place, one in enumerate(tool.tools):  # what is said of all stands with the first
+            for place, one in enumerate(tool.tools):  # the common description stands with the first tool
                 yield _shown(one, f"{path}.tools[{place}]", tool.name, about)
                 about = None
         elif isinstance(tool, LocalShellTool):
@@ -125,7 +125,7 @@ def _function(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _one_text(tool: CustomTool) -> dict[str, Any]:
-    """A function whose one argument is the tool's text. A grammar that cannot be forced is described."""
+    """Return a function whose one argument is the tool's text. A grammar that cannot be forced is described."""
     text, about = {"type": "string"}, tool.description
     if isinstance(grammar := tool.format, GrammarText):
         if (pattern := _pattern(grammar.syntax, grammar.definition)) is not None:
@@ -138,7 +138,7 @@ def _one_text(tool: CustomTool) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _pattern(syntax: str, definition: str) -> str | None:
-    """The regular expression of a grammar's texts, None if it has none that the grammar's library takes."""
+    """Return the regular expression of a grammar's texts, None if it has none that the grammar's library takes."""
     found = definition if syntax == "regex" else pattern_of(definition)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""The items that a response goes on from: messages, calls and what they have brought, reasoning."""
+"""The items that a response goes on from: messages, calls and their results, reasoning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ContentText(Body):
 
 
 class UnreadPart(Body):
-    """What a tool has brought that is no text. The model sees a note in its place: a refusal would come back with every
+    """A result of a tool that is not text. The model sees a note in its place: a refusal would come back with every
     later turn.
     """
 
@@ -36,7 +36,7 @@ class UnreadPart(Body):
 
 
 class EarlierItem(Body):
-    """What every item of an earlier answer may bring, and no answer depends on."""
+    """The fields that every item of an earlier answer may have, and on which no answer depends."""
 
     id: SentBack = False
     status: SentBack = False
@@ -93,7 +93,7 @@ class LocalShellCallItem(Body):
 
 
 class CallOutputItem(EarlierItem):
-    """What a call has brought."""
+    """The result of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
@@ -104,7 +104,7 @@ class CallOutputItem(EarlierItem):
 
 
 class ShellOutputItem(Body):
-    """What a command has brought. id: of its call."""
+    """The result of a command. id: of its call."""
 
     type: Literal["local_shell_call_output"]
     id: str
@@ -136,7 +136,7 @@ class AdditionalToolsItem(Body):
 
 
 class ForeignItem(Body):
-    """What another server's own tools have left in a conversation. It is left out, and the log says so."""
+    """An item that another server's own tools have left in a conversation. It is left out, and the log says so."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -154,7 +154,7 @@ class ForeignItem(Body):
 
 
 def _typed(item: Any) -> Any:
-    """A message may leave out its type."""
+    """Add a message's type, which it may leave out."""
     return {"type": "message", **item} if isinstance(item, dict) else item
 
 
@@ -169,5 +169,5 @@ Item = Annotated[
 
 
 def text_of(content: str | Sequence[ContentText | UnreadPart]) -> str:
-    """Return the text of a message or of what a call has brought."""
+    """Return the text of a message or of the result of a call."""
     return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -119,7 +119,7 @@ class _Expression:
         self.at = 0
 
     def whole(self, depth: int) -> str:
-        """The expression of all tokens. depth: the rules and groups that it is within."""
+        """Return the expression of all tokens. depth: the rules and groups that it is within."""
         found = self._choice(depth)
         if self.at < len(self.tokens):
             raise _NotRegularError
@@ -134,7 +134,7 @@ class _Expression:
         return taken
 
     def _choice(self, depth: int) -> str:
-        """Options between bars."""
+        """Read options between bars."""
         if depth > _DEEPEST:
             raise _NotRegularError
         ways = [self._sequence(depth)]

@@ -25,10 +25,10 @@ class OutputItems:
         self._response = response.removeprefix("resp_")
         self._tools = {tool.function["name"]: tool for tool in tools}
         self._inputs: dict[int, InputReader] = {}
-        """For each call of a tool that takes a text: the reader of what has arrived."""
+        """The reader of what has arrived, for each call of a tool that takes a text."""
 
     def events(self, change: Change) -> list[Chunk]:
-        """The events of a change."""
+        """Return the events of a change."""
         block, place = change.block, {"output_index": change.block.number}
         kind = self._kind(block)
         at = {"item_id": self._id(block), **place}
@@ -51,7 +51,7 @@ class OutputItems:
         return [*done, {"type": "response.output_item.done", **place, "item": self.whole(block, "completed")}]
 
     def whole(self, block: Block, status: str) -> dict[str, Any]:
-        """The item as it is now."""
+        """Return the item as it is now."""
         head = {"id": self._id(block), "status": status}
         if block.kind == "call":
             return self._call(block, head)
@@ -73,14 +73,16 @@ class OutputItems:
         return {"type": "function_call", **head, "arguments": block.text}
 
     def _grown(self, change: Change) -> str:
-        """What is sent of a change's text: of a tool that takes a text the text, of the client's shell nothing."""
+        """Return what is sent of a change's text: of a tool that takes a text the text, of the client's
+        shell nothing.
+        """
         kind = self._kind(change.block)
         if kind == "custom":
             return self._inputs.setdefault(change.block.number, InputReader()).feed(change.text)
         return "" if kind == SHELL else change.text
 
     def _said(self, block: Block) -> dict[str, Any]:
-        """The fields that end an item with all that it says."""
+        """Return the fields that end an item with all that it says."""
         if block.kind != "call":
             return {"text": block.text}
         call = self._call(block, {})
@@ -92,7 +94,7 @@ class OutputItems:
         return self._tools[block.name].kind if block.name in self._tools else "function"
 
     def _id(self, block: Block) -> str:
-        """An id of a block's item, the same in all events."""
+        """Return an id of a block's item, the same in all events."""
         return f"{_PREFIXES[self._kind(block)]}_{self._response}_{block.number}"
 
 

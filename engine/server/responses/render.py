@@ -1,4 +1,4 @@
-"""What the engine emits as OpenAI's responses: events of a stream, and whole responses."""
+"""Turns what the engine emits into OpenAI's responses: events of a stream, and whole responses."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ Completed = Callable[[dict[str, Any], Sequence[Block]], None]
 
 
 class ResponseHead:
-    """What every event's response says beside its output."""
+    """The fields that every event's response has beside its output."""
 
     def __init__(self, model: str, body: ResponsesRequest):
         self.id, self._model, self._created = f"resp_{uuid.uuid4().hex}", model, int(time.time())
         self._echo = _echo(body)
 
     def response(self, status: str, items: Sequence[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
-        """The response as it is now."""
+        """Return the response as it is now."""
         head = {"id": self.id, "object": "response", "created_at": self._created, "status": status}
         open_ = {"error": None, "incomplete_details": None, "model": self._model, "output": items, "usage": usage}
         return {**head, **open_, **self._echo, "top_p": self._echo["top_p"] or 1.0}
 
     def failure(self, error: ApiError, items: Sequence[Any] = ()) -> Chunk:
-        """The event of a response that an error has ended."""
+        """Return the event of a response that an error has ended."""
         said = {"code": error.code if error.over is not None else "server_error", "message": str(error)}
         return {"type": "response.failed", "response": self.response("failed", items, None) | {"error": said}}
 
 
 def refused(model: str, body: ResponsesRequest, error: ApiError) -> bytes:
-    """The stream of a response that was refused before it began."""
+    """Return the stream of a response that was refused before it began."""
     head = ResponseHead(model, body)
     created: Chunk = {"type": "response.created", "response": head.response("in_progress", (), None)}
     events = enumerate((created, head.failure(error)))
@@ -139,7 +139,7 @@ class ResponsesRenderer:
 
 
 def _echo(body: ResponsesRequest) -> dict[str, Any]:
-    """What a response repeats of its request."""
+    """Return what a response repeats of its request."""
     choice = body.tool_choice
     format_ = body.text.format if body.text is not None else None
     return {

@@ -16,7 +16,7 @@ from engine.server.responses.functions import shown_tools
 from engine.server.responses.render import ResponsesRenderer, refused
 from engine.server.responses.schema import ResponsesRequest
 from engine.server.responses.store import ResponseStore
-from engine.server.responses.translate import Message, chat_fields, conversation_of, schema_paths
+from engine.server.responses.translate import Message, chat_fields, client_names, conversation_of
 from engine.server.serving import Serving
 from engine.server.tools.blocks import Block
 from engine.server.tools.calling import Calling
@@ -50,7 +50,7 @@ def add_responses(app: FastAPI, serving: Serving, stream: Responses, refusals: R
             return ResponsesRenderer(serving.settings.model, body, tools, wanted, calling, completed)
 
         try:
-            return await serving.chat(request, chat, renderer, schema_paths(tools))
+            return await serving.chat(request, chat, renderer, client_names(tools))
         except OverContext as error:
             if not body.stream:
                 raise
@@ -61,7 +61,7 @@ def add_responses(app: FastAPI, serving: Serving, stream: Responses, refusals: R
 
     @app.get("/v1/responses/{response_id}", responses=refusals)
     async def response(response_id: str, request: Request) -> JsonObject:
-        """A response that is stored."""
+        """Return a response that is stored."""
         return JsonObject(store.find(response_id, request.state.key).response)
 
     @app.delete("/v1/responses/{response_id}", responses=refusals)
@@ -72,7 +72,7 @@ def add_responses(app: FastAPI, serving: Serving, stream: Responses, refusals: R
 
 
 def _answered(blocks: Sequence[Block]) -> list[Message]:
-    """The answer as a chat message. A call that was cut off is left out, as it cannot be said again."""
+    """Return the answer as a chat message. A call that was cut off is left out, as it cannot be said again."""
     text = "".join(block.text for block in blocks if block.kind == "content")
     thought = "".join(block.text for block in blocks if block.kind == "reasoning")
     calls = [

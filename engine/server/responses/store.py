@@ -1,4 +1,4 @@
-"""The responses that clients may go on from: in memory, bounded, each its key's own."""
+"""Keeps the responses that clients may go on from: in memory, bounded, each for its key alone."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _MOST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """key: of the client that it was for. conversation: its chat messages and the answer's, without instructions.
-    size: in bytes.
+    """A response that a client may go on from. key: of the client that it was for. conversation: its chat messages and
+    the answer's, without instructions. size: in bytes.
     """
 
     key: bytes
@@ -46,7 +46,7 @@ class ResponseStore:
             self._bytes -= self._kept.popitem(last=False)[1].size
 
     def find(self, number: str, key: bytes, field: str = "response_id") -> StoredResponse:
-        """A response by its id. Raises ApiError if it is not there, or another key's."""
+        """Return a response by its id. Raises ApiError if it is not there, or another key's."""
         found = self._kept.get(number)
         if found is None or found.key != key:
             message = f"{field}: {printable(number, 100)} is not there: it was never stored, or is forgotten by now"

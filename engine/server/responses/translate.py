@@ -1,4 +1,4 @@
-"""Requests for responses as chat requests."""
+"""Translates requests for responses to chat requests."""
 
 from __future__ import annotations
 
@@ -22,15 +22,21 @@ from engine.server.responses.items import (
 )
 from engine.server.responses.schema import JsonFormat, ResponsesRequest
 from engine.server.responses.tools import AllowedToolsChoice, NamedToolChoice
-from engine.server.tools.calling import SchemaPaths
+from engine.server.tools.calling import ClientNames
 
 Message = dict[str, Any]
+_FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+}
 _SAME = ("model", "temperature", "top_p", "seed", "stream", "user", "chat_template_kwargs")
 
 
 def chat_fields(body: ResponsesRequest, conversation: Sequence[Message], tools: Sequence[ShownTool]) -> dict[str, Any]:
-    """The fields of a chat request. conversation: its messages, but for the instructions. tools: those of the request.
-    Raises ApiError for a choice of tools that are not there.
+    """Return the fields of a chat request. conversation: its messages, except for the instructions. tools: those of the
+    request. Raises ApiError for a choice of tools that do not exist.
     """
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
@@ -49,13 +55,13 @@ def chat_fields(body: ResponsesRequest, conversation: Sequence[Message], tools: 
     return fields
 
 
-def schema_paths(tools: Sequence[ShownTool]) -> SchemaPaths:
-    """Return what the client calls its schemas."""
-    return SchemaPaths([tool.path for tool in tools], "text.format.schema")
+def client_names(tools: Sequence[ShownTool]) -> ClientNames:
+    """Return what the client calls the parts of its request."""
+    return ClientNames([tool.path for tool in tools], _FIELDS["response_format.json_schema.schema"], _FIELDS)
 
 
 def _choice(body: ResponsesRequest, tools: Sequence[ShownTool]) -> Any:
-    """The choice of tools as chat writes it."""
+    """Return the choice of tools as chat writes it."""
     choice = body.tool_choice
     if isinstance(choice, NamedToolChoice):
         if (named := next((tool for tool in tools if tool.is_named(choice)), None)) is None:
@@ -80,7 +86,9 @@ def _none_of(field: str, name: str, tools: Sequence[ShownTool]) -> ApiError:
 
 
 def conversation_of(given: str | Sequence[Item]) -> list[Message]:
-    """The chat messages of a request's input. Reasoning, text and calls that follow each other are one message."""
+    """Return the chat messages of a request's input. Reasoning, text and calls that follow each other are
+    one message.
+    """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[Message] = []
@@ -113,7 +121,7 @@ def _join(messages: list[Message], item: MessageItem | ReasoningItem | OwnCall) 
 
 
 def _call(item: OwnCall) -> dict[str, Any]:
-    """A call as chat writes it."""
+    """Return a call as chat writes it."""
     if isinstance(item, FunctionCallItem):
         name, arguments = flat(item.name, item.namespace), item.arguments
     elif isinstance(item, CustomCallItem):

@@ -1,4 +1,4 @@
-"""Tools that an answer may call: how clients ask for them, and what of it the engine gets.
+"""Tools that an answer may call: how clients ask for them, and what the engine gets of it.
 
-Imports `engine.server.body` and `engine.text`.
+The folder imports `engine.server.body` and `engine.text`.
 """

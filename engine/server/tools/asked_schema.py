@@ -27,8 +27,10 @@ _MOST_PATH = 200  # characters: names in it are the client's
 
 @dataclass(frozen=True)
 class AskedSchema:
-    """path: what the client calls it. whole: as the client sent it. followed: what a grammar follows, which is all of
-    it but the keywords at the paths `left_out`. Names in paths are the client's, and the log may not hold them: `noted`
+    """A schema that a client has sent, and the part that a grammar follows.
+
+    path: what the client calls it. whole: as the client sent it. followed: what a grammar follows, which is all of it
+    but the keywords at the paths `left_out`. Names in paths are the client's, and the log may not hold them: `noted`
     are the same keywords without them.
     """
 
@@ -65,7 +67,7 @@ class AskedSchema:
             if steps * len(json.dumps(value)) > _MOST_NAMED:
                 return [f"{holder}: not followed"]
             keywords = dict.fromkeys(error.kind.name for error in validator.iter_errors(value))
-        except (ValueError, RecursionError):  # whose words may be the schema's
+        except (ValueError, RecursionError):  # the error's words may be the schema's
             return [f"{holder}: {_NOT_COMPARED}"]
         return [f"{holder}: {keyword}" for keyword in keywords]
 

@@ -13,8 +13,8 @@ from engine.server.tools.message import Delta
 
 @dataclass
 class Block:
-    """kind: "content", "reasoning" or "call". number: its place in the message. name, call_id: of a call, whose text is
-    its arguments.
+    """A part of a message. kind: "content", "reasoning" or "call". number: its place in the message. name, call_id: of
+    a call, whose text is its arguments.
     """
 
     kind: str
@@ -33,14 +33,14 @@ class Change(NamedTuple):
 
 
 class Blocks:
-    """all: the blocks so far; the last one is open until `end`."""
+    """Divides a message into blocks as it grows. all: the blocks so far; the last one is open until `end`."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
         self._open = False
 
     def add(self, deltas: Sequence[Delta]) -> Iterator[Change]:
-        """The changes that deltas make."""
+        """Yield the changes that deltas make."""
         for delta in deltas:
             kind = "call" if delta.kind == "arguments" else delta.kind
             if not self._open or delta.kind == "call" or self.all[-1].kind != kind:
@@ -54,7 +54,7 @@ class Blocks:
                 yield Change("grows", self.all[-1], delta.text)
 
     def end(self) -> Iterator[Change]:
-        """The change that closes the last block, if it is open."""
+        """Yield the change that closes the last block, if it is open."""
         if self._open:
             self._open = False
             yield Change("ends", self.all[-1])

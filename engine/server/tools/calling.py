@@ -23,13 +23,15 @@ _STYLE = {"x-guidance": JSON_WHITESPACE}
 
 
 @dataclass(frozen=True)
-class SchemaPaths:
-    """What the client calls the schemas of its request. tools: of each tool, in their order in the chat request; None:
-    as a chat request does. answer: of the answer's.
+class ClientNames:
+    """What the client calls the parts of its request. tools: the schema of each tool, in their order in the chat
+    request; None: as a chat request does. answer: the answer's schema. fields: those of a chat request that its API
+    calls otherwise.
     """
 
     tools: Sequence[str] | None = None
     answer: str = "response_format.json_schema.schema"
+    fields: Mapping[str, str] = field(default_factory=dict)
 
     def of_tool(self, number: int) -> str:
         return f"tools[{number}].function.parameters" if self.tools is None else self.tools[number]
@@ -37,8 +39,10 @@ class SchemaPaths:
 
 @dataclass(frozen=True)
 class Calling:
-    """format: of the model. shown: tools as its chat template takes them. wanted: what the answer may be. schemas: of
-    the tools that may be called, by their names. answer: the schema of an answer that calls nothing, if there is one.
+    """What the answers of one request may call.
+
+    format: of the model. shown: tools as its chat template takes them. wanted: what the answer may be. schemas: of the
+    tools that may be called, by their names. answer: the schema of an answer that calls nothing, if there is one.
     """
 
     format: AnswerFormat
@@ -48,16 +52,16 @@ class Calling:
     answer: AskedSchema | None = None
 
     @classmethod
-    def of(cls, body: ChatRequest, format_: AnswerFormat, paths: SchemaPaths | None = None) -> Calling:
+    def of(cls, body: ChatRequest, format_: AnswerFormat, names: ClientNames | None = None) -> Calling:
         """Read a request. Takes milliseconds. Raises ApiError for tools that the model cannot take."""
-        paths = paths or SchemaPaths()
+        names = names or ClientNames()
         choice = body.tool_choice or "auto"
-        answer, wanted = _answer(body, paths)
+        answer, wanted = _answer(body, names)
         if body.tools is None or choice == "none":
             return cls(format_, [], Wanted(answer=wanted), answer=answer)
         schemas = {
             tool.function.name: AskedSchema.of(
-                paths.of_tool(number), tool.function.parameters or {}, tool.function.strict
+                names.of_tool(number), tool.function.parameters or {}, tool.function.strict
             )
             for number, tool in enumerate(body.tools)
             if tool.function.name in body.callable_tools
@@ -96,7 +100,7 @@ class Calling:
         return [path for schema, value in finished for path in _differences(schema, value)]
 
     def after(self, prompt: str) -> Calling:
-        """The same, after the end of a prompt: it may begin reasoning."""
+        """Return the same, after the end of a prompt: it may begin reasoning."""
         reasoning = self.format.reasoning
         thinking = reasoning is not None and prompt.rstrip().endswith(reasoning.begin.rstrip())
         return replace(self, wanted=replace(self.wanted, thinking=thinking))
@@ -107,8 +111,8 @@ class Calling:
         return self.wanted.calls != "none" or (self.wanted.thinking and self.wanted.answer is not None)
 
     def grammar(self) -> dict[str, str]:
-        """The answer's grammar, as `SamplingParams` takes it. Takes milliseconds. Raises ApiError naming the tool whose
-        schema the library refuses.
+        """Return the answer's grammar, as `SamplingParams` takes it. Takes milliseconds. Raises ApiError naming the
+        tool whose schema the library refuses.
         """
         text = tool_grammar(self.format, self.wanted)
         try:
@@ -125,7 +129,9 @@ class Calling:
         return self.format.marks(calls=bool(self.wanted.tools))
 
     def reasoning_tokens(self, tokens: Sequence[int], thinking: bool) -> int:
-        """How many of an answer's tokens are reasoning, where its marks are tokens. thinking: it begins within it."""
+        """Return how many of an answer's tokens are reasoning, where its marks are tokens. thinking: it begins within
+        it.
+        """
         reasoning, added = self.format.reasoning, self.format.added
         if reasoning is None or not (thinking or added.get(reasoning.begin) in tokens):
             return 0
@@ -133,12 +139,12 @@ class Calling:
         return tokens.index(end) + 1 if end in tokens else len(tokens)
 
     def reader(self, thinking: bool) -> AnswerReader:
-        """For one answer. thinking: it begins within reasoning."""
+        """Return a reader for one answer. thinking: it begins within reasoning."""
         return AnswerReader(self.format, self.wanted.tools, thinking)
 
 
 def shown_to(format_: AnswerFormat, tools: Sequence[AskedTool]) -> list[dict[str, Any]]:
-    """The tools as a model's chat template takes them. Raises ApiError if it takes none."""
+    """Return the tools as a model's chat template takes them. Raises ApiError if it takes none."""
     if format_.tools is None:
         raise ApiError(
             400,
@@ -159,13 +165,13 @@ def _check(tool: Tool, path: str) -> None:
         raise ApiError(400, path + reason, param=path) from None
 
 
-def _answer(body: ChatRequest, paths: SchemaPaths) -> tuple[AskedSchema | None, dict[str, Any] | None]:
+def _answer(body: ChatRequest, names: ClientNames) -> tuple[AskedSchema | None, dict[str, Any] | None]:
     """Return the schema of an answer that calls nothing, as the client sent it and as a grammar follows it, if the
     answer is to follow one.
     """
     format_ = body.response_format
     if isinstance(format_, JsonSchemaFormat):
-        asked = AskedSchema.of(paths.answer, format_.json_schema.schema_, format_.json_schema.strict)
+        asked = AskedSchema.of(names.answer, format_.json_schema.schema_, format_.json_schema.strict)
         return asked, asked.followed | _STYLE
     return None, {"type": "object"} | _STYLE if isinstance(format_, JsonObjectFormat) else None
 

@@ -27,7 +27,8 @@ _BASES = ("$id", "id")
 def steps_of(schema: dict[str, Any], value: Any) -> int | None:
     """Return about how many steps the comparison takes, None if they are too many or a reference leads elsewhere."""
     try:
-        stack = [(schema, value), *((inner, None) for inner in _unevaluated(schema))]  # these cost before any value
+        # these cost before any value is compared
+        stack = [(schema, value), *((inner, None) for inner in _unevaluated(schema))]
         steps = 0
         while stack and steps <= _MOST_STEPS:
             asked, part = stack.pop()

@@ -20,8 +20,8 @@ _ID_LENGTH = 24
 
 @dataclass(frozen=True)
 class Delta:
-    """What a message grows by. kind: "content", "reasoning", "call" (text is the tool's name) or "arguments". call: the
-    number of the call, and its id.
+    """A part by which a message grows. kind: "content", "reasoning", "call" (text is the tool's name) or "arguments".
+    call: the number of the call, and its id.
     """
 
     kind: str
@@ -47,15 +47,15 @@ class ChatAnswer:
         self._ids: list[str] = []
 
     def feed(self, text: str) -> list[Delta]:
-        """What the text adds."""
+        """Return what the text adds."""
         return [self._delta(*part) for part in self._reader.feed(text)]
 
     def end(self) -> list[Delta]:
-        """What was held back, once the answer is complete."""
+        """Return what was held back, once the answer is complete."""
         return [self._delta(*part) for part in self._reader.end()]
 
     def whole(self, text: str) -> MessageParts:
-        """The message of an answer's text."""
+        """Return the message of an answer's text."""
         message = MessageParts()
         for delta in [*self.feed(text), *self.end()]:
             if delta.kind == "call":
@@ -68,7 +68,7 @@ class ChatAnswer:
         return message
 
     def reason(self, result: Result) -> FinishReason:
-        """Why the answer ended, once all of it has been fed."""
+        """Return why the answer ended, once all of it has been fed."""
         return "tool_calls" if self._ids and result.finish_reason == "eos" else REASONS[result.finish_reason]
 
     def _delta(self, kind: str, text: str) -> Delta:
@@ -85,7 +85,7 @@ class ChatAnswer:
 
 
 def delta_of(deltas: Sequence[Delta]) -> Chunk:
-    """OpenAI's delta of a round; empty if it adds nothing."""
+    """Return OpenAI's delta of a round; empty if it adds nothing."""
     delta: Chunk = {}
     calls: dict[int, dict[str, Any]] = {}
     for one in deltas:

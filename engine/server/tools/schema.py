@@ -38,7 +38,7 @@ class AskedTool(Body):
     cache_control: Ignored = False
 
     def plain(self) -> dict[str, Any]:
-        """The tool as chat templates take it."""
+        """Return the tool as chat templates take it."""
         function = {
             "name": self.function.name,
             "description": self.function.description or "",
@@ -74,7 +74,7 @@ AskedToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | Al
 
 
 class CalledFunction(Body):
-    """arguments: the text of a JSON object; empty: none."""
+    """The function of an earlier call. arguments: the text of a JSON object; empty: none."""
 
     name: ToolName
     arguments: str
@@ -102,6 +102,6 @@ class AskedCall(Body):
     provider_specific_fields: Ignored = False
 
     def plain(self) -> dict[str, Any]:
-        """The call as chat templates take it."""
+        """Return the call as chat templates take it."""
         function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
         return {"id": self.id, "type": "function", "function": function}

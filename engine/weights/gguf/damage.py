@@ -1,4 +1,4 @@
-"""What a GGUF file's tensors show of damage: numbers that are none, and zeros where a download stopped.
+"""Finds the damage that a GGUF file's tensors show: NaN and infinity, and zeros where a download stopped.
 
 A download that was allocated and not finished has the right length and a right header, and ends in zeros.
 """
@@ -16,8 +16,9 @@ from engine.weights.gguf.file import GgufFile
 from engine.weights.gguf.header import GgufTensor
 
 _EXPONENTS = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
-"""Types of numbers, and the bits that are all set where one is infinite or none."""
+"""Types of numbers, and the bits that are all set where a number is infinite or NaN."""
 _AGAIN = "get the file again"
+_AT_ONCE = 1 << 14  # blocks that are put together at a time
 
 
 class DamagedTensors(ModelError):
@@ -46,7 +47,7 @@ def check_tensors(file: GgufFile) -> list[str]:
 
 
 def _has_numbers(raw: NDArray[np.uint8], tensor: GgufTensor) -> bool:
-    """Whether all numbers of a tensor are finite: those of blocks are if their scales are."""
+    """Return whether all numbers of a tensor are finite: those of blocks are if their scales are."""
     kind = tensor.kind.name
     if kind in _EXPONENTS:
         number, exponent = _EXPONENTS[kind]
@@ -54,6 +55,9 @@ def _has_numbers(raw: NDArray[np.uint8], tensor: GgufTensor) -> bool:
     if not has_layout(kind) or (layout := layout_of(kind)).exponents:
         return True
     blocks = raw.reshape(tensor.elements // layout.inputs, -1)
+    if layout.scale >= blocks.shape[1]:  # it is put together when a block is packed
+        parts = (layout.whole(blocks[start : start + _AT_ONCE]) for start in range(0, len(blocks), _AT_ONCE))
+        return all(_are_finite(part[:, layout.scale : layout.scale + 2]) for part in parts)
     return all(_are_finite(blocks[:, at : at + 2]) for at in _scales_of(layout))
 
 
@@ -63,5 +67,5 @@ def _scales_of(layout: QuantLayout) -> list[int]:
 
 
 def _are_finite(halves: NDArray[np.uint8]) -> bool:
-    """halves: [blocks, 2], the bytes of a float16 of each."""
+    """Return whether all numbers are finite. halves: [blocks, 2], the bytes of a float16 of each."""
     return not bool((halves[:, 1] & 0x7C == 0x7C).any())

@@ -1,8 +1,8 @@
-"""`python -m engine.weights.gguf.describe FILE FOLDER TITLE ORIGIN`: configuration and tokenizer of a GGUF file.
+"""`python -m engine.weights.gguf.describe FILE FOLDER TITLE ORIGIN` writes configuration and tokenizer of a GGUF file.
 
 It runs as its own process, because transformers trusts the file and takes seconds to import. It exits when its standard
-input closes. Lines that start with "talon: " are for the user; if it fails, the last one says why. Its tensors are
-looked at too, once, since nobody does it later.
+input closes. Lines that start with "talon: " are for the user; if it fails, the last one says why. It also checks the
+tensors, once, because no later step does.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def _split_text(file: GgufFile, tokenizer: Any) -> None:
 
 
 def _drop_foreign_tokens(file: GgufFile, tokenizer: Path) -> None:
-    """transformers appends GPT-2's end of text to a vocabulary without one; such a token would have no embedding."""
+    """Drop the end of text of GPT-2 that transformers appends to a vocabulary without one: it would have
+    no embedding.
+    """
     tokens = file.metadata["tokenizer.ggml.tokens"]
     content = json.loads(tokenizer.read_text(encoding="utf8"))
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < tokens]
@@ -79,8 +81,8 @@ def _drop_foreign_tokens(file: GgufFile, tokenizer: Path) -> None:
 
 
 def _end_tokens(file: GgufFile, tokenizer: Any) -> list[int] | None:
-    """Token ids that end an answer: end of text, of turn and of message, and what the chat template writes after an
-    assistant's turn.
+    """Return the token ids that end an answer: end of text, of turn and of message, and what the chat template writes
+    after an assistant's turn.
     """
     ids = [file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     return sorted({token for token in (*ids, turn_end(tokenizer)) if isinstance(token, int)}) or None
@@ -118,7 +120,8 @@ def main() -> None:
         sys.exit(errno.EBADMSG)
     except Exception as error:  # every family's code raises its own errors
         reason = first_line(error)
-        if getattr(error, "errno", None) == errno.ENOSPC or f"(os error {errno.ENOSPC})" in reason:  # tokenizers' own
+        # tokenizers has an error of its own for a full disk
+        if getattr(error, "errno", None) == errno.ENOSPC or f"(os error {errno.ENOSPC})" in reason:
             sys.exit(errno.ENOSPC)
         sys.exit(
             f"talon: {reason if isinstance(error, ModelError | ValueError) else f'{type(error).__name__}: {reason}'}"

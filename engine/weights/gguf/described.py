@@ -18,12 +18,12 @@ from engine.weights.gguf.file import parts_of, read_gguf
 from engine.weights.gguf.source import current_source, remember, source_of
 
 DESCRIPTION_BYTES = 30_000_000
-"""Upper bound on a directory without weights."""
+"""Upper bound on the size of a directory without weights."""
 
 
 def described(file: Path, field: str, report: Report) -> Path:
-    """The directory that describes a GGUF file, made once for each path and state of the file. Of a model in several
-    parts, `file` is any of them.
+    """Return the directory that describes a GGUF file, made once for each path and state of the file. Of a model in
+    several parts, `file` is any of them.
 
     field: `KEY=VALUE`, for errors. Raises ModelError if the file cannot be used or the cache cannot be written.
     """
@@ -50,7 +50,7 @@ def described(file: Path, field: str, report: Report) -> Path:
 
 def describe(file: Path, folder: Path, field: str, title: str, origin: str, report: Report) -> None:
     """Fill `folder` with all but the weights. title, origin: for its card. Raises ModelError, and OSError where no
-    room is left.
+    space is left.
     """
     gguf = read_gguf(file, field)
     report(f"reading the configuration and tokenizer of {title}", 0, 0)

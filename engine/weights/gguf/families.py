@@ -1,15 +1,16 @@
 """How GGUF files hold a model, by transformers' tables and what they leave out: keys of the metadata, whole families.
 
-transformers' own tables are extended when this is imported; `completed` does the rest to a configuration made by them.
+`teach_transformers` extends transformers' own tables; `completed` does the rest to a configuration made by them.
 
-llama.cpp renames tensors, permutes the rows of some and offsets the values of others. What undoes that are the names of
-the package `gguf` and transformers' own processors, given the numbers of the rows instead of a matrix: the order of the
-rows is then known without moving any. Experts are three tensors a layer, two of which transformers holds as one.
+llama.cpp renames tensors, permutes the rows of some and offsets the values of others. The names of the package `gguf`
+and transformers' own processors undo that. They are given the numbers of the rows instead of a matrix, so the order of
+the rows is known without moving any. Experts are three tensors a layer, two of which transformers holds as one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from gguf import MODEL_ARCH_NAMES, TensorNameMap, dequantize, get_tensor_name_ma
 from torch import Tensor
 from transformers import MixtralConfig
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 from transformers.modeling_gguf_pytorch_utils import (
     GGUF_SUPPORTED_ARCHITECTURES,
     TENSOR_PROCESSORS,
@@ -26,10 +28,11 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from engine.core.errors import ModelError, shown
+from engine.weights.gguf.configurations import CONFIGURATIONS
 from engine.weights.gguf.file import GgufFile
 from engine.weights.gguf.header import GgufTensor
-from engine.weights.gguf.hybrids import HYBRIDS, check_hybrid, delta_parameters, draft_block
-from engine.weights.stored_weights import Place, Unreadable, is_vector, named
+from engine.weights.gguf.hybrids import HYBRIDS, check_hybrid, delta_parameters, draft_block, teach_hybrids
+from engine.weights.stored_weights import Place, Unreadable, held, is_vector, named, stored_buffers
 
 _COMMON = GGUF_CONFIG_MAPPING["qwen2"]
 _GRANITE = {
@@ -56,24 +59,38 @@ _SCALED_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
 """Gemmas of 27 B, known by their layers as llama.cpp knows them: their queries are scaled by hidden size over heads."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
-for _family, _names in _KEYS.items():
-    GGUF_CONFIG_MAPPING.setdefault(_family, {}).update(_names)
-for _family in _OWN:
-    GGUF_SUPPORTED_ARCHITECTURES.append(_family)
-for _family in _NEIGHBOURS:
-    TENSOR_PROCESSORS[_family] = LlamaTensorProcessor
-
-
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Of the parameters that hold the matrices of all experts of a layer: which tensors hold their outputs in turn."""
+"""Parameters that hold the matrices of all experts of a layer, and the tensors that hold their outputs in turn."""
+_IN_TURN = ("gpt-oss",)
+"""Architectures whose experts transformers holds with inputs before outputs, and the outputs of gate and up in turn."""
+_ALONE = {"expert_bias": "bias", "layer_scalar": "weight", "sinks": "weight"}
+"""Names of parameters that are not parts of a linear layer, and how the names of their tensors end."""
+
+
+@cache
+def teach_transformers() -> None:
+    """Add to transformers' tables the families that it reads from no GGUF file, and what it leaves out of others."""
+    for family, names in _KEYS.items():
+        GGUF_CONFIG_MAPPING.setdefault(family, {}).update(names)
+    GGUF_SUPPORTED_ARCHITECTURES.extend(_OWN)
+    TENSOR_PROCESSORS.update(dict.fromkeys(_NEIGHBOURS, LlamaTensorProcessor))
+    teach_hybrids()
+    GGUF_CONFIG_ARCHS.update(CONFIGURATIONS)
+
+
+def is_filled(file: GgufFile) -> bool:
+    """Whether a stock model gets the file's weights from `located`, and not from transformers' own reader."""
+    return file.architecture in (*HYBRIDS, *CONFIGURATIONS)
 
 
 def located(file: GgufFile, model: Any) -> tuple[dict[str, Place], dict[str, Tensor]]:
-    """Where the matrices of a stock model on the meta device are, and the values of its other parameters, by name.
+    """Return where the matrices of a stock model on the meta device are, and the values of its other parameters, by
+    name.
 
-    Raises Unreadable if the file holds them in a way that is not read, and ModelError for values that are no numbers.
+    Raises Unreadable if the file holds them in a way that is not read, and ModelError for values that are not numbers.
     """
     config = model.config.get_text_config()
+    teach_transformers()
     processor: TensorProcessor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
     architecture = next((key for key, name in MODEL_ARCH_NAMES.items() if name == file.architecture), None)
     if architecture is None:
@@ -89,49 +106,63 @@ def located(file: GgufFile, model: Any) -> tuple[dict[str, Place], dict[str, Ten
         vectors |= net.vectors
         read |= net.tensors
     for name, same in _rest(model, {*places, *vectors}).items():
-        found = next((held for one in reversed(same) if (held := _find(one, names, tensors))), None)
+        found = next((there for one in reversed(same) if (there := _find(one, names, tensors))), None)
         if found is None:
             raise Unreadable(f"{name} is not in the file")
         read |= {tensor.name for tensor in found}
-        module, _, part = name.rpartition(".")
-        parameter = getattr(model.get_submodule(module), part)
-        if is_vector(parameter):
+        parameter = held(model, name)
+        in_turn = file.architecture in _IN_TURN and ".experts." in name
+        if name.endswith("_bias") and in_turn:
+            of_parts = [_values(file, one, processor, torch.Size(one.shape[::-1])) for one in found]
+            vectors |= dict.fromkeys(same, torch.stack(of_parts, dim=-1).flatten(1).to(model.dtype))
+        elif is_vector(parameter):
             values = _values(file, found[0], processor, parameter.shape)
-            vectors |= dict.fromkeys(same, values if part == "expert_bias" else values.to(model.dtype))
+            vectors |= dict.fromkeys(same, values if name.endswith(".expert_bias") else values.to(model.dtype))
         else:
-            places |= dict.fromkeys(same, _place(found, processor, tuple(parameter.shape)))
-    ignored = ("rope_", *filter(None, [draft_block(file)]))
+            places |= dict.fromkeys(same, _place(found, processor, tuple(parameter.shape), in_turn))
+    ignored = ("rope_", *filter(None, [draft_block(file)]), *_unused(model, names))
     if left := [name for name in tensors if name not in read and not name.startswith(ignored)]:
         raise Unreadable(f"{left[0]} is not of this model")
     return places, vectors
 
 
 def _rest(model: Any, known: set[str]) -> dict[str, list[str]]:
-    """All names of each parameter, and of each buffer that a checkpoint holds, by the first, but of the known ones."""
-    biases = {name: [name] for name, _ in model.named_buffers() if name.endswith(".expert_bias")}
-    return {name: same for name, same in (named(model) | biases).items() if name not in known}
+    """Return all names of each parameter, and of each buffer that a checkpoint holds, by the first, without the known
+    ones.
+    """
+    return {name: same for name, same in (named(model) | stored_buffers(model)).items() if name not in known}
+
+
+def _unused(model: Any, names: TensorNameMap) -> list[str]:
+    """Return how the names of tensors begin that transformers leaves out too: layers that read others' keys have some
+    of their own.
+    """
+    left_out = getattr(model.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    found = [names.get_name(f"model.{module}") for module in left_out]
+    return [f"{name}." for name in found if name is not None]
 
 
 def _find(name: str, names: TensorNameMap, tensors: Mapping[str, GgufTensor]) -> list[GgufTensor]:
-    """The tensors that hold a parameter, in their order; none if one of them is not there."""
+    """Return the tensors that hold a parameter, in their order; none if one of them is not there."""
     module, _, suffix = name.rpartition(".")
     sought = [f"{names.get_name(module)}.{suffix}"]
-    if suffix == "expert_bias":
-        sought = [f"{names.get_name(name)}.bias"]
+    if suffix in _ALONE:
+        sought = [f"{names.get_name(name)}.{_ALONE[suffix]}"]
     if module.endswith(".experts"):
-        sought = [f"{names.get_name(f'{module}.{part}')}.weight" for part in _EXPERTS.get(suffix, ())]
+        parts, ending = _EXPERTS.get(suffix.removesuffix("_bias"), ()), "bias" if suffix.endswith("_bias") else "weight"
+        sought = [f"{names.get_name(f'{module}.{part}')}.{ending}" for part in parts]
     return [tensors[stored] for stored in sought] if sought and all(stored in tensors for stored in sought) else []
 
 
-def _place(tensors: list[GgufTensor], processor: TensorProcessor, shape: tuple[int, ...]) -> Place:
+def _place(tensors: list[GgufTensor], processor: TensorProcessor, shape: tuple[int, ...], in_turn: bool) -> Place:
     named = tuple(tensor.name for tensor in tensors)
-    *count, outputs, inputs = shape
+    *count, outputs, inputs = (shape[0], shape[2], shape[1]) if in_turn else shape
     each = outputs // len(tensors)
     row = (inputs,) if outputs == 1 else None  # one output has no dimension of its own
     if any(tensor.shape not in ((inputs, each, *count), row) for tensor in tensors) or each * len(tensors) != outputs:
         raise Unreadable(f"{named[0]} is stored in another shape")
     if count:
-        return Place(named, shape)
+        return Place(named, shape, in_turn=in_turn)
     rows = np.arange(outputs)
     made = processor.process(rows[:, None], name=named[0])
     if made.name is None or made.weights.shape != (outputs, 1):
@@ -154,19 +185,17 @@ def _values(file: GgufFile, tensor: GgufTensor, processor: TensorProcessor, shap
 
 
 def completed(file: GgufFile, config: Any) -> Any:
-    """The configuration that transformers has read, with what it has left out. Raises ModelError if the file's scaling
-    of positions cannot be followed.
+    """Complete the configuration that transformers has read with what it has left out. Raises ModelError if the file's
+    scaling of positions cannot be followed.
     """
     value, architecture = _Values(file), file.architecture
-    if architecture == "gpt-oss":
-        raise ModelError("its expert biases, sinks and scaled positions are not read from GGUF")
     if architecture == "olmo2" and value("attention.sliding_window"):
         raise ModelError("OLMo 3, whose windows are not read from GGUF")
     config.vocab_size = value("vocab_size", file.metadata["tokenizer.ggml.tokens"])
     if architecture in HYBRIDS:
         check_hybrid(file)
         return config
-    if (config.pad_token_id or 0) >= config.vocab_size:  # a default of the family's largest model
+    if (config.pad_token_id or 0) >= config.vocab_size:  # transformers' default is that of the family's largest model
         config.pad_token_id = None
     if architecture == "llama" and value("expert_count", 0):
         config = _with_experts(config, value)
@@ -193,7 +222,7 @@ class _Values:
 
 
 def _with_experts(config: Any, value: _Values) -> MixtralConfig:
-    """Mixtral, which llama.cpp takes for a Llama."""
+    """Return the configuration as Mixtral's, which llama.cpp takes for a Llama."""
     known = {key: what for key, what in config.to_dict().items() if key not in ("model_type", "architectures")}
     counts = {"num_local_experts": value("expert_count"), "num_experts_per_tok": value("expert_used_count")}
     return MixtralConfig(**known, **counts, sliding_window=None)
@@ -202,17 +231,19 @@ def _with_experts(config: Any, value: _Values) -> MixtralConfig:
 def _scale_positions(file: GgufFile, config: Any, value: _Values) -> None:
     """Set the part of a head that is rotated and the scaling of positions; ModelError if its kind is unknown.
 
-    Llama 3's is stored as one factor per frequency, from which its parameters follow.
+    Llama 3's scaling is stored as one factor per frequency, from which its parameters follow.
     """
     rope = dict(config.get_text_config().rope_parameters or {})
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kind = value("rope.scaling.type", "none")
     if "partial_rotary_factor" in rope:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rope["partial_rotary_factor"] = value("rope.dimension_count", head_dim) / head_dim
     if value("rope.dimension_sections") is not None:
         raise ModelError("its positions of images (rope.dimension_sections) are not read from GGUF")
     factors = file.values("rope_freqs.weight")
-    if factors is not None:
+    if factors is not None and "full_attention" in rope:  # Gemma 4: what is not rotated is divided by 1e30
+        rope["full_attention"] |= {"partial_rotary_factor": float((factors == 1).mean())}
+    elif factors is not None:
         factor = float(factors.max())
         if not np.allclose(factors, llama3_factors(rope["rope_theta"], len(factors), factor), rtol=1e-3):
             raise ModelError("its rope_freqs are not those of Llama 3")
@@ -228,7 +259,9 @@ def _scale_positions(file: GgufFile, config: Any, value: _Values) -> None:
 
 
 def llama3_factors(theta: float, frequencies: int, factor: float) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """What Llama 3.1 divides each frequency by: 1 for high ones, `factor` for low ones, interpolated in between."""
+    """Return what Llama 3.1 divides each frequency by: 1 for high ones, `factor` for low ones,
+    interpolated in between.
+    """
     low, high, length = _LLAMA3.values()
     wavelengths = 2 * np.pi * theta ** (np.arange(frequencies) / frequencies)
     smooth = np.clip((length / wavelengths - low) / (high - low), 0, 1)

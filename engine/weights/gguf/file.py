@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from engine.core.errors import ModelError, shown
 from engine.core.processor import cores
+from engine.kernels.quant.layouts import bits_in_memory
 from engine.weights.gguf.header import GgufHeader, GgufTensor, read_header
 
 _PART = re.compile(r"(?P<name>.*)-\d{5}-of-(?P<count>\d{5})(?P<ending>\.gguf)", re.DOTALL | re.IGNORECASE)
@@ -35,13 +36,15 @@ _COUNTS = (
     "attention.head_count_kv",
     "attention.key_length",
 )
-_AT_ONCE = 4 << 20  # bytes that a thread reads
-_LARGEST = 1 << 24  # of any of them
-_SAME = ("general.architecture", "general.name", "split.tensors.count")  # in all parts that name them
+_AT_ONCE = 4 << 20  # bytes that a thread reads at a time
+_LARGEST = 1 << 24  # the largest of these counts
+_SAME = ("general.architecture", "general.name", "split.tensors.count")  # the same in all parts that name them
 
 
 class GgufFile:
-    """parts: at least one, in their order. metadata: scalars and strings as they are, an array as its length."""
+    """The GGUF file, or files, of one model. parts: at least one, in their order. metadata: scalars and strings as they
+    are, an array as its length.
+    """
 
     def __init__(self, parts: Sequence[GgufHeader]):
         self.parts = parts
@@ -64,6 +67,11 @@ class GgufFile:
         return sum(tensor.size for tensor in self.tensors)
 
     @property
+    def packed_size(self) -> int:
+        """Bytes of all tensors as they lie in memory."""
+        return int(sum(tensor.elements * bits_in_memory(tensor.kind.name) / 8 for tensor in self.tensors))
+
+    @property
     def elements(self) -> int:
         """The elements of all tensors."""
         return sum(tensor.elements for tensor in self.tensors)
@@ -72,13 +80,13 @@ class GgufFile:
         return next((tensor for tensor in self.tensors if tensor.name == name), None)
 
     def values(self, name: str) -> NDArray[np.float32] | None:
-        """A tensor that is stored as float32; None if there is none of that name."""
+        """Return a tensor that is stored as float32; None if there is none of that name."""
         tensor = self.tensor(name)
         return None if tensor is None or tensor.kind != GGMLQuantizationType.F32 else self.read(tensor).view("<f4")
 
     def read(self, tensor: GgufTensor) -> NDArray[np.uint8]:
-        """[bytes] a copy of the tensor's bytes, made on all cores. A mapping would end the process if the file were cut
-        meanwhile; this raises ModelError.
+        """Return [bytes] a copy of the tensor's bytes, made on all cores. A mapping would end the process if the file
+        were cut meanwhile; this raises ModelError.
         """
         part = self.parts[tensor.part]
         raw = np.empty(tensor.size, np.uint8)
@@ -91,7 +99,7 @@ class GgufFile:
                     raise ModelError(f"model={part.path}: the GGUF file was cut short while it was read; get it again")
                 done += count
 
-        with ThreadPoolExecutor(cores()) as threads:  # which starts none for nothing
+        with ThreadPoolExecutor(cores()) as threads:  # starts no threads for an empty list
             rest = threads.map(read_some, range(_AT_ONCE, len(view), _AT_ONCE))
             read_some(0)
             for _ in rest:
@@ -99,7 +107,7 @@ class GgufFile:
         return raw
 
     def read_rows(self, tensor: GgufTensor, rows: Sequence[int]) -> NDArray[np.uint8]:
-        """[rows, bytes] some rows of a matrix. Raises ModelError if the file was cut meanwhile."""
+        """Return [rows, bytes] some rows of a matrix. Raises ModelError if the file was cut meanwhile."""
         part, size = self.parts[tensor.part], tensor.size // tensor.shape[1]
         found = [os.pread(part.content.fileno(), size, part.start + tensor.offset + row * size) for row in rows]
         if any(len(row) < size for row in found):
@@ -122,7 +130,7 @@ class GgufFile:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files that hold the model of this one, which is any of them: by their names alone."""
+    """Return the files that hold the model of this one, which is any of them: by their names alone."""
     if (named := _PART.fullmatch(path.name)) is None:
         return [path]
     ending = f"-of-{named['count']}{named['ending']}"
@@ -131,7 +139,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def read_gguf(path: Path, field: str) -> GgufFile:
-    """The model in the file at `path`, or that it is a part of. field: `KEY=VALUE`, for errors.
+    """Read the model in the file at `path`, or that it is a part of. field: `KEY=VALUE`, for errors.
 
     Raises ModelError if a file does not exist, is not a GGUF file, is cut short, or is of another model than the first.
     """
@@ -162,7 +170,9 @@ def read_gguf(path: Path, field: str) -> GgufFile:
 
 
 def _checked(file: GgufFile, field: str) -> GgufFile:
-    """Raise ModelError if the model has no name, or a tensor twice, or not as many as it says."""
+    """Return the file. Raises ModelError if the model has no name, or a tensor twice, or another number
+    than it says.
+    """
     if not isinstance(file.metadata.get("general.architecture"), str):
         raise ModelError(f"{field}: {file.path.name} names no general.architecture; get the file again")
     _check_counts(file, field)
@@ -178,7 +188,7 @@ def _checked(file: GgufFile, field: str) -> GgufFile:
 
 
 def _check_counts(file: GgufFile, field: str) -> None:
-    """Raise ModelError for counts that the tensors contradict: whoever trusted them would make a model of that size."""
+    """Raise ModelError for counts that the tensors contradict: trusting them would make a model of that size."""
     blocks = len({tensor.name.split(".")[1] for tensor in file.tensors if tensor.name.startswith("blk.")})
     if blocks == 1 and any(".nextn." in tensor.name for tensor in file.tensors):  # a draft head alone, the last block
         blocks = _LARGEST

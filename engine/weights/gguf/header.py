@@ -24,13 +24,13 @@ _TOKEN_KINDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
 _MOST_DIMENSIONS = 4
 _ALIGNMENTS = {2**power for power in range(3, 17)}
 _CHUNK = 4 << 20  # bytes of the header that are read together
-_LARGEST = 1 << 28  # bytes of a header: what damaged ones say may be as long as the file
+_LARGEST = 1 << 28  # most bytes of a header: a damaged one may claim to be as long as the file
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """shape: in ggml's order, the fastest dimension first. offset: from the start of the data. part: which of the
-    files that the model is in, from 0.
+    """A tensor of a GGUF file, as the header describes it. shape: in ggml's order, the fastest dimension first. offset:
+    from the start of the data. part: which of the files that the model is in, from 0.
     """
 
     name: str
@@ -45,24 +45,26 @@ class GgufTensor:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The number of bytes."""
         block, block_bytes = GGML_QUANT_SIZES[self.kind]
         return int(self.elements // block * block_bytes)
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """metadata: scalars and strings as they are, an array as its length. start: the byte where the data begins."""
+    """What the header of a GGUF file says. metadata: scalars and strings as they are, an array as its length. start:
+    the byte where the data begins.
+    """
 
     path: Path
     metadata: dict[str, Any]
     tensors: list[GgufTensor]
     start: int
-    content: BinaryIO  # stays open, so that whatever takes the file's name later is not read for it
+    content: BinaryIO  # stays open, so that a file that takes the name later is not read instead
 
 
 def read_header(path: Path, field: str) -> GgufHeader:
-    """The header of the file at `path`. field: `KEY=VALUE`, for errors.
+    """Read the header of the file at `path`. field: `KEY=VALUE`, for errors.
 
     Raises ModelError if the file does not exist, is not a GGUF file, or is cut short.
     """
@@ -110,7 +112,7 @@ class _Reader:
         return GgufHeader(self.path, metadata, tensors, start, self.content)
 
     def _check_tokens(self, metadata: dict[str, Any]) -> None:
-        """Refuse the id of a token that is none."""
+        """Refuse the ids of tokens that do not exist."""
         count = metadata.get("tokenizer.ggml.tokens")
         for key in (f"tokenizer.ggml.{kind}_token_id" for kind in _TOKEN_KINDS):
             token = metadata.get(key)
@@ -168,7 +170,7 @@ class _Reader:
         return struct.unpack_from(form, self.head, start)
 
     def _skip_strings(self, count: int) -> None:
-        """A tokenizer has hundreds of thousands."""
+        """Skip strings, of which a tokenizer has hundreds of thousands."""
         head, at, length_of = self.head, self.at, struct.Struct("<Q").unpack_from
         for _ in range(count):
             if at + 8 > len(head):

@@ -41,7 +41,7 @@ class _ZeroCentred(TensorProcessor):
 
 
 def _qwen3next(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
-    """Qwen3-Next is Qwen3.5 with experts, but for the positions of images."""
+    """Return the configuration of Qwen3-Next: Qwen3.5 with experts, but for the positions of images."""
     as_qwen35 = {key.replace("qwen3next.", "qwen35moe."): value for key, value in metadata.items()}
     config: dict[str, Any] = GGUF_CONFIG_ARCHS["qwen35moe"](
         as_qwen35 | {"qwen35moe.rope.dimension_sections": ()}, tensors
@@ -86,9 +86,11 @@ def _with_recurrent_layers(architecture: str, described: _Described) -> _Describ
     return config_of
 
 
-GGUF_CONFIG_ARCHS |= {"qwen3next": _qwen3next, "lfm2moe": _lfm2moe}
-GGUF_CONFIG_ARCHS |= {name: _with_recurrent_layers(name, GGUF_CONFIG_ARCHS[name]) for name in _DELTA}
-TENSOR_PROCESSORS |= dict.fromkeys(_DELTA, _ZeroCentred) | {"lfm2moe": TENSOR_PROCESSORS["lfm2"]}
+def teach_hybrids() -> None:
+    """Add to transformers' tables the hybrids that they leave out, and how others name their recurrent layers."""
+    GGUF_CONFIG_ARCHS.update({"qwen3next": _qwen3next, "lfm2moe": _lfm2moe})
+    GGUF_CONFIG_ARCHS.update({name: _with_recurrent_layers(name, GGUF_CONFIG_ARCHS[name]) for name in _DELTA})
+    TENSOR_PROCESSORS.update(dict.fromkeys(_DELTA, _ZeroCentred) | {"lfm2moe": TENSOR_PROCESSORS["lfm2"]})
 
 
 def check_hybrid(file: GgufFile) -> None:
@@ -113,7 +115,9 @@ def check_hybrid(file: GgufFile) -> None:
 
 
 def draft_block(file: GgufFile) -> str:
-    """How the names of the draft head's tensors begin, which is no part of the model; "" if the file has none."""
+    """Return how the names of the draft head's tensors begin, which is no part of the model; "" if the
+    file has none.
+    """
     heads = file.metadata.get(f"{file.architecture}.nextn_predict_layers", 0)
     return f"blk.{file.metadata[f'{file.architecture}.block_count'] - 1}." if heads else ""
 
@@ -159,7 +163,7 @@ class _DeltaReader:
         self._vectors()
 
     def _grouped(self, size: int) -> NDArray[np.int64]:
-        """The stored place of each number of value heads in transformers' order, `size` of each head."""
+        """Return the stored place of each number of value heads in transformers' order, `size` of each head."""
         shape = (self.each, self.key_heads, size) if self.tiled else (1, -1, size)
         places: NDArray[np.int64] = np.arange(self.key_heads * self.each * size, dtype=np.int64)
         return np.ascontiguousarray(places.reshape(shape).swapaxes(0, 1)).reshape(-1)
@@ -172,7 +176,7 @@ class _DeltaReader:
             self.places[OWN + parameter] = Place((stored,), shape)
 
     def _whole(self) -> None:
-        """Qwen3-Next's: transformers has one matrix, with q, k, v and z of each key head together."""
+        """Read Qwen3-Next's matrices: transformers has one matrix, with q, k, v and z of each key head together."""
         channels, inputs = 2 * self.keys + self.values, self.hidden
         qkv = self._found("attn_qkv.weight", (inputs, channels))
         z = self._found("attn_gate.weight", (inputs, self.values))
@@ -191,7 +195,9 @@ class _DeltaReader:
             self.places[OWN + parameter] = Place((stored,), shape)
 
     def _vectors(self) -> None:
-        """What is no matrix: of a step's decay, minus the exponential of what transformers has is stored."""
+        """Read what is not a matrix. For the decay of a step, the file holds minus the exponential of transformers'
+        number.
+        """
         heads, prefix = self.key_heads * self.each, self.prefix
         decay, bias = self._numbers("ssm_a", heads), self._numbers("ssm_dt.bias", heads)
         convolution = self._numbers("ssm_conv1d.weight", len(self._channels))
@@ -205,7 +211,7 @@ class _DeltaReader:
         self.vectors[f"{prefix}norm.weight"] = self._numbers("ssm_norm.weight", self.value_dim).to(torch.bfloat16)
 
     def _numbers(self, name: str, count: int) -> Tensor:
-        """A tensor as float32, [count, ...]."""
+        """Return a tensor as float32, [count, ...]."""
         stored = self._found(name, None)
         tensor = self.file.tensor(stored)
         assert tensor is not None
@@ -217,7 +223,7 @@ class _DeltaReader:
         return values
 
     def _found(self, name: str, shape: tuple[int, ...] | None) -> str:
-        """The whole name of a tensor, which is noted as read."""
+        """Return the whole name of a tensor, which is noted as read."""
         tensor = self.file.tensor(stored := f"{self.block}{name}")
         if tensor is None:
             raise Unreadable(f"{stored} is not in the file")

@@ -1,4 +1,4 @@
-"""A GGUF file as transformers reads it: by the reader of the package `gguf`, which it imports when it needs it."""
+"""Reads a GGUF file as transformers does: by the reader of the package `gguf`, which it imports when it needs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-import engine.weights.gguf.families  # noqa: F401  (transformers is to know them)
+from engine.weights.gguf.families import teach_transformers
 from engine.weights.gguf.file import GgufFile
 
 MODEL = "model.gguf"
@@ -20,14 +20,15 @@ _LONG_ARRAY = 1000
 
 @contextmanager
 def read_by_transformers(file: GgufFile) -> Iterator[str]:
-    """A folder in which transformers finds the file, of whatever parts, as MODEL, and no other file.
+    """Give a folder in which transformers finds the file, of whatever parts, as MODEL, and no other file.
 
-    It is read through the file as it was opened. Not for several threads at once.
+    The file is read as it was opened. Not for several threads at once.
     """
+    teach_transformers()
     opened = [Path(f"/proc/self/fd/{part.content.fileno()}") for part in file.parts]
 
     class Reader(_ShortReader):
-        """Has the tensors of all parts."""
+        """A reader that has the tensors of all parts."""
 
         def __init__(self, path: Any, *options: Any):
             super().__init__(path, *options)
@@ -46,8 +47,8 @@ def read_by_transformers(file: GgufFile) -> Iterator[str]:
 
 
 class _ShortReader(gguf.GGUFReader):
-    """Leaves out long arrays, the vocabulary's. It makes objects of each of their numbers, for ten seconds, of which
-    transformers uses none: it reads vocabularies in another way.
+    """Leaves out long arrays, those of the vocabulary. The package's reader would make objects of each of their
+    numbers, for ten seconds, and transformers uses none: it reads vocabularies in another way.
     """
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
@@ -58,7 +59,7 @@ class _ShortReader(gguf.GGUFReader):
         return super()._get_field_parts(orig_offs, raw_type)
 
     def _size(self, start: int, kind: gguf.GGUFValueType, count: int) -> int:
-        """Bytes of an array's values."""
+        """Return the bytes of an array's values."""
         if (number := self.gguf_scalar_to_np.get(kind)) is not None:
             return int(count * np.dtype(number).itemsize)
         content, at = memoryview(self.data), start

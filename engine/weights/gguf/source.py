@@ -1,7 +1,7 @@
 """The GGUF file, or files, that a directory in the cache describes: the weights stay there.
 
-The file is known by the hash of its content. That is taken again, of all of it, when the file system says that the file
-is another or was written to since: a copy has the same content, and one with other weights has not, whatever its time.
+The file is known by the hash of its content. All of it is hashed again when the file system says that the file is
+another or was written to since: a copy has the same content, and a file with other weights has not, whatever its time.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from engine.weights.gguf.file import GgufFile, parts_of, read_gguf
 SOURCE = "source.json"
 SEEN = "seen.msgpack"
 FORMAT = 6
-"""Raise it when what stands in such a directory changes: files are then described again."""
-_HASHED_AT_ONCE = 1 << 20  # bytes that a thread hashes
-_TICK_NS = 20_000_000  # the clock of file systems: a file may be written to twice in one turn of it
+"""Raise it when the contents of such a directory change: files are then described again."""
+_HASHED_AT_ONCE = 1 << 20  # bytes that a thread hashes at a time
+_TICK_NS = 20_000_000  # step of the clock of file systems: a file may be written to twice within it
 
 States = list[tuple[int, int, int]]
 """Length, time of the last write and of the last change of each part, as the file system says."""
@@ -38,8 +38,8 @@ States = list[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class GgufSource:
-    """file: a path, or a name in the directory itself; the first of several parts. size: bytes of all. content: the
-    hash of all of them.
+    """The file that a directory of the cache describes. file: a path, or a name in the directory itself; the first of
+    several parts. size: bytes of all parts. content: the hash of all of them.
     """
 
     file: str
@@ -62,7 +62,7 @@ class GgufSource:
 
 
 def source_of(folder: Path) -> GgufSource | None:
-    """What the directory was described from; None if it is not such a directory, or one of another format."""
+    """Return what the directory was described from; None if it is not such a directory, or one of another format."""
     try:
         found = json.loads((folder / SOURCE).read_bytes())
         source = GgufSource(**found)
@@ -72,7 +72,7 @@ def source_of(folder: Path) -> GgufSource | None:
 
 
 def read_source(file: Path, name: str) -> tuple[GgufSource, States]:
-    """Read all of a file: the source that it is, and its states before it was read. Raises OSError."""
+    """Read all of a file, and return the source that it is, and its states before it was read. Raises OSError."""
     states, digest = States(), hashlib.sha256()
     for part in parts_of(file):
         with part.open("rb") as content:
@@ -82,8 +82,8 @@ def read_source(file: Path, name: str) -> tuple[GgufSource, States]:
 
 
 def current_source(file: Path, name: str, folders: Iterable[Path]) -> tuple[GgufSource, States]:
-    """Find the source that a file is now, and its states. It is read only if none of these directories has seen it as
-    it is. Raises OSError. name: as the directories call it.
+    """Find the source that a file is now, and its states. The file is read only if none of these directories has seen
+    it as it is. Raises OSError. name: as the directories call it.
     """
     states = _states(file)
     for folder in folders:
@@ -94,7 +94,9 @@ def current_source(file: Path, name: str, folders: Iterable[Path]) -> tuple[Gguf
 
 
 def is_unchanged(folder: Path, source: GgufSource) -> bool:
-    """Whether the file still holds what the directory was described from. Raises OSError if it cannot be read."""
+    """Return whether the file still holds what the directory was described from. Raises OSError if it
+    cannot be read.
+    """
     file = folder / source.file
     states = _states(file)
     if _seen(folder, source) == states:
@@ -116,7 +118,7 @@ def remember(folder: Path, source: GgufSource, states: States) -> None:
 
 
 def open_gguf(folder: Path) -> GgufFile | None:
-    """The file that the directory describes, None if it is another directory.
+    """Open the file that the directory describes, None if it is another directory.
 
     Raises ModelError if the file is gone, or not what it was when the directory was made.
     """
@@ -156,7 +158,7 @@ def _key(source: GgufSource) -> bytes:
 
 
 def _hash(content: BinaryIO, size: int) -> bytes:
-    """Hash the hashes of its parts, which all cores take."""
+    """Hash the hashes of its parts, which all cores compute."""
 
     def hash_part(start: int) -> bytes:
         return hashlib.sha256(os.pread(content.fileno(), _HASHED_AT_ONCE, start)).digest()

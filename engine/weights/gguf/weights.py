@@ -14,10 +14,12 @@ from engine.weights.stored_weights import Place, StoredWeights
 
 
 class GgufWeights(StoredWeights):
-    """places, vectors: of `gguf.families.located`, or what an earlier start has kept of them."""
+    """The parameters of a model in a GGUF file. places, vectors: of `gguf.families.located`, or what an earlier start
+    has kept of them.
+    """
 
     def __init__(self, gguf: GgufFile, places: Mapping[str, Place], vectors: Mapping[str, Tensor]):
-        super().__init__(gguf.size, gguf.kind.lower(), places, vectors)
+        super().__init__(gguf.packed_size, gguf.kind.lower(), places, vectors)
         self.gguf = gguf
         self._tensors = {tensor.name: tensor for tensor in gguf.tensors}
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter is as quick for heads as for the target's kernels."""
+"""Makes Triton's interpreter as quick for heads as for the target's kernels."""
 
 from __future__ import annotations
 

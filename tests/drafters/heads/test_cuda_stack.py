@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,8 @@ pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of to
 
 from drafters.heads import cuda_stack
 from drafters.heads.checkpoint import TargetWeights
-from drafters.heads.growth.policies import Dynamic
+from drafters.heads.growth.growth_kernel import GrownLayer, select
+from drafters.heads.growth.policies import Candidates, Dynamic, TreeBuilder
 from engine.core.drafter_protocol import Verdict
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
@@ -35,6 +37,7 @@ def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafters.heads.layers.can_multiply", lambda weight: False)
     monkeypatch.setattr("drafters.heads.layers.pack", lambda weight: None)
     monkeypatch.setattr(cuda_stack, "_BLOCKS", 64)
+    monkeypatch.setattr(cuda_stack, "_POSITIONS", 1 << 10)
     monkeypatch.setattr(cuda_stack, "SIZES", (2, 4, 8, 16, 24))
 
 
@@ -46,6 +49,13 @@ def on_cuda(build: Build, folder: Path, target: TargetWeights) -> Any:
         head: Any = build(folder, target)
         assert isinstance(head.stack, cuda_stack.CudaStack)
         return head
+
+
+def in_turns(build: Build, folder: Path, target: TargetWeights) -> Any:
+    """A head on CUDA whose layers are drafted as the policy asks for them."""
+    head = on_cuda(build, folder, target)
+    head.__class__ = type("InTurns", (type(head),), {"drafts_ahead": False})
+    return head
 
 
 def plain(build: Build, folder: Path, target: TargetWeights) -> Any:
@@ -107,3 +117,105 @@ def test_long_texts_are_read_in_parts(
         for make in (on_cuda, plain)
     ]
     assert all(same(one, other) for one, other in zip(*trees, strict=True))
+
+
+@heads
+def test_graphs_are_made_anew_only_for_positions_beyond_the_table_of_rotations(
+    build: Build, tmp_path: Path, target: TargetWeights
+) -> None:
+    drafter = drafter_of(on_cuda(build, tmp_path, target), [1], POLICY)
+    stack: Any = drafter.head.stack  # type: ignore[attr-defined]
+    drafter.propose(1)
+    graphs, table = dict(stack._recorded), stack.cos_sin
+    stack.reserve_positions(1000)
+    assert stack.cos_sin is table and stack._recorded == graphs
+    stack.reserve_positions(1025)
+    assert len(stack.cos_sin) == 2050 and not stack._recorded
+
+
+def test_a_pool_on_a_gpu_takes_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 2 << 30))
+    assert cuda_stack.first_blocks(1 << 10, torch.device("cuda")) == 1 << 16
+    assert cuda_stack.first_blocks(1 << 30, torch.device("cuda")) == cuda_stack._BLOCKS
+    assert cuda_stack.first_blocks(1, torch.device("cpu")) == cuda_stack._BLOCKS
+
+
+def test_texts_longer_than_attention_has_room_for_make_it_larger(tmp_path: Path, target: TargetWeights) -> None:
+    drafters = [
+        drafter_of(make(eagle3, tmp_path / make.__name__, target), list(TEXTS), POLICY) for make in (on_cuda, plain)
+    ]
+    attention: Any = drafters[0].head.stack._attention  # type: ignore[attr-defined]
+    attention.reserve(1)
+    trees = [drafter.propose_many(OUTCOMES) for drafter in drafters]
+    assert attention.capacity > 1 and all(same(one, other) for one, other in zip(*trees, strict=True))
+
+
+@pytest.mark.parametrize("build", [eagle, eagle3], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_tree_that_grows_on_the_device_is_the_policys_and_the_host_waits_once(
+    build: Build, temperature: float, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, waits = Dynamic(depth=3, top_k=3, budget=12), [0]
+    drafters = [drafter_of(make(build, tmp_path / make.__name__, target), [], policy) for make in (on_cuda, in_turns)]
+    for drafter in drafters:
+        for request, prompt in TEXTS.items():
+            drafter.start(request, prompt, SamplingParams(max_tokens=40, temperature=temperature, seed=request))
+            features = torch.randn(
+                len(prompt), len(drafter.feature_layers), HIDDEN, generator=torch.manual_seed(request)
+            )
+            drafter.observe(request, Verdict(TokenTree.root_only(prompt[-1]), [0], [7], bfloat16_bits(features)))
+    count_waits(monkeypatch, waits)
+    ahead, usual = drafters
+    wanted: list[Any] = [(request, []) for request in TEXTS]
+    monkeypatch.setattr(type(ahead.head), "extend", lambda *_: pytest.fail("the policy asks for more"))
+    trees = ahead.propose_many(wanted)
+    assert waits == [1]
+    monkeypatch.undo()
+    expected = usual.propose_many(wanted)
+    assert all(same(one, other) for one, other in zip(trees, expected, strict=True))
+    assert max(len(tree) for tree in trees) == 12 and max(int(tree.depths.max()) for tree in trees) > 1
+    follow = [(1, [int(trees[0].tokens[1])])]  # an outcome that was drafted, from which a tree goes on
+    assert same(*(drafter.propose_many(follow)[0] for drafter in drafters))
+
+
+def count_waits(monkeypatch: pytest.MonkeyPatch, waits: list[int]) -> None:
+    """Whatever a drafter reads on the host comes by `downloaded`."""
+    from drafters.heads.growth import ahead, ranking
+
+    for module in (ahead, ranking):
+        downloaded = module.downloaded
+
+        def counted(results: Any, downloaded: Any = downloaded) -> Any:
+            waits[0] += 1
+            return downloaded(results)
+
+        monkeypatch.setattr(module, "downloaded", counted)
+
+
+@pytest.mark.parametrize("numbers", [1, 3])
+def test_of_equal_candidates_the_earlier_one_is_selected_as_the_policy_does(numbers: int) -> None:
+    """And the confidences are those of the policy to the last bit."""
+    rng = np.random.default_rng(numbers)
+    trees, nodes, width = 2, 4, 4
+    prob = torch.from_numpy(rng.integers(1, 4, (trees * nodes, 5)) / np.float32(7)).sort(1, descending=True).values
+    tokens = torch.arange(trees * nodes * 5).view(-1, 5)
+    confidence = torch.from_numpy(rng.random(trees * nodes) if numbers == 3 else np.full(trees * nodes, 0.5))
+    above = GrownLayer(confidence, torch.arange(100, 108), torch.arange(24, dtype=torch.int32).view(8, 3))
+    found = select(tokens, prob.float(), above, torch.tensor([40, 60], dtype=torch.int32), 2, width, 16)
+    for tree in range(trees):
+        own = slice(tree * nodes, (tree + 1) * nodes)
+        seen = Candidates(tokens[own, :width].tolist(), prob.float()[own, :width].tolist())
+        builder = TreeBuilder([0] * nodes, [-1] * nodes, confidence[own].tolist())
+        best = builder.children(range(nodes), seen)[:width]
+        rows = slice(tree * width, (tree + 1) * width)
+        assert found.tokens[rows].tolist() == [token for _, _, token in best]
+        assert found.confidence[rows].tolist() == [chance for chance, _, _ in best]
+        parents = [parent for _, parent, _ in best]
+        assert found.parents[rows].tolist() == parents and found.read[rows].tolist() == [
+            100 + 4 * tree + p for p in parents
+        ]
+        slots = [40 + 20 * tree + i for i in range(width)]
+        assert found.ancestors[rows].tolist() == [
+            [*above.ancestors[4 * tree + p, :2].tolist(), slot] for p, slot in zip(parents, slots, strict=True)
+        ]
+    assert not found.tokens[trees * width :].any()

@@ -106,7 +106,7 @@ def test_the_more_requests_share_a_step_the_less_it_has_to_bring(tmp_path: Path,
     drafter.observe(2, Verdict(TokenTree.root_only(TEXT[-2]), [0], TEXT[-1:], features, token_s=1.0))
     steps = drafter.head.steps
     expected = float(drafter._retrieve(1, ()).confidence[1:].sum())
-    drafter._step_s = 1.5 * drafter._gains.of(expected)  # of a token's time
+    drafter._step_s = 1.5 * drafter._gains.expected(expected)  # of a token's time
     drafter.propose(1)
     assert drafter.head.steps == steps
     drafter.propose_many([(1, ()), (2, ())])
@@ -136,12 +136,12 @@ def rescue_after(drafter: HybridDrafter, tree: TokenTree, path: list[int], token
     """What the head is expected to bring after this verdict."""
     features = bfloat16_bits(true_features(len(path), "eagle3"))
     drafter.observe(1, Verdict(tree, path, tokens, features))
-    return drafter._rescues.of(1)
+    return drafter._rescues.expected(1)
 
 
 def test_what_the_head_brings_where_retrieval_misses_is_learned(tmp_path: Path, target: TargetWeights) -> None:
     drafter = hybrid(tmp_path, target)
-    before, tree = drafter._rescues.of(1), drafter.propose(1)
+    before, tree = drafter._rescues.expected(1), drafter.propose(1)
     own = next(node for node in tree.children(0) if tree.source[node] == source_of("eagle3"))
     unforeseen = next(t for t in range(VOCAB) if tree.child(0, t) is None)
     assert rescue_after(drafter, tree, [0], [unforeseen]) < before
@@ -156,7 +156,7 @@ def test_what_the_head_brings_where_retrieval_misses_is_learned(tmp_path: Path, 
 def test_only_rounds_whose_tree_has_the_heads_nodes_tell_what_it_brings(tmp_path: Path, target: TargetWeights) -> None:
     drafter = hybrid(tmp_path, target)
     drafter._token_s = 1e-9
-    before, tree = drafter._rescues.of(1), drafter.propose(1)  # retrieval's alone
+    before, tree = drafter._rescues.expected(1), drafter.propose(1)  # retrieval's alone
     drafter.following([(1, ())])  # but the head was asked what may come next
     unforeseen = next(t for t in range(VOCAB) if tree.child(0, t) is None)
     assert rescue_after(drafter, tree, [0], [unforeseen]) == before
@@ -172,9 +172,9 @@ def test_what_a_draft_brings_counts_the_heads_accepted_nodes_alone(tmp_path: Pat
         own = next(node for node in tree.children(0) if tree.source[node] == source)
         unforeseen = next(t for t in range(VOCAB) if tree.child(0, t) is None)
         rescue_after(drafter, tree, [0, own], [int(tree.tokens[own]), unforeseen])
-        return drafter._gains.of(expected)
+        return drafter._gains.expected(expected)
 
-    hoped = Gains().of(0.0)
+    hoped = Gains().expected(0.0)
     by_head, by_retrieval = gain_after("head", source_of("eagle3")), gain_after("suffix", source_of("suffix"))
     assert by_retrieval < by_head == hoped, "it has brought the one token that was hoped for, and none"
 
@@ -183,20 +183,20 @@ def test_a_forward_may_bring_several_tokens_for_one_that_retrieval_misses() -> N
     rescues = Rescues()
     rescues.start(1)
     for _ in range(100):
-        rescues.learn(1, 3, 1.0)
-    assert rescues.of(1) == pytest.approx(3, rel=0.2)
+        rescues.observe(1, 3, 1.0)
+    assert rescues.expected(1) == pytest.approx(3, rel=0.2)
 
 
 def test_a_draft_is_given_up_where_it_brings_little_beside_as_much_of_retrievals_and_tried_again_later() -> None:
-    gains, hoped = Gains(), Gains().of(2.0)
+    gains, hoped = Gains(), Gains().expected(2.0)
     for _ in range(50):
-        gains.learn(5.0, 0.0)
-        gains.learn(1.0, 2.0)
-    assert gains.of(4.0) < 0.2 < hoped < gains.of(0.8)
-    assert gains.of(2.0) == hoped, "nothing was seen of these"
+        gains.observe(5.0, 0.0)
+        gains.observe(1.0, 2.0)
+    assert gains.expected(4.0) < 0.2 < hoped < gains.expected(0.8)
+    assert gains.expected(2.0) == hoped, "nothing was seen of these"
     for _ in range(500):
-        gains.learn(1.0, 2.0)
-    assert gains.of(4.0) > 0.8 * hoped, "it has faded"
+        gains.observe(1.0, 2.0)
+    assert gains.expected(4.0) > 0.8 * hoped, "it has faded"
 
 
 def test_a_node_is_the_heads_where_retrieval_alone_would_not_have_had_it_verified() -> None:
@@ -276,7 +276,7 @@ def test_a_head_that_is_told_to_draft_does_so_where_retrieval_is_unsure_whatever
 ) -> None:
     drafter = hybrid(tmp_path, target)
     drafter._step_s = 1e6
-    drafter._rescues.learn(1, 0, 1e6)
+    drafter._rescues.observe(1, 0, 1e6)
     drafter.propose(1)
     assert not drafter.head.steps, "retrieval is sure"
     drafter.memories = []
@@ -288,11 +288,11 @@ def test_each_request_learns_for_itself_and_the_next_begins_with_what_all_have(
     tmp_path: Path, target: TargetWeights
 ) -> None:
     drafter = hybrid(tmp_path, target)
-    before, tree = drafter._rescues.of(1), drafter.propose(1)
+    before, tree = drafter._rescues.expected(1), drafter.propose(1)
     unforeseen = next(t for t in range(VOCAB) if tree.child(0, t) is None)
     after = rescue_after(drafter, tree, [0], [unforeseen])
     drafter.start(2, TEXT, SamplingParams())
-    assert after < drafter._rescues.of(2) < before
+    assert after < drafter._rescues.expected(2) < before
 
 
 @given(CHANCES, CHANCES)

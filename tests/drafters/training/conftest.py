@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target with a tokenizer and a chat template."""
+    """Save a target with a tokenizer and a chat template."""
     path = tmp_path_factory.mktemp("chatty")
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig(**LLAMA, num_hidden_layers=LAYERS, tie_word_embeddings=True, eos_token_id=3))
@@ -66,12 +66,12 @@ def recipe(tmp_path: Path) -> Callable[..., Path]:
 
 
 def weights(out: Path) -> dict[str, Tensor]:
-    """Of the last checkpoint."""
+    """Return the weights of the last checkpoint."""
     state = torch.load(out / "training" / "state.pt", weights_only=True)
     return state["module"]  # type: ignore[no-any-return]
 
 
 def tensors(head: Path) -> dict[str, Tensor]:
-    """Of a head's file."""
+    """Return the tensors of a head's file."""
     [file] = head.glob("*.safetensors")
     return load_file(file)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from engine.core.batch import BLOCK, Batch, BatchAddresses, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 from tests.engine.core.test_tree import trees
 
 SHAPE = KVShape(1, 1, 16, torch.float32)

@@ -1,4 +1,4 @@
-"""A user without rights, for tests that may run as one with all of them: root reads what nobody may read."""
+"""A user without rights, for tests that may run as root, who reads what nobody else may read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOBODY = 65534
 
 @contextmanager
 def ordinary_user() -> Iterator[Path]:
-    """In this context, this process has the rights of an ordinary user alone, to whom the folder belongs."""
+    """Give this process the rights of an ordinary user alone, to whom the folder belongs, in this context."""
     folder = Path(tempfile.mkdtemp())  # pytest's own temporary folders are closed to others
     root = os.geteuid() == 0
     try:

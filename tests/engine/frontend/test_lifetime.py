@@ -246,7 +246,8 @@ async def test_a_trace_that_cannot_be_written_is_refused_at_the_start(tiny: str,
 
 
 async def test_finished_requests_leave_no_cache_behind(tiny: str, tiny_draft: str) -> None:
-    from engine.model.kv_pool import KVCache, KVPool
+    from engine.model.kv_cache import KVCache
+    from engine.model.kv_pool import KVPool
 
     def there(kind: type) -> list[Any]:
         gc.collect()

@@ -11,11 +11,11 @@ from engine.core.kv_shape import CODE_GROUP, KVShape
 from engine.model.kv_pool import KVPool
 from tests.engine.kernels.gemm.int8_reference import rounded
 
-_SCALE_BYTES = 2 * BLOCK  # of a group of a block
+_SCALE_BYTES = 2 * BLOCK  # bytes of a group of a block
 
 
 def fill(pool: KVPool, keys: Tensor, values: Tensor) -> None:
-    """Both [layers, blocks, kv_heads, 16, dims]. A pool of codes gets them rounded."""
+    """Fill the pool with both, [layers, blocks, kv_heads, 16, dims]. A pool of codes gets them rounded."""
     if pool.shape.q8_0:
         keys, values = _coded_keys(keys), _coded_values(values)
     elif pool.shape.vnni:
@@ -28,7 +28,7 @@ def fill(pool: KVPool, keys: Tensor, values: Tensor) -> None:
 
 
 def contents(pool: KVPool) -> tuple[Tensor, Tensor]:
-    """Copies of the keys and values."""
+    """Return copies of the keys and values."""
     layers, blocks, heads, dims = *pool.keys.shape[:3], pool.shape.dims
     if pool.shape.q8_0:
         return _numbers_of_keys(pool), _numbers_of_values(pool)
@@ -40,18 +40,18 @@ def contents(pool: KVPool) -> tuple[Tensor, Tensor]:
 
 
 def in_codes(x: Tensor) -> Tensor:
-    """What a pool of codes holds for numbers [..., dims], dims a multiple of 32: float32."""
+    """Return what a pool of codes holds for numbers [..., dims], dims a multiple of 32: float32."""
     codes, scales = _codes(x)
     return (codes.float() * scales.float()[..., None]).flatten(-2)
 
 
 def padded(x: Tensor, shape: KVShape) -> Tensor:
-    """[..., head_dim] with zeros up to the shape's dims."""
+    """Return [..., head_dim] with zeros up to the shape's dims."""
     return torch.nn.functional.pad(x, (0, shape.dims - x.shape[-1]))
 
 
 def _codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., groups, 32] int8, and [..., groups] float16."""
+    """Return [..., groups, 32] int8, and [..., groups] float16."""
     lead = (*x.shape[:-1], x.shape[-1] // CODE_GROUP)
     with np.errstate(invalid="ignore"):
         codes, scales = rounded(x.float().reshape(-1, x.shape[-1]).numpy())
@@ -60,7 +60,7 @@ def _codes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _coded_keys(x: Tensor) -> Tensor:
-    """[layers, blocks, heads, bytes]"""
+    """Return [layers, blocks, heads, bytes]."""
     codes, scales = _codes(x)
     words = codes.unflatten(-1, (-1, 4)).movedim(3, 5)  # [..., groups, words, positions, 4]
     unsigned = words.contiguous().view(torch.uint8) ^ 128

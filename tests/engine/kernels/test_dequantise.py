@@ -8,6 +8,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, dequantize
 from gguf import GGMLQuantizationType as Kind
 
+from benchmarks.kernels.products import put_scales
 from engine.kernels.quant.layouts import LAYOUTS
 from engine.kernels.quant.stored import StoredMatrix
 
@@ -22,8 +23,7 @@ def test_random_blocks_have_the_bits_of_the_package(kind: str) -> None:
     raw = generator.integers(0, 256, (40, 4, size), np.uint8)
     if kind != "MXFP4":
         for at in HALVES[kind]:
-            halves = generator.standard_normal((40, 4)).astype(np.float16)
-            raw[:, :, at : at + 2] = halves.view(np.uint8).reshape(40, 4, 2)
+            put_scales(raw, at, generator.standard_normal((40, 4)).astype(np.float16))
     else:
         raw[:, :, 0] = generator.integers(100, 150, (40, 4), np.uint8)
     raw = raw.reshape(40, -1)

@@ -17,8 +17,9 @@ import pytest
 from numba import njit
 from numba.core import caching
 
-from engine.kernels import jit_cache
+from engine.kernels import jit_cache, simd
 
+ROOT = Path(jit_cache.__file__).parents[2]
 INNER = """
 from numba import njit
 
@@ -40,29 +41,80 @@ print(outer(1), sum(outer.stats.cache_hits.values()))
 """
 
 
+def package(root: Path, files: dict[str, str]) -> None:
+    """Write packages of our names that have these files and the cache of kernels."""
+    for folder in ("engine", "engine/kernels", "drafters"):
+        (root / folder).mkdir()
+        (root / folder / "__init__.py").touch()
+    shutil.copy(jit_cache.__file__, root / "engine" / "kernels")
+    for name, source in files.items():
+        (root / name).write_text(source)
+
+
+def run(root: Path, module: str = "engine.outer") -> str:
+    """What a fresh process prints that imports the module."""
+    command = [sys.executable, "-c", f"import {module}"]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # bytecode is told by second and size, which stay
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
 def test_a_function_is_compiled_again_when_one_of_another_package_has_changed(tmp_path: Path) -> None:
-    for package in ("engine", "engine/kernels", "drafters"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").touch()
-    shutil.copy(jit_cache.__file__, tmp_path / "engine" / "kernels")
-    (tmp_path / "engine" / "outer.py").write_text(OUTER)
+    package(tmp_path, {"engine/outer.py": OUTER})
 
-    def run(added: int, source: str = INNER) -> str:
+    def changed(added: int, source: str = INNER) -> str:
         (tmp_path / "drafters" / "inner.py").write_text(source.format(added))
-        command = [sys.executable, "-c", "import engine.outer"]
-        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # bytecode is told by second and size, which stay
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        return done.stdout + done.stderr
+        return run(tmp_path)
 
-    assert [run(1), run(1), run(2), run(2)] == ["2 0\n", "2 1\n", "3 0\n", "3 1\n"]
+    assert [changed(1), changed(1), changed(2), changed(2)] == ["2 0\n", "2 1\n", "3 0\n", "3 1\n"]
     (tmp_path / "engine" / "ours.py").write_text("from numba import njit as kernel\n")
     by_ours = INNER.replace("from numba import njit", "from engine.ours import kernel").replace("@njit", "@kernel")
-    assert [run(4, by_ours), run(5, by_ours)] == ["5 0\n", "6 0\n"], "also by a decorator of our own"
+    assert [changed(4, by_ours), changed(5, by_ours)] == ["5 0\n", "6 0\n"], "also by a decorator of our own"
+
+
+def test_only_a_change_of_what_a_kernel_imports_directly_or_not_compiles_it_again(tmp_path: Path) -> None:
+    inner = "from numba import njit\nfrom drafters import deep\n\n@njit\ndef inner(x):\n    return deep.deep(x)\n"
+    deep, unused = INNER.replace("inner", "deep"), "import numba  # {}\n"
+    files = {"engine/outer.py": OUTER, "drafters/inner.py": inner, "drafters/deep.py": deep.format(1)}
+    package(tmp_path, files | {"engine/unused.py": unused.format(1)})
+    assert [run(tmp_path), run(tmp_path)] == ["2 0\n", "2 1\n"]
+    (tmp_path / "engine" / "unused.py").write_text(unused.format(2))
+    (tmp_path / "drafters" / "new.py").write_text(unused.format(3))
+    assert run(tmp_path) == "2 1\n"
+    (tmp_path / "drafters" / "deep.py").write_text(deep.format(7))
+    assert run(tmp_path) == "8 0\n"
+    (tmp_path / "drafters" / "inner.py").write_text(inner.replace("deep.deep(x)", "deep.deep(x) * 2"))
+    assert run(tmp_path) == "16 0\n"
+
+
+def test_the_modules_of_functions_that_a_kernel_was_handed_are_its_own() -> None:
+    """A kernel's maker need not import what it is handed."""
+
+    def made(inner: Any) -> Any:
+        def kernel(x: int) -> Any:
+            return inner[0](x)
+
+        return kernel
+
+    handed = jit_cache._homes(made((njit(made(simd.load)), 7)), set())
+    assert set(handed) == {__name__, "engine.kernels.simd"}
+
+
+@pytest.mark.parametrize("module", ["engine.kernels.attention.tile_attention", "engine.sampling.gumbel_max"])
+def test_all_that_python_loads_for_a_module_of_kernels_is_reached(module: str) -> None:
+    command = f"import sys, {module}; print(*sys.modules)"
+    names = subprocess.check_output([sys.executable, "-c", command], text=True, cwd=ROOT).split()
+    reached, waiting = set[str](), [module]
+    while waiting:
+        if (name := waiting.pop()) not in reached:
+            reached.add(name)
+            waiting += jit_cache._imported(name)
+    compiled = {name for name in names if jit_cache._checksum(name)}
+    assert len(compiled) > 2 and compiled <= reached
 
 
 def test_every_function_in_the_cache_is_versioned() -> None:
-    root = Path(jit_cache.__file__).parents[2]
-    files = [file for package in jit_cache._PACKAGES for file in (root / package).rglob("*.py")]
+    files = [file for package in jit_cache._PACKAGES for file in (ROOT / package).rglob("*.py")]
     cached = [found for file in files for found in re.findall(r"(?:njit|cfunc)\(.*cache=True.*\n?.*", file.read_text())]
     assert len(cached) > 10
     assert [found for found in cached if "versioned" not in found] == []

@@ -30,7 +30,8 @@ from engine.model.cuda.cuda_forward import CudaForward
 from engine.model.cuda.lean_layers import LeanLayers
 from engine.model.cuda.padded_rows import PaddedRows
 from engine.model.cuda.triton_attention import TritonAttention
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 from engine.model.masked import MaskedForward
 from engine.model.masked_cache import MaskedCache
 
@@ -101,8 +102,8 @@ def target_forward(config: Any, features: tuple[int, ...]) -> None:
         cache = KVCache(forward.pool)
         cache.reserve(40)
         batch = Batch.of([Segment.of_text([*range(30)], cache, "all")])
-        rows, chunks = PaddedRows.of(batch, 0, 30, 64, together=lambda *_: 16)
-        assert_on_device(forward._run(chunks, features, *map(on_device, rows)))
+        rows = PaddedRows.of(batch, 0, 30, 64, forward.attention)
+        assert_on_device(forward._run(features, *map(on_device, rows)))
 
 
 def moved(norm: Norm) -> Norm:
@@ -128,8 +129,8 @@ def lean_layers_forward(config: Any) -> None:
         forward.lean, cache = lean, KVCache(forward.pool)
         cache.reserve(40)
         batch = Batch.of([Segment.of_text([*range(30)], cache, "all")])
-        rows, chunks = PaddedRows.of(batch, 0, 30, 64, together=lambda *_: 16)
-        assert_on_device(forward._run(chunks, (0, 2), *map(on_device, rows)))
+        rows = PaddedRows.of(batch, 0, 30, 64, forward.attention)
+        assert_on_device(forward._run((0, 2), *map(on_device, rows)))
 
 
 def masked_forward(config: Any) -> None:
@@ -185,7 +186,7 @@ def replace(module: ModuleType, **names: Any) -> None:
 
 
 def main() -> None:
-    TritonAttention.__call__ = lambda self, rows, chunks, layer, rule, query: torch.empty_like(query)
+    TritonAttention.__call__ = lambda self, rows, layer, rule, query: torch.empty_like(query)
     replace(layer_kernels, norm=NotLaunched(), enter=NotLaunched(), gate=NotLaunched())
     replace(stock, _window=host_window)
     attempt("host sync", host_sync)

@@ -1,7 +1,8 @@
-"""`python -m tests.engine.model.compile_kernels`: compiles the Triton kernels without a GPU, as launches would.
+"""`python -m tests.engine.model.compile_kernels` compiles the Triton kernels without a GPU, as launches would.
 
-A process of its own: where Triton interprets, it cannot compile. A JSON line for each kernel: name (of the shape),
-dtype, capability, spills (bytes), shared (bytes of a program).
+It is a process of its own, because Triton cannot compile where it interprets. It prints a JSON line for each kernel:
+name (of the shape), dtype, capability, spills (bytes), registers (of a thread), threads and shared (bytes) of a
+program.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 
+from drafters.heads.growth import growth_kernel
+from drafters.heads.growth.growth_kernel import GrownLayer
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
-from engine.model.cuda import layer_kernels, noise_kernels, triton_attention
-from engine.model.cuda.noise_kernels import Draw
+from engine.model.cuda import layer_kernels, noise_kernels, triton_attention, walk_kernels
 from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
 from engine.model.kv_pool import KVPool
 
@@ -47,7 +49,7 @@ class Shape(NamedTuple):
     rule: Rule = PLAIN
 
 
-SHAPES = [  # head sizes from end to end; of each size the most rows of a product, and each kind of rule once
+SHAPES = [  # Head sizes from end to end; of each size the most rows of a product, and each kind of rule once.
     Shape("llama 8b", 8, 4, 128, BF16),
     Shape("smollm2", 3, 3, 64, BF16),
     Shape("gemma2", 4, 2, 256, BF16, CAPPED),
@@ -69,20 +71,22 @@ class NoGpu(CudaDriver):
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # a cache of compiled kernels for each
+        return self.capability  # each capability has a cache of compiled kernels
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 class Compiled:
-    """A kernel whose launches only compile it. spills: bytes of registers that the assembler keeps in memory, by hash
-    of what was compiled; the assembler writes them to Triton's log when it compiles, which raises if it cannot.
+    """A kernel whose launches only compile it. spills: bytes of registers that the assembler keeps in memory, and
+    registers: of a thread, by hash of what was compiled; the assembler writes them to Triton's log when it compiles,
+    which raises if it cannot.
     """
 
     def __init__(self, kernel: Any):
         self.kernel, self.found = kernel, []
         self.spills: dict[str, int] = {}
+        self.registers: dict[str, int] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *given, **named: self.found.append(self._compiled(*given, grid=grid, **named))
@@ -92,21 +96,22 @@ class Compiled:
             kernel = self.kernel.warmup(*given, **named)
         if found := re.findall(r"(\d+) bytes spill stores", log.getvalue()):
             self.spills[kernel.hash] = sum(map(int, found))
+            self.registers[kernel.hash] = max(map(int, re.findall(r"Used (\d+) registers", log.getvalue())))
         return kernel
 
 
 def launch(shape: Shape) -> None:
-    """What a layer launches for two rows."""
+    """Launch what a layer launches."""
     pool = KVPool(KVShape(1, shape.kv_heads, shape.head_dim, shape.dtype), 2)
     rows = DeviceRows(*(torch.zeros(16, dtype=torch.int32) for _ in DeviceRows._fields))
-    query = torch.zeros(2, shape.kv_heads * shape.groups, shape.head_dim, dtype=shape.dtype)
-    TritonAttention(pool, shape.groups)(rows, 3, 0, shape.rule, query)
+    query = torch.zeros(64, shape.kv_heads * shape.groups, shape.head_dim, dtype=shape.dtype)
+    TritonAttention(pool, shape.groups)(rows, 0, shape.rule, query)
     if shape.name in LEAN:
         launch_lean(shape, pool)
 
 
 def launch_lean(shape: Shape, pool: KVPool) -> None:
-    """What lean layers launch beside attention."""
+    """Launch what lean layers launch beside attention."""
     places: Any = SimpleNamespace(
         **{name: torch.zeros(2, dtype=torch.int64) for name in ("positions", "sources", "blocks", "lanes")}
     )
@@ -117,13 +122,35 @@ def launch_lean(shape: Shape, pool: KVPool) -> None:
     layer_kernels.normed(x.float(), x, Norm(torch.zeros(_HIDDEN), 1e-6))
     layer_kernels.gated(x)
     noise_kernels.noisy_scores(torch.zeros(2, 5000), torch.zeros(5000, dtype=torch.int64), [(1, 2, 0.5)] * 2)
-    noise_kernels.drawn(torch.zeros(2, 5000, dtype=shape.dtype), [Draw(0, 1.0, 1, 2)])  # what it finds is arbitrary
+    noise_kernels.likeliest(torch.zeros(2, 5000, dtype=shape.dtype), torch.zeros(5000, dtype=torch.int64), 10)
+    launch_draws(shape, pool)
+    launch_growth()
+
+
+def launch_draws(shape: Shape, pool: KVPool) -> None:
+    """Launch what follows a forward."""
+    numbers, keys = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    noise_kernels.draw_tokens(torch.zeros(2, 5000, dtype=shape.dtype), numbers, keys, torch.zeros(2), numbers)
+    paths, lengths = walk_kernels.walk_trees(numbers, numbers, numbers, numbers, 9)
+    walk_kernels.move_paths(pool, paths, lengths, numbers, numbers, numbers)
+    states, sent = torch.zeros(2, 3, _HIDDEN), torch.zeros(1, 9, 3 * _HIDDEN, dtype=torch.bfloat16)
+    walk_kernels.gather_path_rows(states, numbers, paths, lengths, numbers, sent)
+
+
+def launch_growth() -> None:
+    """What is launched between the layers of trees that grow on the device."""
+    above = GrownLayer(
+        torch.ones(20, dtype=torch.float64), torch.zeros(20, dtype=torch.int64), torch.zeros(20, 7).int()
+    )
+    tokens, prob, slots = torch.zeros(20, 10, dtype=torch.int64), torch.zeros(20, 10), torch.zeros(2, dtype=torch.int32)
+    growth_kernel.select(tokens, prob, above, slots, 2, 10, 64)
 
 
 def main() -> None:
-    places = [(triton_attention, name) for name in ("_attend_chunk", "_attend_joined")]
+    places = [(triton_attention, name) for name in ("_attend_texts", "_attend_rows")]
     places += [(layer_kernels, name) for name in ("enter", "norm", "gate")]
-    places += [(noise_kernels, name) for name in ("draw_parts", "score_noisily")]
+    places += [(noise_kernels, name) for name in ("draw_parts", "join_parts", "score_noisily", "rank")]
+    places += [(walk_kernels, name) for name in ("walk", "move", "gather")] + [(growth_kernel, "_select")]
     kernels = [Compiled(getattr(*place)) for place in places]
     for (module, name), kernel in zip(places, kernels, strict=True):
         setattr(module, name, kernel)
@@ -132,10 +159,11 @@ def main() -> None:
         triton.runtime.driver.set_active(NoGpu(capability))
         for shape in SHAPES:
             launch(shape)
-            for kernel, spills in [(one.found.pop(), one.spills) for one in kernels if one.found]:
+            for kernel, one in [(one.found.pop(), one) for one in kernels if one.found]:
                 print(json.dumps({
                     "name": shape.name, "dtype": str(shape.dtype), "capability": capability,
-                    "kernel": kernel.metadata.name, "spills": spills[kernel.hash],
+                    "kernel": kernel.metadata.name, "spills": one.spills[kernel.hash],
+                    "registers": one.registers[kernel.hash], "threads": 32 * kernel.metadata.num_warps,
                     "shared": kernel.metadata.shared,
                 }))  # fmt: skip
 

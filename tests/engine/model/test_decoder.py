@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.core.batch import Segment
 from engine.core.tree import TokenTree
+from engine.kernels.gemm.product import multiplies
+from engine.kernels.threads import Program, Timed
 from engine.model.decoder import LeanDecoder
 from engine.model.target import Target
 
@@ -85,3 +88,15 @@ def test_a_token_that_the_embedding_lacks_is_refused(token: int) -> None:
     target = build(torch.bfloat16)
     with pytest.raises(IndexError, match="from 0 to 129"):
         target.prefill(target.new_cache(4), [5, token])
+
+
+@pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no kernel of ours multiplies on this processor")
+def test_a_forward_wakes_the_threads_once_and_they_wait_for_each_other_eight_times_a_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Besides after the embedding, the last norm and the head. With many threads, waiting is a large part of a row."""
+    target, woken = build(torch.bfloat16), list[Timed]()
+    cache = target.new_cache(4)
+    monkeypatch.setattr(Program, "run", partialmethod(Program.run, timed=woken))
+    target.run([Segment.of_text([1, 2], cache)])
+    assert [len(stretch.seconds()) for stretch in woken] == [3 + 8 * 3]

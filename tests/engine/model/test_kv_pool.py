@@ -13,7 +13,9 @@ from engine.core.batch import BLOCK
 from engine.core.errors import OutOfBlocks
 from engine.core.hidden_states import States
 from engine.core.kv_shape import KVShape
-from engine.model.kv_pool import KVCache, KVPool, commit_all, move_by_index
+from engine.model.kv_cache import KVCache, commit_all
+from engine.model.kv_part import move_by_index
+from engine.model.kv_pool import KVPool
 from tests.engine.kernels.pool_layout import contents, fill, in_codes, padded
 
 BLOCKS = 12
@@ -56,7 +58,7 @@ class Blocks(RuleBasedStateMachine):
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def give(self, data: st.DataObject) -> None:
-        self.pool.give(self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1))))
+        self.pool.release(self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1))))
 
     @precondition(lambda self: self.caches)
     @rule(data=st.data())

@@ -62,6 +62,15 @@ def test_a_file_that_fits_is_taken() -> None:
     check_memory(file_of(8_192_000_000, Kind.Q4_K), "model=x", 6_000_000_000)
 
 
+@pytest.mark.parametrize("kind", [Kind.IQ2_XXS, Kind.Q3_K, Kind.NVFP4])
+def test_a_file_needs_what_its_types_take_in_memory(kind: Kind) -> None:
+    file, bits = file_of(8_192_000_000, kind), {Kind.IQ2_XXS: 3.1875, Kind.Q3_K: 3.5625}.get(kind, 16)
+    needed = int(1.05 * 8_192_000_000 * bits / 8) + 600_000_000
+    check_memory(file, "model=x", needed)
+    with pytest.raises(ModelError, match=f"needs {needed / 1e9:.1f} GB of memory"):
+        check_memory(file, "model=x", needed - 1)
+
+
 @pytest.mark.parametrize(
     ("free", "choice"),
     [(8e9, "its Q6_K (7.7 GB)"), (5e9, "its IQ4_XS (5.2 GB)"), (2e9, "a model of fewer parameters")],
@@ -89,8 +98,8 @@ def test_too_little_room_for_states_and_keys_is_refused_with_what_is_needed() ->
     with pytest.raises(
         ModelError, match=r"^verifier\.kv_memory: 4 MB have no room .* beside 4 states of 1\.0 MB; set 5 MB"
     ):
-        pool_of((1, 1, 16), torch.float32, "auto", 4_000_000, cpu, states)
-    pool = pool_of((1, 1, 16), torch.float32, "auto", 5_000_000, cpu, states)
+        pool_of([(1, 1, 16)], torch.float32, "auto", 4_000_000, cpu, states)
+    pool = pool_of([(1, 1, 16)], torch.float32, "auto", 5_000_000, cpu, states)
     assert pool.blocks >= 16 and pool.layer_states is not None and pool.layer_states.slots == 4
     assert pool.layer_states.memory > 4_000_000
-    assert pool.blocks * pool.shape.block_bytes + pool.layer_states.memory <= 5_000_000
+    assert pool.blocks * pool.block_bytes + pool.layer_states.memory <= 5_000_000

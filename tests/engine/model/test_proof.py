@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engine.kernels.attention.attention import Rule
+from engine.kernels.fused import Activation
 from engine.model.loading import Facts
 from engine.model.rotary import Frequencies
 from engine.model.structure import (
@@ -34,16 +35,16 @@ from engine.weights.stored_weights import Place
 
 LINEAR = LinearStructure(("a.weight", "b.weight"), ("a.bias", ""), (Picked(4, (0, 2, 1, 3)), None))
 NORM = NormStructure("norm.weight", 1e-5, True)
-MLP = MlpStructure(LINEAR, LINEAR, True)
+MLP = MlpStructure(LINEAR, LINEAR, Activation.GELU)
 MLPS = MLP, ExpertsStructure(LINEAR, "gate_up", "down", 4, 32, 2, False, True, "bias", 2.0, MLP)
 MIXERS = (
-    AttentionStructure(LINEAR, LINEAR, NORM, NORM, 8, 1, True),
+    AttentionStructure(LINEAR, LINEAR, 4, 2, 8, NORM, NORM, 8, 1, True, 1e-6, True, True, 0),
     GatedDeltaStructure(LINEAR, LINEAR, "conv", "decay", False, "dt", NORM, LINEAR, 1, 2, 16, 32, 4, (0, 0)),
     ShortConvolutionStructure(LINEAR, "conv", "", LINEAR, 3),
 )
 LAYERS = tuple(LayerStructure(mixer, mlp, NORM, None, NORM, None, 0.5) for mixer in MIXERS for mlp in MLPS)
 FREQUENCIES = Frequencies(tuple(torch.tensor([1.0, 0.1]).tolist()), 0.7)
-STRUCTURE = DecoderStructure(64, 32, 4, 2, 8, (FREQUENCIES,), LAYERS, NORM, LINEAR, "embedding", True, 2.0, 3.0, 30.0)
+STRUCTURE = DecoderStructure(64, 32, (FREQUENCIES,), LAYERS, NORM, LINEAR, "embedding", True, 2.0, 3.0, 30.0)
 RULES = {0: Rule(0.25, 12, 30.0, torch.tensor([1.0, 2.0])), 1: Rule(0.5)}
 FACTS = Facts(64, 2, 512, 256, frozenset([1, 2]), {"top_k": 20, "top_p": None}, ["num_beams=2"])
 PLACES = {"a.weight": Place(("q", "k"), (2, 3), b"12", b"34")}

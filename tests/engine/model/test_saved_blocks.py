@@ -12,8 +12,12 @@ import torch
 from engine.core.batch import BLOCK
 from engine.core.hidden_states import States
 from engine.core.kv_shape import KVShape
+from engine.core.state_shape import StateShape
 from engine.files.cache_folder import CacheFolder
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
+from engine.model.saved.blocks import SavedBlocks
+from engine.model.state_pool import EMPTY, StatePool
 
 BLOCKS = 8
 TEXT = list(range(3 * BLOCK + 5))
@@ -65,7 +69,7 @@ def test_the_next_process_finds_the_same_bits(tmp_path: Path, shape: KVShape) ->
     with saving_pool(tmp_path, shape) as pool:
         written = bits(read(pool, TEXT))
     with saving_pool(tmp_path, shape) as pool:
-        pool.take(2)  # so that the blocks have other places
+        pool.allocate(2)  # so that the blocks have other places
         cache = adopted(pool, TEXT)
         assert cache.length == 3 * BLOCK and bits(cache) == written
 
@@ -112,7 +116,7 @@ def test_of_a_text_that_two_have_computed_at_once_both_find_the_block_that_stays
         for cache in (first, second):
             cache.publish(TEXT)
         second.release()
-        pool.keys[:, pool.take(1)] = 7.0  # the second one's block
+        pool.keys[:, pool.allocate(1)] = 7.0  # the second one's block
     with saving_pool(tmp_path) as pool:
         cache = adopted(pool, TEXT, "two")
         assert cache.length == BLOCK and bool((pool.keys[:, cache.table.tolist()] == 1.0).all())
@@ -150,7 +154,7 @@ def test_a_prefix_that_was_evicted_from_memory_is_read_back(tmp_path: Path) -> N
         written = bits(cache)
         cache.release()
         _until_written(pool, 3)
-        pool.give(pool.take(BLOCKS))  # all are evicted
+        pool.release(pool.allocate(BLOCKS))  # all are evicted
         again = adopted(pool, TEXT)
         assert again.length == 3 * BLOCK and bits(again) == written
 
@@ -161,7 +165,7 @@ def test_a_block_that_is_evicted_before_it_is_written_is_left_out(tmp_path: Path
         assert pool.saved is not None
         pool.saved.save(bytes(32), lambda: 0 if goes_on.wait(30) else None)  # before which nothing else is written
         read(pool, TEXT).release()
-        pool.keys[:, pool.take(BLOCKS)] = 7.0
+        pool.keys[:, pool.allocate(BLOCKS)] = 7.0
         goes_on.set()
     with saving_pool(tmp_path) as pool:
         assert adopted(pool, TEXT).length == 0
@@ -182,10 +186,10 @@ def test_without_a_free_block_nothing_is_read_back(tmp_path: Path) -> None:
     with saving_pool(tmp_path) as pool:
         read(pool, TEXT)
     with saving_pool(tmp_path) as pool:
-        taken = pool.take(BLOCKS - 2)
+        taken = pool.allocate(BLOCKS - 2)
         cache = adopted(pool, TEXT)
         assert cache.length == 2 * BLOCK and pool.free == 0
-        pool.give(taken)
+        pool.release(taken)
         cache.adopt(TEXT)
         assert cache.length == 3 * BLOCK
 
@@ -193,7 +197,7 @@ def test_without_a_free_block_nothing_is_read_back(tmp_path: Path) -> None:
 def test_a_block_that_is_not_there_evicts_none(tmp_path: Path) -> None:
     with saving_pool(tmp_path) as pool:
         read(pool, TEXT).release()
-        pool.take(BLOCKS - 3)
+        pool.allocate(BLOCKS - 3)
         adopted(pool, TEXT[::-1])
         assert len(pool._known) == 3
 
@@ -272,3 +276,27 @@ def test_hidden_states_of_other_layers_than_the_blocks_were_published_with_are_n
         pool._keep_states(0, states_of(9))
         goes_on.set()
     assert not (tmp_path / "states").exists()
+
+
+@pytest.mark.parametrize("states", [None, StateShape((64,), (8,))], ids=["keys and values", "states too"])
+def test_the_key_of_a_block_is_hashed_once_where_it_is_looked_up_found_and_noted(
+    tmp_path: Path, states: StateShape | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pool_on(cache: CacheFolder) -> KVPool:
+        layer_states = None if states is None else StatePool(states, 8)
+        pool = KVPool(SHAPES[0], BLOCKS, layer_states=layer_states)
+        pool.save_to(cache, IDENTITY)
+        return pool
+
+    cache = CacheFolder(tmp_path, 1 << 30)
+    read(pool_on(cache), TEXT)
+    cache.close()
+    cache, hashed, next_key = CacheFolder(tmp_path, 1 << 30), list[bytes](), SavedBlocks.next_key
+    monkeypatch.setattr(
+        SavedBlocks, "next_key", lambda self, *given: hashed.append(next_key(self, *given)) or hashed[-1]
+    )
+    monkeypatch.setattr(StatePool, "has", lambda *_: True)  # as if a snapshot were at the end of every block
+    monkeypatch.setattr(KVCache, "_snapshot", lambda *_: EMPTY)
+    assert adopted(pool_on(cache), TEXT).length == 3 * BLOCK
+    cache.close()
+    assert len(hashed) == len(set(hashed)) == 3

@@ -10,7 +10,8 @@ from engine.core.batch import BLOCK, Segment
 from engine.core.errors import OutOfBlocks
 from engine.core.kv_shape import KVShape
 from engine.core.state_shape import StateShape
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 from engine.model.runner import Runner
 from engine.model.state_pool import StatePool
 

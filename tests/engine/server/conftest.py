@@ -15,14 +15,15 @@ from tests.engine.server.tool_model import save_tool_model
 
 @pytest.fixture(scope="session")
 def server(tiny: str) -> Iterator[ServerProcess]:
-    drafted = ("--method", "pld", "--set", "verifier.cut=false")  # every draft is verified, be it worth it or not
+    # every draft is verified, whether it is worth it or not
+    drafted = ("--method", "pld", "--set", "verifier.cut=false")
     with serving("--set", f"model={tiny}", "--served-model-name", "tiny", *drafted) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server whose model calls tools and fills in."""
+    """Start a server whose model calls tools and fills in."""
     model = save_tool_model(tmp_path_factory.mktemp("tools"))
     with serving("--set", f"model={model}", "--served-model-name", "tiny", "--method", "pld") as running:
         yield running
@@ -30,7 +31,7 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
 
 @pytest.fixture(scope="session")
 def one_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server that wants KEY and answers one request at a time, for which it may take long."""
+    """Start a server that wants KEY and answers one request at a time, for which it may take long."""
     model = save_tiny_llama(tmp_path_factory.mktemp("long"), max_position_embeddings=32768)
     options = ("--set", f"model={model}", "--served-model-name", "tiny", "--method", "none", "--queue", "1")
     with serving(*options, TALON_API_KEYS=KEY) as running:

@@ -1,4 +1,4 @@
-"""What a server's /metrics say."""
+"""Reads what a server's /metrics say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.engine.server.process import ServerProcess
 
 
 def metric(server: ServerProcess, name: str, key: str = "") -> float:
-    """The sum of the samples of that name. key: for a server that wants one."""
+    """Return the sum of the samples of that name. key: for a server that wants one."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     text = httpx.get(f"{server.url}/metrics", headers=headers, timeout=60).raise_for_status().text
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
@@ -21,12 +21,12 @@ def metric(server: ServerProcess, name: str, key: str = "") -> float:
 
 
 def tokens(server: ServerProcess, key: str = "") -> float:
-    """Of all answers so far."""
+    """Return the tokens of all answers so far."""
     return metric(server, "vllm:generation_tokens_total", key)
 
 
 def refusals(server: ServerProcess) -> int:
-    """Requests so far that found no place."""
+    """Return how many requests so far found no place."""
     return sum(line["status"] == 429 for line in server.requests())
 
 
@@ -37,7 +37,7 @@ def settle(server: ServerProcess, key: str = "") -> None:
 
 
 def until(holds: Callable[[], bool], within_s: float = 60) -> None:
-    """Wait until it holds; what takes so long never comes."""
+    """Wait until it holds; the test fails if that takes too long."""
     started_s = time.monotonic()
     while not holds():
         assert time.monotonic() - started_s < within_s, "it never came true"

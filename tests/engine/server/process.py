@@ -35,7 +35,7 @@ class ServerProcess:
         self._reader.start()
 
     def wait(self, timeout_s: float = 120) -> ServerProcess:
-        """Until it serves."""
+        """Wait until it serves."""
         self._serving.wait(timeout_s)
         assert self.url, "".join(self.raw)
         return self
@@ -48,11 +48,11 @@ class ServerProcess:
         return code
 
     def requests(self) -> list[dict[str, Any]]:
-        """What the log says of requests."""
+        """Return what the log says of requests."""
         return [line for line in self.lines if line.get("event") == "request"]
 
     def logged(self, before: int, timeout_s: float = 30) -> dict[str, Any]:
-        """What the log says of the latest request, once it says more than `before` of them."""
+        """Return what the log says of the latest request, once it says more than `before` of them."""
         until_s = time.monotonic() + timeout_s
         while len(self.requests()) <= before and time.monotonic() < until_s:
             time.sleep(0.01)
@@ -73,7 +73,7 @@ class ServerProcess:
 
 @contextmanager
 def serving(*options: str, **environment: str) -> Iterator[ServerProcess]:
-    """A server, which ends with the block."""
+    """Start a server, which ends with the block."""
     server = ServerProcess(*options, **environment)
     try:
         yield server.wait()
@@ -85,10 +85,10 @@ def serving(*options: str, **environment: str) -> Iterator[ServerProcess]:
 
 @contextmanager
 def occupied(server: ServerProcess) -> Iterator[None]:
-    """Inside, a long answer takes the only place of a server that wants KEY."""
+    """Let a long answer take the only place of a server that wants KEY, inside the block."""
     body = {"model": "tiny", "prompt": "a", "max_tokens": -1, "stream": True, "ignore_eos": True}
     headers = {"Authorization": f"Bearer {KEY}"}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
-        lines = answer.iter_lines()  # whose end would end the request
+        lines = answer.iter_lines()  # the end of this iterator would end the request
         next(lines)
         yield

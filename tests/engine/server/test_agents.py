@@ -1,5 +1,6 @@
-"""Clients as they are installed, each where it is there: a turn with tools and a second one, which finds the first in
-the prefix cache. TALON_CODER is the GGUF file of Qwen2.5-Coder-0.5B-Instruct. What the model says is not compared.
+"""Clients as they are installed, each where it is there: a turn with tools, a second one, which finds the first in the
+prefix cache, and of SDKs an answer that is cancelled. `make agents` installs those that take less than a minute, and
+runs this. What the model says is not compared.
 """
 
 from __future__ import annotations
@@ -9,21 +10,22 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
+from engine.weights.cache import home
 from tests.engine.server.figures import until
-from tests.engine.server.process import ServerProcess, serving
+from tests.engine.server.process import ROOT, ServerProcess, serving
 
-CODER = os.environ.get("TALON_CODER", "")
+CODER = Path(os.environ.get("TALON_CODER") or home() / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf")
+INSTALLED = Path(os.environ.get("TALON_CLIENTS") or ROOT / ".venv-clients")
+SDKS = Path(__file__).parent / "sdks"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not Path(CODER).is_file(), reason="TALON_CODER names no GGUF file"),
+    pytest.mark.skipif(not CODER.is_file(), reason=f"no {CODER}; or let TALON_CODER name that GGUF file"),
 ]
 QUIET = {
     "ANONYMIZED_TELEMETRY": "false",
@@ -33,53 +35,42 @@ QUIET = {
     "OTEL_SDK_DISABLED": "true",
 }
 FIRST, SECOND = "Read the file notes.txt, then list the files. Use the tools.", "And how many are they?"
-_SDK = """
-import asyncio
-from agents import Agent, MaxTurnsExceeded, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool
-from openai import AsyncOpenAI
-
-@function_tool
-def weather(city: str) -> str:
-    "Tell the weather of a city."
-    return f"{{city}}: sunny"
-
-async def main():
-    model = OpenAIChatCompletionsModel("coder", AsyncOpenAI(base_url="{url}/v1", api_key="none"))
-    settings = ModelSettings(temperature=0, max_tokens=100)
-    agent = Agent("a", instructions="Use the tool.", model=model, model_settings=settings, tools=[weather])
-    for city in ("Rome and in Oslo", "Bern"):
-        answer = Runner.run_streamed(agent, "What is the weather in " + city + "?", max_turns=3)
-        try:
-            async for _ in answer.stream_events():
-                pass
-        except MaxTurnsExceeded:
-            print("the model goes on calling")
-
-asyncio.run(main())
-"""
 
 
-class Client(NamedTuple):
-    """program: its command, or a Python module. turns: the arguments of each call; {url} is the server's. files: what
-    it reads in its folder. variables: of its environment. least: tokens of its first prompt, at least.
+@dataclass(frozen=True)
+class Client:
+    """name: of the folder that it is installed in. turns: its calls; {url} is the server's, {program} the client, and
+    {folder} where it runs. least: tokens of its first prompt, at least. files: what it reads there. variables: of its
+    environment. program: its command. cancels: whether its last turn ends with a cancelled answer.
     """
 
-    program: str
+    name: str
     turns: Sequence[Sequence[str]]
-    files: dict[str, str]
-    variables: dict[str, str]
     least: int
+    files: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    program: str = "python"
+    cancels: bool = False
 
-    def missing(self) -> str:
-        """Why it cannot run; empty if it can."""
-        there = find_spec(self.program) if self.program == "agents" else shutil.which(self.program)
-        return "" if there else f"{self.program} is not installed"
+    def found(self) -> str | None:
+        """Return the path of its program, if it is installed."""
+        places = (INSTALLED / self.name / "bin", INSTALLED / self.name / "node_modules" / ".bin")
+        elsewhere = "" if self.program == "python" else f"{os.pathsep}{os.environ['PATH']}"
+        return shutil.which(self.program, path=os.pathsep.join(map(str, places)) + elsewhere)
 
 
-_CLAUDE = ("--model", "coder", "--max-turns", "3", "--allowedTools", "Bash,Read")
+def sdk(name: str, least: int) -> Client:
+    """Return a library as a client: a script of ours that uses it."""
+    script = str(SDKS / f"ask_{name.replace('-', '_')}.py")
+    return Client(name, [("{program}", script, "{url}")], least, cancels=True)
+
+
+_CONNECT = (sys.executable, "-m", "engine", "connect", "--url", "{url}")
+_CLAUDE = (*_CONNECT, "claude", "--", "--max-turns", "3", "--allowedTools", "Bash,Read", "-p")
+_CODEX = (*_CONNECT, "codex", "--", "exec", "-C", "{folder}", "--skip-git-repo-check", "-s", "read-only")
 _AIDER = (
-    "--model", "openai/coder", "--no-git", "--yes-always", "--no-show-model-warnings", "--no-check-update",
-    "--analytics-disable", "--no-suggest-shell-commands", "--map-tokens", "0",
+    "{program}", "--model", "openai/coder", "--no-git", "--yes-always", "--no-show-model-warnings",
+    "--no-check-update", "--analytics-disable", "--no-suggest-shell-commands", "--map-tokens", "0",
 )  # fmt: skip
 _OPENCODE = {
     "autoupdate": False,
@@ -94,48 +85,55 @@ _OPENCODE = {
 _LLM = [
     {"model_id": "coder", "model_name": "coder", "api_base": "{url}/v1", "supports_tools": True}
 ]  # JSON is YAML too
-CLIENTS = {
-    "Claude Code": Client(
+_LLM_OPTIONS = ("-m", "coder", "-T", "llm_version", "-o", "max_tokens", "40")
+CLIENTS = [
+    Client(
         "claude",
-        [("-p", FIRST, *_CLAUDE), ("-c", "-p", SECOND, *_CLAUDE)],
-        {},
-        {
-            "ANTHROPIC_BASE_URL": "{url}",
-            "ANTHROPIC_AUTH_TOKEN": "none",
-            "ANTHROPIC_SMALL_FAST_MODEL": "coder",
-            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "100",
-        },
+        [(*_CLAUDE, FIRST), (*_CLAUDE, SECOND, "-c")],
         10_000,
+        variables={"CLAUDE_CODE_MAX_OUTPUT_TOKENS": "100", "IS_SANDBOX": "1"},
+        program="claude",
     ),
-    "opencode": Client(
+    Client(
+        "codex",
+        [(*_CODEX, FIRST), (*_CODEX, "resume", "--last", SECOND)],
+        6_000,
+        variables={"CODEX_HOME": "{folder}"},
+        program="codex",
+    ),
+    Client(
         "opencode",
-        [("run", "-m", "talon/coder", FIRST), ("run", "-c", "-m", "talon/coder", SECOND)],
-        {"opencode.json": json.dumps(_OPENCODE)},
-        {},
+        [("{program}", "run", "-m", "talon/coder", FIRST), ("{program}", "run", "-c", "-m", "talon/coder", SECOND)],
         4_000,
+        files={"opencode.json": json.dumps(_OPENCODE)},
+        program="opencode",
     ),
-    "aider": Client(
+    Client(
         "aider",
         [
             (*_AIDER, "--message", "Write hello into notes.txt.", "notes.txt"),
             (*_AIDER, "--restore-chat-history", "--message", "And now bye.", "notes.txt"),
         ],
-        {},
-        {"OPENAI_API_BASE": "{url}/v1", "OPENAI_API_KEY": "none", "AIDER_ANALYTICS": "false"},
-        1_000,
+        500,
+        variables={"OPENAI_API_BASE": "{url}/v1", "OPENAI_API_KEY": "none", "AIDER_ANALYTICS": "false"},
+        program="aider",
     ),
-    "llm": Client(
+    Client(
         "llm",
         [
-            ("-m", "coder", "-T", "llm_version", "-o", "max_tokens", "40", "Which version is this?"),
-            ("-c", "-m", "coder", "-o", "max_tokens", "40", SECOND),
+            ("{program}", *_LLM_OPTIONS, "Which version is this?"),
+            ("{program}", "-c", *_LLM_OPTIONS, SECOND),
         ],
-        {"extra-openai-models.yaml": json.dumps(_LLM)},
-        {"LLM_USER_PATH": "{folder}", "OPENAI_API_KEY": "none"},
         100,
+        files={"extra-openai-models.yaml": json.dumps(_LLM)},
+        variables={"LLM_USER_PATH": "{folder}", "OPENAI_API_KEY": "none"},
+        program="llm",
     ),
-    "openai-agents": Client("agents", [("-c", _SDK)], {}, {}, 100),
-}
+    sdk("openai-agents", 100),
+    sdk("pydantic-ai", 100),
+    sdk("langgraph", 100),
+    sdk("smolagents", 600),
+]
 
 
 @pytest.fixture(scope="module")
@@ -144,42 +142,45 @@ def coder() -> Iterator[ServerProcess]:
         yield running
 
 
-def run(client: Client, server: ServerProcess, folder: Path) -> None:
-    """All turns of a client, in a folder that is its home too. It may fail: the model is a small one."""
+def run(client: Client, program: str, server: ServerProcess, folder: Path) -> None:
+    """Take all turns of a client, in a folder that is its home too. Those of ours must not fail."""
 
     def filled(text: str) -> str:
-        return text.replace("{url}", server.url).replace("{folder}", str(folder))
+        named = {"{url}": server.url, "{folder}": str(folder), "{program}": program}
+        for name, value in named.items():
+            text = text.replace(name, value)
+        return text
 
     for name, text in {"notes.txt": "a note\n", **client.files}.items():
         (folder / name).write_text(filled(text))
     own = {name: filled(text) for name, text in client.variables.items()}
-    program = sys.executable if client.program == "agents" else client.program
+    paths = {"PATH": f"{Path(program).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     for turn in client.turns:
-        command = [program, *(part.format(url=server.url) if part is _SDK else part for part in turn)]
-        environment = os.environ | QUIET | own | {"HOME": str(folder)}
-        subprocess.run(
-            command,
+        done = subprocess.run(
+            list(map(filled, turn)),
             cwd=folder,
-            env=environment,
+            env=os.environ | QUIET | paths | own | {"HOME": str(folder)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
+            text=True,
             timeout=400,
-            check=False,
         )
+        assert not (done.returncode and client.program == "python"), done.stderr
 
 
-@pytest.mark.parametrize("name", CLIENTS)
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
 def test_a_client_takes_a_turn_and_another_one_from_the_prefix_cache(
-    coder: ServerProcess, tmp_path: Path, name: str
+    coder: ServerProcess, tmp_path: Path, client: Client
 ) -> None:
-    client = CLIENTS[name]
-    if why := client.missing():
-        pytest.skip(why)
+    if (program := client.found()) is None:
+        pytest.skip(f"{client.name} is not installed: make agents")
     before = len(coder.requests())
-    run(client, coder, tmp_path)
+    run(client, program, coder, tmp_path)
     until(lambda: len(coder.requests()) >= before + len(client.turns))
     asked = [line for line in coder.requests()[before:] if line["method"] == "POST"]
     assert {line["status"] for line in asked} == {200}, [line.get("error") for line in asked]
-    first, last = asked[0], asked[-1]
-    assert first["prompt_tokens"] >= client.least and len(asked) >= 2
-    assert last["cached_tokens"] >= 0.8 * min(first["prompt_tokens"], last["prompt_tokens"])
+    whole = [line for line in asked if not line.get("client_left")]
+    assert len(whole) >= 2 and whole[0]["prompt_tokens"] >= client.least
+    assert whole[-1]["cached_tokens"] >= 0.8 * min(whole[0]["prompt_tokens"], whole[-1]["prompt_tokens"])
+    if client.cancels:
+        until(lambda: coder.requests()[-1].get("client_left", False))

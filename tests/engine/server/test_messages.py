@@ -237,6 +237,8 @@ def test_a_stop_sequence_is_named(tool_server: ServerProcess) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
         ({"container": "x"}, "container"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages: prompt is too long: 50"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
     ],
 )
 def test_what_is_wrong_is_refused_in_anthropics_form(tool_server: ServerProcess, more: Any, named: str) -> None:

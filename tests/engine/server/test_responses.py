@@ -105,6 +105,8 @@ def test_a_text_follows_a_schema(client: Any) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"conversation": "x"}, "conversation"),
+        ({"input": "x" * 9000}, "input: "),
+        ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}, "strict": True}}}, "text.format.schema"),
     ],
 )
 def test_what_is_wrong_is_refused_by_its_name(client: Any, more: dict[str, Any], named: str) -> None:

@@ -57,5 +57,6 @@ def test_a_stream_of_a_response_that_does_not_fit_says_so_in_its_last_event(serv
     assert [event["sequence_number"] for event in events] == [0, 1]
     error = events[1]["response"]["error"]
     assert error["code"] == "context_length_exceeded" and "maximum context length is 512 tokens" in error["message"]
+    assert error["message"].startswith("input: ")
     whole = httpx.post(f"{server.url}/v1/responses", json=body | {"stream": False}, timeout=60)
     assert (whole.status_code, whole.json()["error"]["code"]) == (400, "context_length_exceeded")

@@ -22,13 +22,13 @@ WEATHER: dict[str, Any] = {
 
 
 def tool(name: str = "weather", parameters: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A tool as OpenAI writes it."""
+    """Return a tool as OpenAI writes it."""
     schema = WEATHER if parameters is None else parameters
     return {"type": "function", "function": {"name": name, "description": "Tell it.", "parameters": schema}}
 
 
 def save_tool_model(folder: Path) -> str:
-    """A random Llama that calls tools where it has to."""
+    """Save a random Llama that calls tools where it has to."""
     path = save_tiny_llama(folder, vocabulary=264, max_position_embeddings=4096)
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(FILL_IN, special_tokens=True)

@@ -120,7 +120,7 @@ assert len(PROMPTS) == 40
 
 
 def body(prompt: str, temperature: float, drafted: bool) -> dict[str, Any]:
-    """A request that has to call one tool."""
+    """Return a request that has to call one tool."""
     return {
         "messages": [{"role": "user", "content": prompt}],
         "tools": TOOLS,
@@ -134,7 +134,7 @@ def body(prompt: str, temperature: float, drafted: bool) -> dict[str, Any]:
 
 
 def call_of(answer: dict[str, Any]) -> tuple[str, str]:
-    """The name and the arguments, which parse and follow the schema."""
+    """Return the name and the arguments, which parse and follow the schema."""
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "tool_calls", choice
     (call,) = choice["message"]["tool_calls"]

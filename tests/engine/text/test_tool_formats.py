@@ -16,6 +16,7 @@ from engine.text.answer_format import REASONING_FORMATS, TOOL_FORMATS, AnswerFor
 from engine.text.answer_reader import AnswerPart, AnswerReader
 from engine.text.tool_grammar import MOST_CALLS, Tool, Wanted, tool_grammar
 from tests.conftest import tiny_tokenizer
+from tests.grids import pairs
 
 llguidance = pytest.importorskip("llguidance", reason="pip install 'talon-decoding[grammar]'")
 from engine.sampling.matcher import Matcher, Matchers  # noqa: E402
@@ -187,10 +188,9 @@ def test_calls_come_back_however_the_text_is_cut(tools: ToolFormat, size: int) -
     assert calls_of(parts(reader, (text[at : at + size] for at in range(0, len(text), size)))) == few(tools)
 
 
-@FORMATS
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
+@pairs(
+    tools=TOOL_FORMATS,
+    call=[
         ("nothing", {}),
         ("weather", {}),
         ("weather", {"city": "x"}),
@@ -201,12 +201,12 @@ def test_calls_come_back_however_the_text_is_cut(tools: ToolFormat, size: int) -
         ("weather", {"city": "x", "days": 3, "tags": [1]}),
         ("now", {"city": "x"}),
     ],
+    calls=["required", "auto"],
 )
-@pytest.mark.parametrize("calls", ["required", "auto"])
-def test_what_a_schema_forbids_cannot_be_called(tools: ToolFormat, name: str, arguments: Any, calls: str) -> None:
-    if (tools.arguments, arguments.get("tags")) == ("parameters", [1]):
+def test_what_a_schema_forbids_cannot_be_called(tools: ToolFormat, call: tuple[str, Any], calls: str) -> None:
+    if (tools.arguments, call[1].get("tags")) == ("parameters", [1]):
         pytest.skip("the list is JSON there, and the test of JSON formats holds for it")
-    text = written(tools, [(name, arguments)])
+    text = written(tools, [call])
     assert takes(format_of(tools, True), Wanted(TOOLS, calls), text) is not None
 
 

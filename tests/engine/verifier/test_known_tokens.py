@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of torch bring it, or pip install triton")
-
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.sampling.sampler import Sampler, verify
-from engine.verifier.known_tokens import Known, RowStates, _draw, known_tokens, row_states
+from engine.model.drawn_tree import DrawnTree
+from engine.sampling.sampler import Sampler
+from engine.verifier import known_tokens
+from engine.verifier.known_tokens import RowsOnHost, output_of
 
 VOCABULARY = 12
 PLAIN = SamplingParams(temperature=0.9, seed=4, max_tokens=50)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=50)
 
 
 def sampler_of(params: SamplingParams, prompt: int = 3) -> Sampler:
@@ -41,21 +43,6 @@ def logits_of(rows: int) -> Tensor:
     return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows)).bfloat16()
 
 
-def test_walks_over_known_tokens_are_those_that_draw_node_by_node() -> None:
-    trees, prompts = [tree_of(seed) for seed in range(6)], [3, 7, 1, 3, 9, 2]
-    samplers = [sampler_of(PLAIN, prompt) for prompt in prompts]
-    logits, known = logits_of(72), [None] * 6
-    _draw([(tree, samplers[i], 12 * i) for i, tree in enumerate(trees)], logits, range(6), known)  # type: ignore[arg-type]
-    lengths = set()
-    for i, tree in enumerate(trees):
-        rows = logits[12 * i : 12 * i + 12]
-        expected = verify(tree, rows, sampler_of(PLAIN, prompts[i]))
-        assert verify(tree, rows, samplers[i], known[i]) == expected
-        assert tree.walk(known[i]) == expected[0]  # type: ignore[arg-type]
-        lengths.add(len(expected[0]))
-    assert len(lengths) > 1
-
-
 @pytest.mark.parametrize(
     ("changes", "plain"),
     [
@@ -71,42 +58,41 @@ def test_what_depends_on_more_than_the_logits_is_not_drawn_ahead(changes: dict[s
     assert sampler_of(SamplingParams(**{"temperature": 0.9, "max_tokens": 50} | changes)).is_plain is plain
 
 
+def rows_of(
+    trees: list[TokenTree], samplers: list[Sampler], logits: Tensor, states: Tensor | None = None
+) -> RowsOnHost:
+    firsts = [0, *accumulate(map(len, trees))]
+    drawn = [DrawnTree(*one) for one in zip(trees, samplers, firsts, strict=False)]
+    return RowsOnHost(drawn, logits, states, firsts[-1], 2)
+
+
 def test_on_a_cpu_the_argmax_of_small_trees_is_known_and_draws_are_not() -> None:
-    greedy = SamplingParams(temperature=0.0, max_tokens=50)
     logits, trees = logits_of(10), [tree_of(1, 5), tree_of(2, 5)]
-    known = known_tokens(trees, [sampler_of(PLAIN), sampler_of(greedy)], logits)
-    assert known == [None, logits[5:].float().argmax(-1).tolist()]
+    found = rows_of(trees, [sampler_of(PLAIN), sampler_of(GREEDY)], logits)
+    assert [found.known(0), found.known(1)] == [None, logits[5:].float().argmax(-1).tolist()]
     large = [tree_of(1, 9), tree_of(2, 9)]
-    assert known_tokens(large, [sampler_of(greedy)] * 2, logits_of(18)) == [None, None]
+    found = rows_of(large, [sampler_of(GREEDY)] * 2, logits_of(18))
+    assert [found.known(0), found.known(1)] == [None, None]
 
 
-def test_states_are_those_of_the_rows_that_are_asked_for() -> None:
-    states = torch.randn(9, 2, 4).bfloat16()
-    trees: list[TokenTree] = [tree_of(3, 4), tree_of(4, 5)]
-    known: list[Known] = [[0] * 4, None]
-    found = row_states(states, trees, known)
-    assert found is not None and row_states(None, trees, known) is None
-    assert (found.of([0, 6, 2]) == states[[0, 6, 2]].view(torch.uint16).numpy()).all()
+def test_nothing_is_computed_on_a_cpu_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a forward has no part in it."""
+    for name in ("argmax", "bfloat16_bits"):
+        monkeypatch.setattr(known_tokens, name, lambda *_: pytest.fail("is computed"))
+    output_of([DrawnTree(tree_of(3, 4), sampler_of(GREEDY), 0)], logits_of(4), torch.randn(4, 2, 4), None, 4)
 
 
-def test_a_device_sends_what_is_expected_at_once_and_other_rows_when_they_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    states, sent = torch.randn(9, 2, 4).bfloat16(), list[list[int]]()
-
-    def picked(self: RowStates, rows: Any) -> Tensor:
-        sent.append(list(rows))
-        return states[list(rows)]
-
-    monkeypatch.setattr(RowStates, "_picked", picked)
-    found = RowStates(Away(states), [1, 4, 5])  # type: ignore[arg-type]
-    for rows in ([4, 1], [5], [2, 4]):
-        assert (found.of(rows) == states[rows].view(torch.uint16).numpy()).all()
-    assert sent == [[1, 4, 5], [2, 4]]
-
-
-class Away:
-    """States that are on a device."""
-
-    def __init__(self, states: Tensor):
-        self.states, self.device = states, torch.device("cuda")
+def test_states_and_successors_are_those_of_the_rows_that_are_asked_for() -> None:
+    states, logits = torch.randn(12, 2, 4).bfloat16(), logits_of(9)
+    found = rows_of([tree_of(3, 4), tree_of(4, 5)], [sampler_of(PLAIN)] * 2, logits, states)
+    bits = states.view(torch.uint16).numpy()
+    for got, rows in (
+        (found.states_of(0, [0, 2]), [0, 2]),
+        (found.states_of(1, [0, 4]), [4, 8]),
+        (found.read_states(9, 2), [9, 10]),
+    ):
+        assert got is not None and (got == bits[rows]).all()
+    ranked = found.successors_of(4, 5)
+    assert ranked is not None and (ranked == logits[4:].topk(2).indices.numpy()).all()
+    without = RowsOnHost([], logits, None, 9)
+    assert without.successors_of(0, 4) is None and without.read_states(0, 4) is None

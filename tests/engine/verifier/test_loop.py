@@ -18,13 +18,14 @@ from engine.core.kv_shape import KVShape
 from engine.core.methods import source_of
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
+from engine.costs.cost_model import CostModel
+from engine.costs.forward_time import ForwardTime
 from engine.drafting.worker import FROM_VERIFIER, DrafterWorker
-from engine.model.kv_pool import KVCache, KVPool, commit_all
-from engine.verifier.cost_model import CostModel
+from engine.model.kv_cache import KVCache, commit_all
+from engine.model.kv_pool import KVPool
+from engine.placement import Threads
 from engine.verifier.drafter_link import FROM_DRAFTER
-from engine.verifier.forward_time import ForwardTime
 from engine.verifier.loop import Verifier
-from engine.verifier.placement import Threads
 from engine.verifier.request import Request
 from engine.wire.messages import (
     Cancel,

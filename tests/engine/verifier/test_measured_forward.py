@@ -31,3 +31,18 @@ def test_a_forward_runs_behind_as_many_positions_as_asked_for(target: Target, mo
     assert forward.longest == most - BESIDE
     forward.close()
     assert target.pool.free == free
+
+
+def test_the_rows_are_those_of_a_tree(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    depths: list[int] = []
+    run = Target.run
+
+    def noted(target: Target, segments: list, *rest: object) -> object:
+        depths.append(int(segments[0].tree.depths.max()))
+        return run(target, segments, *rest)
+
+    monkeypatch.setattr(Target, "run", noted)
+    forward = MeasuredForward(target, most=30)
+    forward.seconds(21, 0)
+    forward.close()
+    assert depths == [0, 2]

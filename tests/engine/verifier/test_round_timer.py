@@ -9,11 +9,9 @@ import pytest
 from engine.config import Config
 from engine.core.methods import GRAMMAR, source_of
 from engine.core.tree import TokenTree
-from engine.verifier.cost_model import CostModel
-from engine.verifier.draft_choice import DraftedRound
-from engine.verifier.forward_time import ForwardTime
+from engine.costs.cost_model import CostModel
+from engine.costs.forward_time import ForwardTime
 from engine.verifier.round_timer import RoundTimer
-from engine.verifier.step_input import Proposal
 
 FORWARDS = {1: 0.010, 8: 0.010, 64: 0.080}
 
@@ -47,7 +45,7 @@ def meter() -> RoundTimer:
 
 
 def end_round(
-    meter: RoundTimer, rows: int, tokens: int, asked: bool = True, chunk: int = 0, lost: bool = False
+    meter: RoundTimer, rows: int, tokens: int, wanted: bool = True, chunk: int = 0, lost: bool = False
 ) -> None:
     """A round of one request ends: rows of its tree, of another's prompt, and the tokens that it emitted."""
     one, reader = One(), One()
@@ -58,7 +56,7 @@ def end_round(
         concluded.append(SimpleNamespace(request=reader, tokens=[0]))
     drafts: Any = SimpleNamespace(drafter=b"there")
     meter.forward_ns = int(1e9 * meter.costs.forward.seconds(sum(map(len, segments))))
-    rounds: list[Any] = [SimpleNamespace(request=one, asked=asked)]
+    rounds: list[Any] = [SimpleNamespace(request=one, wanted=wanted)]
     meter.observe_round(concluded, rounds, segments, drafts)
 
 
@@ -89,22 +87,26 @@ SUFFIX, HEAD = source_of("suffix"), source_of("block")
 ROW_S = 0.001
 
 
-def drafted(tree: TokenTree, verified: list[int], path: list[int], tokens: list[int], of_model: bool) -> DraftedRound:
+def drafted(
+    tree: TokenTree, verified: list[int], path: list[int], tokens: list[int], of_model: bool
+) -> SimpleNamespace:
     """What a round teaches: of a tree these nodes were verified, `path` was accepted, and `tokens` were emitted. Every
     row takes `ROW_S`.
     """
     nothing: Any = None
-    timer, seen = RoundTimer(Config(model="none"), nothing, nothing, nothing), []
+    timer, seen = RoundTimer(Config(model="none"), nothing, nothing, nothing), SimpleNamespace()
     timer.costs = CostModel(ForwardTime({1: ROW_S, 64: 64 * ROW_S}))
     timer._rows = len(verified)
-    choice = SimpleNamespace(observe=lambda *told: seen.append(told[-1]))
-    request, proposal = SimpleNamespace(choice=choice, waited_s=0.002), Proposal(1, tree, 100 * of_model)
-    step: Any = SimpleNamespace(request=request, asked=True, proposal=proposal, kept=np.array(verified))
+    choice = SimpleNamespace(observe=lambda kinds, costs, requests, **told: vars(seen).update(told))
+    request = SimpleNamespace(choice=choice, waited_s=0.002)
+    step: Any = SimpleNamespace(
+        request=request, wanted=True, drafted=tree, draft_us=100 * of_model, kept=np.array(verified)
+    )
     sources = [int(tree.source[node]) if node < len(tree) else GRAMMAR for node in path[1:]]
     result: Any = SimpleNamespace(sources=[*sources, 0], tokens=tokens)
     drafts: Any = SimpleNamespace(drafter=b"there", kinds=None)
     timer.observe_draft(step, result, drafts)
-    return seen[0]
+    return seen
 
 
 def tree_of(tokens: list[int], parents: list[int], sources: list[int]) -> TokenTree:

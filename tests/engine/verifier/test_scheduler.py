@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from engine.core.errors import OutOfBlocks
 from engine.core.kv_shape import KVShape
 from engine.core.params import SamplingParams, Speculation
-from engine.model.kv_pool import KVCache, KVPool
-from engine.verifier.cost_model import CostModel
-from engine.verifier.forward_time import ForwardTime
+from engine.costs.cost_model import CostModel
+from engine.costs.forward_time import ForwardTime
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 from engine.verifier.request import Request
 from engine.verifier.scheduler import Plan, Scheduler
 
@@ -175,7 +176,7 @@ def test_the_draft_of_a_request_that_need_not_read_again_is_waited_for_from_now_
     resumed, now_ns = request(stage, 2, list(range(30)), [30, 31, 32]), 10**18
     requests.waiting.append(resumed)
     assert plan(requests, now_ns, drafter_ready=True) == Plan(wait_s=1.0)
-    assert resumed.asked_ns == now_ns
+    assert resumed.waiting_since_ns == now_ns
 
 
 def test_what_was_read_by_others_is_counted_as_it_is_found() -> None:
@@ -215,7 +216,7 @@ def test_a_round_waits_for_a_draft_that_will_soon_be_there() -> None:
     requests.running += [one, other]
     decode(one, other)
     one.drafts[one.outcome] = object()  # type: ignore[assignment]
-    asked = other.asked_ns
+    asked = other.waiting_since_ns
     found = plan(requests, asked, drafter_ready=True)
     assert not found and 0 < found.wait_s <= 1.0
     assert plan(requests, asked + int(1e9), drafter_ready=True).decoding == [one, other]
@@ -226,7 +227,7 @@ def test_without_a_drafter_nobody_waits() -> None:
     one = request(stage, 1, [1] * 4)
     requests.running.append(one)
     decode(one)
-    assert plan(requests, one.asked_ns, drafter_ready=False).decoding == [one]
+    assert plan(requests, one.waiting_since_ns, drafter_ready=False).decoding == [one]
 
 
 def test_an_answer_that_an_earlier_verifier_began_is_read_and_not_drawn_again() -> None:
@@ -302,7 +303,7 @@ def test_requests_whose_drafts_are_there_are_not_held_up() -> None:
     decode(one, other, alone)
     one.drafts[one.outcome] = other.drafts[other.outcome] = object()  # type: ignore[assignment]
     alone.root_only = True  # its root is to be verified without a draft
-    assert plan(requests, one.asked_ns, drafter_ready=True, ahead=True).decoding == [one, other, alone]
+    assert plan(requests, one.waiting_since_ns, drafter_ready=True, ahead=True).decoding == [one, other, alone]
 
 
 def lonely() -> tuple[Scheduler, Request]:
@@ -315,14 +316,14 @@ def lonely() -> tuple[Scheduler, Request]:
 
 def test_a_lonely_request_that_is_drafted_for_in_turns_has_nothing_else_to_do() -> None:
     requests, one = lonely()
-    assert plan(requests, one.asked_ns, drafter_ready=True).wait_s == 1.0
-    assert plan(requests, one.asked_ns + 250_000_000, drafter_ready=True) == Plan(wait_s=0.75)
-    assert plan(requests, one.asked_ns + 1_000_000_000, drafter_ready=True).decoding == [one]
+    assert plan(requests, one.waiting_since_ns, drafter_ready=True).wait_s == 1.0
+    assert plan(requests, one.waiting_since_ns + 250_000_000, drafter_ready=True) == Plan(wait_s=0.75)
+    assert plan(requests, one.waiting_since_ns + 1_000_000_000, drafter_ready=True).decoding == [one]
 
 
 def test_a_lonely_request_that_is_drafted_for_ahead_waits_for_the_usual_time() -> None:
     requests, one = lonely()
-    assert plan(requests, one.asked_ns, drafter_ready=True, ahead=True).wait_s == COSTS.patience_s() == 0.002
+    assert plan(requests, one.waiting_since_ns, drafter_ready=True, ahead=True).wait_s == COSTS.patience_s() == 0.002
 
 
 def test_of_several_none_waits_longer_than_usual() -> None:
@@ -330,8 +331,8 @@ def test_of_several_none_waits_longer_than_usual() -> None:
     other = request(Stage(), 2, [2] * 4)
     requests.running.append(other)
     decode(other)
-    other.asked_ns = one.asked_ns
-    assert plan(requests, one.asked_ns, drafter_ready=True).wait_s == COSTS.patience_s() == 0.002
+    other.waiting_since_ns = one.waiting_since_ns
+    assert plan(requests, one.waiting_since_ns, drafter_ready=True).wait_s == COSTS.patience_s() == 0.002
 
 
 def waited(seconds: float, seen_s: float = 0.0) -> CostModel:
@@ -346,9 +347,9 @@ def test_while_all_wait_for_drafts_a_prompt_is_read() -> None:
     requests, one = lonely()
     new = request(Stage(), 2, [2] * 90)
     requests.waiting.append(new)
-    found = requests.plan(one.asked_ns, waited(0.0145), True)
+    found = requests.plan(one.waiting_since_ns, waited(0.0145), True)
     assert found.decoding == [] and found.reading == [(new, 17)]
-    found = requests.plan(one.asked_ns + 2_000_000, waited(0.0145), True)
+    found = requests.plan(one.waiting_since_ns + 2_000_000, waited(0.0145), True)
     assert found.reading == [(new, 9)], "the rest of the usual wait"
 
 
@@ -362,7 +363,7 @@ def chunks_behind(lengths: tuple[int, ...], costs: CostModel, drafter_ready: boo
     for length in lengths:
         long.cache.reserve(length)
         long.cache.length = length
-        [(_, count)] = requests.plan(one.asked_ns, costs, drafter_ready).reading
+        [(_, count)] = requests.plan(one.waiting_since_ns, costs, drafter_ready).reading
         counts.append(count)
     return counts
 
@@ -376,7 +377,7 @@ def test_drafts_that_are_there_in_a_moment_are_waited_for_before_a_prompt_is_rea
     """Or those who decode would be held up by two chunks in a row."""
     requests, one = lonely()
     requests.waiting.append(request(Stage(), 2, [2] * 9))
-    assert not requests.plan(one.asked_ns, waited(0.0002), True)
+    assert not requests.plan(one.waiting_since_ns, waited(0.0002), True)
 
 
 def test_a_chunk_far_into_a_prompt_is_shorter() -> None:
@@ -390,10 +391,10 @@ def test_while_some_wait_for_drafts_no_chunk_goes_without_the_others() -> None:
     other, new = request(stage, 2, [2] * 4), request(stage, 3, [3] * 9)
     requests.running.append(other)
     decode(other)
-    other.asked_ns = one.asked_ns
+    other.waiting_since_ns = one.waiting_since_ns
     one.drafts[one.outcome] = object()  # type: ignore[assignment]
     requests.waiting.append(new)
-    assert plan(requests, one.asked_ns, drafter_ready=True) == Plan(wait_s=COSTS.patience_s())
+    assert plan(requests, one.waiting_since_ns, drafter_ready=True) == Plan(wait_s=COSTS.patience_s())
 
 
 def test_caches_of_their_own_are_neither_shared_nor_reserved() -> None:
@@ -426,7 +427,8 @@ def test_what_others_have_read_with_its_hidden_states_is_shared_with_them() -> N
     for reader, count in requests.reserve(plan(requests), lambda r: 33).reading:
         reader.read(reader.chunk(count), [], states)
         reader.cache.commit(reader.rows_kept)
-        reader.publish()
+        reader.share_blocks()
+        reader.trim_cache()
     requests.running = [second]
     assert plan(requests).reading == [(second, 1)] and second.cached == 32
     assert np.array_equal(second.features.take(), states[:32])

@@ -83,7 +83,38 @@ _OF_SHARED = {
 }
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5}
 _OF_CONVOLUTIONS = {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 2, 0]}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50_000.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 _OF_GEMMA = {"attention.sliding_window": 12}
+_GEMMA4 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 12,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": len(TOKENS),
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 50_000.0},
+    },
+}
+_OF_GEMMA4 = _OF_GEMMA | {
+    "attention.sliding_window_pattern": [True, False] * 3,
+    "attention.key_length": 32,
+    "attention.key_length_swa": 16,
+    "rope.freq_base_swa": 10_000.0,
+    "final_logit_softcapping": 30.0,
+    "embedding_length_per_layer_input": 0,
+}
 FAMILIES = {
     "llama": Family("LlamaConfig", {}, "llama"),
     "mistral": Family("MistralConfig", {"head_dim": 32, "sliding_window": None}, "llama", {"rope.dimension_count": 32}),
@@ -135,12 +166,28 @@ FAMILIES = {
         _OF_CONVOLUTIONS
         | {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 64, "leading_dense_block_count": 1},
     ),
+    "gemma4": Family("Gemma4TextConfig", _GEMMA4 | {"hidden_size_per_layer_input": 0}, "gemma4", _OF_GEMMA4),
+    "gemma4 with inputs of layers": Family(
+        "Gemma4TextConfig",
+        _GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        "gemma4",
+        _OF_GEMMA4
+        | {"attention.shared_kv_layers": 2, "embedding_length_per_layer_input": 32,
+           "feed_forward_length": [96] * 4 + [192] * 2},
+    ),
+    "gemma4 whose keys are values": Family(
+        "Gemma4TextConfig",
+        _GEMMA4 | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        "gemma4",
+        _OF_GEMMA4 | {"attention.head_count_kv": [2, 1] * 3},
+    ),
     "gpt-oss": Family(
         "GptOssConfig",
         {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12, "hidden_size": 64,
-         "intermediate_size": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
+         "intermediate_size": 64, "rope_parameters": _YARN},
         "gpt-oss",
-        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64, "attention.sliding_window": 12},
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64, "attention.sliding_window": 12,
+         "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 16},
     ),
 }  # fmt: skip
 
@@ -164,6 +211,8 @@ def random_model(family: str, **changes: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias"):
                 buffer += 0.1 * torch.randn(buffer.shape)
+            if name.endswith("layer_scalar"):
+                buffer.copy_((0.5 + torch.rand(1)).to(torch.bfloat16))
         for parameter in model.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))
     return model.eval()
@@ -192,7 +241,9 @@ def write_family(
     writer.add_head_count(config.num_attention_heads)
     if "attention.head_count_kv" not in about.metadata:
         writer.add_head_count_kv(config.num_key_value_heads)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = about.metadata.get("attention.key_length") or (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
@@ -249,6 +300,8 @@ def stored_tensors(family: str, model: Any) -> dict[str, NDArray[np.float32]]:
         module, _, suffix = name.rpartition(".")
         if suffix == "expert_bias":
             module, suffix = name, "bias"
+        if suffix == "layer_scalar":
+            module, suffix = name, "weight"
         if name.endswith(("conv.conv.weight", "shared_expert_gate.weight")):
             array = array.squeeze()
         if module.endswith("self_attn") and suffix == "sinks":
@@ -265,6 +318,8 @@ def stored_tensors(family: str, model: Any) -> dict[str, NDArray[np.float32]]:
             halves = array.reshape(heads, 2, -1, *array.shape[1:])
             array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
         made[f"{found}.{suffix}"] = array
+    if about.architecture == "gemma4":  # a quarter of the frequencies of layers that see everything
+        made["rope_freqs.weight"] = np.array([1.0] * 4 + [1e30] * 12, np.float32)
     return made
 
 

@@ -187,13 +187,15 @@ def test_a_worker_that_is_replaced_finds_the_model_whatever_was_removed_meanwhil
     given = load({"model": "tiny", "drafter": {"path": file}})
     config = resolved(given)
     shutil.rmtree(home())
-    restore(given, config)
+    assert restore(given, config)
+    assert not restore(given, config), "nothing is damaged any more"
     assert is_usable(Path(config.model)) and is_usable(Path(str(config.drafter.path)))
     (open_home / "tiny.gguf").unlink()
     shutil.rmtree(home())
     capsys.readouterr()
-    restore(given, config)
+    assert restore(given, config)
     assert is_usable(Path(config.model))
     assert f"talon: drafter.path={file}: " in capsys.readouterr().err
     with pytest.raises(ModelError):
         resolve(file)
+    assert not restore(given, config), "what is left cannot be made"

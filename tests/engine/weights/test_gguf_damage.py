@@ -12,12 +12,14 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from benchmarks.kernels.products import put_scales
 from engine.core.errors import ModelError
 from engine.model.target import Target
 from engine.weights.gguf.damage import DamagedTensors, check_tensors
 from engine.weights.gguf.describe import main
 from engine.weights.gguf.described import described
 from engine.weights.gguf.file import GgufFile, read_gguf
+from tests.engine.kernels.quant.random_blocks import random_blocks
 from tests.engine.weights.tiny_gguf import tiny_llama, write_gguf
 
 KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1]
@@ -73,6 +75,20 @@ def test_an_offset_that_is_no_number_is_found_too(tmp_path: Path, kind: Kind) ->
     overwrite(file.path, place_of(file, "blk.1.ffn_up.weight") + 2, np.float16(np.nan).tobytes())
     with pytest.raises(DamagedTensors, match=r"blk\.1\.ffn_up\.weight"):
         check_tensors(file)
+
+
+@pytest.mark.parametrize("number", [1.0, np.inf])
+def test_a_scale_in_four_places_is_read_from_all_of_them(tmp_path: Path, number: float) -> None:
+    matrix = random_blocks("IQ1_M", 40, 512)
+    scales = np.ones((40, 2), np.float16)
+    scales[31, 1] = number
+    put_scales(matrix.raw.reshape(40, 2, -1), 312, scales)
+    file = written(tmp_path, tensors={"some": matrix})
+    if number == 1:
+        assert check_tensors(file) == []
+    else:
+        with pytest.raises(DamagedTensors, match="'some' holds NaN or infinity"):
+            check_tensors(file)
 
 
 @pytest.mark.parametrize("part", [None, 0, 1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.kernels.quant.stored import StoredMatrix
 
 TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}<|assistant|>"
 SPECIAL = ["<|text|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -32,16 +35,16 @@ _LAYER = {
 }
 
 
-def tiny_llama() -> LlamaForCausalLM:
+def tiny_llama(hidden: int = 64, intermediate: int = 96, layers: int = 2) -> LlamaForCausalLM:
     """Random weights; embeddings and output are one matrix. Rows are long enough for blocks of 32."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(TOKENS),
-        hidden_size=64,
-        num_hidden_layers=2,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=KEY_HEADS,
-        intermediate_size=96,
+        intermediate_size=intermediate,
         max_position_embeddings=512,
         initializer_range=0.3,
         tie_word_embeddings=True,
@@ -53,14 +56,15 @@ def write_gguf(
     path: Path,
     kind: Kind = Kind.F32,
     values: dict[str, Any] | None = None,
-    tensors: dict[str, NDArray[np.float32] | None] | None = None,
+    tensors: Mapping[str, NDArray[np.float32] | StoredMatrix | None] | None = None,
     architecture: str = "llama",
     part_tensors: int = 0,
+    model: LlamaForCausalLM | None = None,
 ) -> LlamaForCausalLM:
     """Write a tiny Llama; returns it. kind: of its matrices. values, tensors: in place of its own, None leaves out.
-    part_tensors: the most in one of several files, 0 for one file.
+    part_tensors: the most in one of several files, 0 for one file. model: another tiny Llama.
     """
-    model = tiny_llama()
+    model = tiny_llama() if model is None else model
     config = model.config
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     writer.add_name("tiny")
@@ -88,10 +92,14 @@ def write_gguf(
         if value is None:
             continue
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    stored = {_name(name): _as_stored(name, tensor.numpy()) for name, tensor in model.state_dict().items()}
+    weights = model.state_dict().items()
+    stored: dict[str, Any] = {_name(name): _as_stored(name, tensor.numpy()) for name, tensor in weights}
     del stored["output.weight"]
-    for name, array in (stored | (tensors or {})).items():
+    for name, array in (stored | dict(tensors or {})).items():
         if array is None:
+            continue
+        if isinstance(array, StoredMatrix):
+            writer.add_tensor(name, array.raw, raw_dtype=Kind[array.kind])
             continue
         of_kind = kind if array.ndim > 1 else Kind.F32
         writer.add_tensor(name, gguf.quantize(array, of_kind), raw_dtype=of_kind)

@@ -3,10 +3,12 @@
 A vector holds 32-bit lanes, one for each output, of the codes of four inputs: unsigned bytes, which count from a
 layout's centre. A row's inputs are signed bytes from -127 to 127, four of them for all lanes. AVX512-VNNI and AVX-VNNI
 add four products to a lane at once. AVX2 adds pairs of products as 16 bits, which would saturate beyond 32,767:
+- codes of 2 and 3 bits: all 8 pairs of a group, 8 * 2 * 7 * 127 = 14,224
 - codes of 4 bits: 8 pairs, 8 * 2 * 15 * 127 = 30,480
 - codes of 5 bits: 4 pairs, 4 * 2 * 31 * 127 = 31,496
 - codes of 6 bits: 2 pairs, 2 * 2 * 63 * 127 = 32,004
 - codes of 8 bits: 1 pair of a code's amount, up to 128, and the input with the code's sign, 2 * 128 * 127 = 32,512
+Values that codes stand for are looked up and multiplied as codes of 8 bits.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from engine.kernels.amx import pointer
 from engine.kernels.simd import features
 
 _BYTE, _SHORT, _INT, _WORD = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-PAIRS_OF_16_BITS = {4: 8, 5: 4, 6: 2}
+PAIRS_OF_16_BITS = {2: 8, 3: 8, 4: 8, 5: 4, 6: 2}
 """With AVX2: how many pairs of products fit into 16 bits, by the bits of a code."""
 
 
@@ -52,7 +54,7 @@ class InstructionSet(IntEnum):
 
 @cache
 def instruction_sets() -> tuple[InstructionSet, ...]:
-    """Those that this processor has, the fastest first."""
+    """Return the instruction sets that this processor has, the fastest first."""
     there, found = features(), []
     if {"+avx512f", "+avx512bw", "+avx512vnni"} <= there:
         found.append(InstructionSet.AVX512_VNNI)
@@ -68,16 +70,29 @@ def words(lanes: int) -> ir.VectorType:
 
 
 def same(kind: ir.VectorType, value: float) -> ir.Constant:
-    """A vector of that value."""
+    """Return a vector of that value."""
     return ir.Constant(kind, [value] * kind.count)
 
 
 def spread_word(builder: ir.IRBuilder, address: ir.Value, element: ir.Type, lanes: int) -> ir.Value:
-    """All lanes hold the number at that address."""
+    """Fill all lanes with the number at that address."""
     kind = ir.VectorType(element, lanes)
     scalar = builder.load(pointer(builder, address, element), align=4)
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, _INT(0))
     return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), same(words(lanes), 0))
+
+
+def looked_up(
+    builder: ir.IRBuilder, instructions: InstructionSet, values: Sequence[int], codes: Sequence[ir.Value]
+) -> list[ir.Value]:
+    """Look up the values of codes of up to 4 bits, as codes of 8 bits: see `dot`."""
+    bias = 0 if instructions is InstructionSet.AVX2 else 128
+    name = "llvm.x86.avx512.pshuf.b.512" if instructions.lanes == 16 else "llvm.x86.avx2.pshuf.b"
+    bytes_ = ir.VectorType(_BYTE, 4 * instructions.lanes)
+    repeated = [value + bias for value in values] * (bytes_.count // len(values))
+    table = ir.Constant(bytes_, [value & 255 for value in repeated])
+    found = [_call(builder, name, bytes_, table, builder.bitcast(code, bytes_)) for code in codes]
+    return [builder.bitcast(some, code.type) for some, code in zip(found, codes, strict=True)]
 
 
 def dot(
@@ -89,7 +104,8 @@ def dot(
     at: int,
     start: ir.Value,
 ) -> ir.Value:
-    """start + the sums of products of codes with the inputs from byte `at` of x on, four for each vector of codes.
+    """Return start + the sums of products of codes with the inputs from byte `at` of x on, four for each vector of
+    codes.
 
     bits: of a code; those of 8 bits count from 128 for VNNI, and AVX2 takes them signed and needs no start.
     """
@@ -106,7 +122,7 @@ def _fours(
     at: int,
     start: ir.Value,
 ) -> ir.Value:
-    """In assembly: LLVM would broadcast more inputs at a time than registers can hold."""
+    """Emit the sums in assembly: LLVM would broadcast more inputs at a time than registers can hold."""
     kind, count = start.type, len(codes)
     if instructions is InstructionSet.AVX512_VNNI:  # operands: the sums, the codes, the row's address
         lines = [f"vpdpbusd {at + 4 * i}(${count + 1}){{1to16}}, ${i + 1}, $0" for i in range(count)]

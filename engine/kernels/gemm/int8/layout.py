@@ -26,13 +26,15 @@ SCALE_AT, OFFSET_AT, SUMS_AT = BLOCK_INPUTS, BLOCK_INPUTS + 4, BLOCK_INPUTS + 8
 
 
 def has_integer_codes(layout: QuantLayout) -> bool:
-    """Whether its codes stand for themselves, and can be multiplied as integers."""
-    return layout.coded and layout.values is None
+    """Return whether its codes stand for whole numbers of some unit, of one scale of float16, and are multiplied as
+    these.
+    """
+    return layout.coded and not layout.exponents
 
 
 @njit
 def rows_at_once(left: int, most: int) -> int:
-    """How many of the rows that are left to multiply next, at most `most`. The last block is not small: unpacking the
-    codes costs as much as two rows.
+    """Return how many of the rows that are left to multiply next, at most `most`. The last block is not small:
+    unpacking the codes costs as much as two rows.
     """
     return left if left <= most else min(most, left - most // 4)

@@ -1,8 +1,8 @@
 """Products of rows rounded to 8 bits with a matrix in blocks, used as `engine.kernels.gemm.matmul.Matmul` is.
 
-The threads round the rows together, wait for each other, and then each multiplies all rows with its outputs. Few rows
-each thread rounds for itself, which takes no longer than waiting, and much less where cores are shared. A row's
-result has the same bits whatever rows are beside it, on any number of threads and on every instruction set.
+The threads round the rows together, wait for each other, and then each multiplies all rows with its outputs. Of few
+rows each thread rounds all for itself, which takes no longer than waiting, and much less where cores are shared. A
+row's result has the same bits whatever rows are beside it, on any number of threads and on every instruction set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.kernels.simd import LANES
 from engine.kernels.threads import barrier, num_threads, thread_id
 
 _OWN = 8192
-"""Numbers of x up to which each thread rounds them all for itself."""
+"""Up to so many numbers of x each thread rounds them all for itself."""
 
 
 class Int8Matmul(Matmul):
@@ -43,8 +43,8 @@ class Int8Matmul(Matmul):
         dtype: torch.dtype = torch.bfloat16,
         instructions: InstructionSet | None = None,
     ):
-        """parts, gated: as for `Matmul`, of layouts with integer codes; of whole panels, the last one aside. dtype: of
-        x and of the result.
+        """Pack the matrix. parts, gated: as for `Matmul`, of layouts with integer codes; of whole panels, the last one
+        aside. dtype: of x and of the result.
         """
         used = instruction_sets()[0] if instructions is None else instructions
         outputs, self.inputs = shape_of(parts)
@@ -66,7 +66,7 @@ _KERNELS: dict[tuple[InstructionSet, QuantLayout], PartKernel] = {}
 
 
 def int8_kernel(instructions: InstructionSet, layout: QuantLayout) -> PartKernel:
-    """The kernel for matrices of that layout."""
+    """Return the kernel for matrices of that layout."""
     if (instructions, layout) not in _KERNELS:
         _KERNELS[instructions, layout] = _compiled(instructions, layout)
     return _KERNELS[instructions, layout]
@@ -84,7 +84,7 @@ def _compiled(instructions: InstructionSet, layout: QuantLayout) -> PartKernel:
         own = work.rows * work.inputs <= _OWN
         place = work.scratch + work.shared_bytes + thread_id() * work.scratch_bytes if own else work.scratch
         if part.first != 0:
-            pass  # the first part's run has rounded them
+            pass  # the first part's run has rounded the rows
         elif own:
             round_rows(most, work.x, work.width, work.rows, groups, place, 0, 1)
         else:

@@ -1,4 +1,4 @@
-"""Rows of x rounded to codes of 8 bits, in groups of 32 inputs, as `layout` describes.
+"""Rounds rows of x to codes of 8 bits, in groups of 32 inputs, as `layout` describes.
 
 A group's scale is a 127th of its largest amount, as float32. Its codes are x * (127 / largest), rounded to the nearest
 whole number, to the even one between two. A group whose amounts are all below 1e-30 counts as zeros. A group with an
@@ -20,7 +20,7 @@ from engine.kernels.simd import BFLOAT16, FLOAT, FLOAT32, INTS, LANES, constant,
 
 _BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _TO_WHOLE = 1.5 * 2**23
-"""Added to a small number, it leaves the nearest whole number in the lower bits."""
+"""Added to a small number, this leaves the nearest whole number in the lower bits."""
 _LEAST = 1e-30
 
 
@@ -56,7 +56,8 @@ def round_group(context: Any, width: Any, source: Any, goal: Any) -> Any:
 
         halves = [read(builder, builder.add(source, _WORD(i * LANES * size)), size) for i in range(2)]
         amounts = [builder.and_(builder.bitcast(half, INTS), integers(0x7FFFFFFF)) for half in halves]
-        bits = _across(builder, _larger(builder, *amounts), _larger)  # as integers: NaN is larger than any number
+        # compared as integers: NaN is larger than any number
+        bits = _across(builder, _larger(builder, *amounts), _larger)
         largest = builder.bitcast(bits, FLOAT)
         there = builder.fcmp_ordered(">", largest, FLOAT(_LEAST))
         inverse = builder.select(there, builder.fdiv(FLOAT(127.0), largest), FLOAT(0.0))
@@ -86,7 +87,7 @@ def _larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 
 
 def _across(builder: ir.IRBuilder, x: ir.Value, join: Any) -> ir.Value:
-    """All lanes joined, by halves."""
+    """Join all lanes, by halves."""
     step = LANES // 2
     while step:
         order = ir.Constant(INTS, [(lane + step) % LANES for lane in range(LANES)])

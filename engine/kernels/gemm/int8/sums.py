@@ -2,7 +2,8 @@
 
 For each group, in order: the whole number sum(code * input), as float32, which it fits exactly, is multiplied with
 (scale * row's scale), rounded once, and added to the row's sum with one rounding; then offset * (row's scale * sum of
-inputs) is, with one rounding. So a row's sums are the same on all instruction sets, and whatever rows are beside it.
+inputs) is, with one rounding; if a step has two groups, after the products of both. So a row's sums are the same on all
+instruction sets, and whatever rows are beside it.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.amx import LINE_BYTES, fetch_line, pointer
-from engine.kernels.gemm.int8.dots import InstructionSet, dot, same, spread_word, words
+from engine.kernels.amx import LINE_BYTES, fetch_line, fetch_panel_line, opaque, pointer
+from engine.kernels.gemm.int8.dots import InstructionSet, dot, looked_up, same, spread_word, words
 from engine.kernels.gemm.int8.layout import OFFSET_AT, ROW_GROUP_BYTES, SCALE_AT, SUMS_AT, VECTORS
-from engine.kernels.gemm.matmul_sums import row_counts
+from engine.kernels.gemm.matmul_sums import PANELS, row_counts
 from engine.kernels.quant.layouts import LAYOUTS, QuantLayout
 from engine.kernels.quant.layouts import STEP as BLOCK_INPUTS
+from engine.kernels.quant.unpack import factor_bytes
 from engine.kernels.simd import FLOAT, LANES, fused
 
-_BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_INT, _WORD = ir.IntType(32), ir.IntType(64)
 AHEAD = 8
 """Groups by which the codes of a matrix are prefetched ahead."""
 
@@ -40,8 +42,8 @@ def sum_groups(
     room: Any,
     room_stride: Any,
 ) -> Any:
-    """The products of a block of rows with 16 outputs, in `room`: 16 float32 for each row, one row every `room_stride`
-    bytes.
+    """Write the products of a block of rows with 16 outputs to `room`: 16 float32 for each row, one row every
+    `room_stride` bytes.
 
     instructions, layout, ahead: compile-time constants, the last how many groups ahead codes are prefetched, 0: none.
     rows: at most `InstructionSet.rows`. x: address of the rows' groups [groups, rows]. tiles: of the outputs' [blocks].
@@ -64,46 +66,60 @@ class _Block:
     def __init__(self, builder: ir.IRBuilder, used: InstructionSet, of: QuantLayout, ahead: int, count: int, part: int):
         self.builder, self.used, self.of, self.count, self.part = builder, used, of, count, part
         self.ahead = ahead * of.tile_bytes // of.steps
-        self.offsets, self.halves = of.offset is not None, of.group < BLOCK_INPUTS
+        self.offsets, self.values = of.offset is not None, of.values
+        self.bits, self.bias = (of.bits, of.bias) if of.values is None else (8, 128)
         self.floats, self.ints = ir.VectorType(FLOAT, used.lanes), words(used.lanes)
 
     def sum(self, x: ir.Value, tiles: ir.Value, blocks: ir.Value, room: ir.Value, room_stride: ir.Value) -> None:
-        """As `sum_groups`."""
+        """Write the products, as `sum_groups` says."""
         builder, of = self.builder, self.of
         sums = [cgutils.alloca_once(builder, self.floats) for _ in range(self.count)]
         for cell in sums:
             builder.store(same(self.floats, 0.0), cell)
+        apart = builder.mul(blocks, _WORD(PANELS * of.tile_bytes))
         with cgutils.for_range(builder, blocks) as loop:
             tile = self._after(tiles, loop.index, of.tile_bytes)
             groups = self._after(x, loop.index, of.steps * self.count * ROW_GROUP_BYTES)
             numbers = [self._number(tile, i) for i in range(1 + self.offsets)]
+            if of.unit != 1:
+                numbers[0] = builder.fmul(numbers[0], same(self.floats, of.unit))
             if of.factors is not None and self.offsets:
                 numbers[-1] = builder.fneg(numbers[-1])
             if of.steps == 1:
-                self._add_group(sums, tile, _WORD(0), groups, numbers)
+                self._add_group(sums, tile, _WORD(0), groups, numbers, apart)
             else:
                 with cgutils.for_range(builder, _WORD(of.steps)) as inner:
                     here = self._after(groups, inner.index, self.count * ROW_GROUP_BYTES)
-                    self._add_group(sums, tile, inner.index, here, numbers)
+                    self._add_group(sums, tile, inner.index, here, numbers, apart)
         for row, cell in enumerate(sums):
             place = builder.add(self._after(room, _WORD(row), room_stride), _WORD(4 * self.part * self.used.lanes))
             builder.store(builder.load(cell), pointer(builder, place, self.floats), align=4)
 
     def _add_group(
-        self, sums: list[ir.Value], tile: ir.Value, group: ir.Value, x: ir.Value, numbers: list[ir.Value]
+        self,
+        sums: list[ir.Value],
+        tile: ir.Value,
+        group: ir.Value,
+        x: ir.Value,
+        numbers: list[ir.Value],
+        apart: ir.Value,
     ) -> None:
-        """Add a group's products. numbers: the tile's scales and offsets."""
+        """Add a group's products. numbers: the tile's scales and offsets. apart: how far the panels after next are."""
         builder, of = self.builder, self.of
-        codes_at = self._after(builder.add(tile, _WORD(of.codes_at)), group, of.code_bytes)
+        codes_at = opaque(builder, self._after(builder.add(tile, _WORD(of.codes_at)), group, of.code_bytes))
+        share = opaque(builder, self._after(tile, group, of.tile_bytes // of.steps))
+        later = opaque(builder, builder.add(share, apart))
         for line in range(0, of.tile_bytes // of.steps if self.ahead else 0, LINE_BYTES):
-            fetch_line(builder, builder.add(codes_at, _WORD(self.ahead + line)))
+            fetch_line(builder, builder.add(share, _WORD(self.ahead + line)))
+            fetch_panel_line(builder, builder.add(later, _WORD(line)))
         if of.factors is not None:
-            size = of.step_factors * LANES
-            here = self._after(builder.add(tile, _WORD(of.factors_at)), group, size)
-            factors = [self._factor(builder.add(here, _WORD(i * LANES))) for i in range(of.step_factors)]
-            whole = [numbers[0], numbers[0] if self.halves else numbers[-1]]
-            numbers = [builder.fmul(whole[i], factor) for i, factor in enumerate(factors)]
+            stored = factor_bytes(builder, of, tile, group)
+            factors = [self._factor(stored, i * LANES) for i in range(of.step_factors)]
+            numbers = [builder.fmul(numbers[i // of.halves], factor) for i, factor in enumerate(factors)]
         codes = self._codes(codes_at)
+        if self.values is not None:
+            codes = looked_up(builder, self.used, self.values, codes)
+        x = opaque(builder, x)
         for row, cell in enumerate(sums):
             total = builder.load(cell)
             for pair in self._products(codes, numbers, x, row * ROW_GROUP_BYTES):
@@ -113,47 +129,53 @@ class _Block:
     def _products(
         self, codes: list[ir.Value], numbers: list[ir.Value], x: ir.Value, at: int
     ) -> list[tuple[ir.Value, ir.Value]]:
-        """What a group adds to a row's sums, as pairs to be multiplied. at: where the row's group begins, after x."""
+        """Return what a group adds to a row's sums, as pairs to be multiplied. at: where the row's group begins, after
+        x.
+        """
         builder, of, used = self.builder, self.of, self.used
 
         def word(place: int, kind: ir.Type) -> ir.Value:
             return spread_word(builder, builder.add(x, _WORD(at + place)), kind, used.lanes)
 
-        scale, halves = word(SCALE_AT, FLOAT), 2 if self.halves else 1
+        scale, halves = word(SCALE_AT, FLOAT), of.halves
         parts = []
         for half in range(halves):
             some = codes[half * VECTORS // halves : (half + 1) * VECTORS // halves]
             start = same(self.ints, 0)
-            if of.bias and not (of.bits == 8 and used is InstructionSet.AVX2):
-                sums = word(SUMS_AT + 4 * (1 + half if self.halves else 0), _INT)
-                start = builder.mul(sums, same(self.ints, of.bias))
-            whole = dot(builder, used, of.bits, some, x, at + half * BLOCK_INPUTS // 2, start)
+            if self.bias and not (self.bits == 8 and used is InstructionSet.AVX2):
+                sums = word(SUMS_AT + 4 * (1 + half if halves == 2 else 0), _INT)
+                start = builder.mul(sums, same(self.ints, self.bias))
+            whole = dot(builder, used, self.bits, some, x, at + half * BLOCK_INPUTS // 2, start)
             parts.append((builder.sitofp(whole, self.floats), builder.fmul(numbers[half], scale)))
-        if self.offsets:
+        if self.offsets and halves == 1:
             parts.append((numbers[1], word(OFFSET_AT, FLOAT)))
+        elif self.offsets:
+            for half in range(halves):
+                sums = builder.neg(word(SUMS_AT + 4 * (1 + half), _INT))
+                parts.append((numbers[halves + half], builder.fmul(scale, builder.sitofp(sums, self.floats))))
         return parts
 
     def _after(self, address: ir.Value, index: ir.Value, size: int | ir.Value) -> ir.Value:
-        """The address of an element of that size."""
+        """Return the address of an element of that size."""
         of_element = _WORD(size) if isinstance(size, int) else size
         return self.builder.add(address, self.builder.mul(index, of_element))
 
     def _number(self, tile: ir.Value, index: int) -> ir.Value:
-        """A tile's scales or offsets, as float32."""
+        """Return a tile's scales or offsets, as float32."""
         builder, lanes = self.builder, self.used.lanes
         address = builder.add(tile, _WORD(2 * (index * LANES + self.part * lanes)))
         halves = builder.load(pointer(builder, address, ir.VectorType(ir.HalfType(), lanes)), align=2)
         return builder.fpext(halves, self.floats)
 
-    def _factor(self, address: ir.Value) -> ir.Value:
-        """A group's factors, as float32."""
-        builder, kind = self.builder, ir.VectorType(_BYTE, self.used.lanes)
-        place = pointer(builder, builder.add(address, _WORD(self.part * self.used.lanes)), kind)
-        numbers = builder.zext(builder.load(place, align=1), self.ints)
+    def _factor(self, stored: ir.Value, first: int) -> ir.Value:
+        """Return a group's factors of one kind, as float32. stored: all of the step, of which they begin at `first`."""
+        builder, lanes = self.builder, self.used.lanes
+        order = ir.Constant(self.ints, [first + self.part * lanes + lane for lane in range(lanes)])
+        numbers = builder.zext(builder.shuffle_vector(stored, stored, order), self.ints)
         return builder.sitofp(builder.sub(numbers, same(self.ints, self.of.factor_bias)), self.floats)
 
     def _codes(self, address: ir.Value) -> list[ir.Value]:
-        """A group's eight vectors of codes; those of 8 bits as signed numbers for AVX2."""
+        """Return a step's eight vectors of codes; those of 8 bits as signed numbers for AVX2."""
         builder, bits = self.builder, self.of.bits
 
         def vector(index: int) -> ir.Value:
@@ -172,6 +194,13 @@ class _Block:
             whole = [vector(i) for i in range(VECTORS)]
             signs = same(self.ints, 0x80808080 - (1 << 32))
             return [builder.xor(x, signs) for x in whole] if self.used is InstructionSet.AVX2 else whole
+        if bits < 4:
+            fours = [vector(i) for i in range(2)]
+            codes = [masked(up(fours[i % 2], -2 * (i // 2)), 3) for i in range(VECTORS)]
+            if bits == 3:
+                plane = vector(2)
+                codes = [builder.or_(x, masked(up(plane, 2 - i), 4)) for i, x in enumerate(codes)]
+            return codes
         both = [vector(i) for i in range(VECTORS // 2)]
         codes = [masked(x, 15) for x in both] + [masked(up(x, -4), 15) for x in both]
         if bits == 5:

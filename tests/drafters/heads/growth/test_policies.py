@@ -19,7 +19,7 @@ from drafters.heads.growth.policies import (
     Frontier,
     Policy,
     Static,
-    Talon,
+    TalonPaperPolicy,
 )
 from engine.core.tree import TokenTree
 
@@ -66,7 +66,7 @@ policies = st.one_of(
     st.sampled_from([Static(EAGLE_25), Static(MEDUSA_63), Static([(0,), (1,), (1, 2)])]),
     st.builds(Dynamic, depth=st.integers(0, 5), top_k=st.integers(1, 6), budget=st.integers(1, 30)),
     st.builds(
-        Talon,
+        TalonPaperPolicy,
         budget=st.integers(2, 40),
         width=st.integers(1, 10),
         mu=st.sampled_from([0.01, 0.03, 0.9]),
@@ -126,7 +126,7 @@ def test_every_layer_of_an_adaptive_tree_below_the_first_obeys_the_gate(
 @given(st.sampled_from([0.0, 0.03, 0.3]), st.integers(0, 2), heads)
 def test_the_talon_tree_is_that_of_the_papers_algorithm(mu: float, ungated: int, head: tuple[int, int, float]) -> None:
     """Algorithm 2 once more, over paths instead of nodes."""
-    policy = Talon(budget=30, width=4, mu=mu, ungated=ungated)
+    policy = TalonPaperPolicy(budget=30, width=4, mu=mu, ungated=ungated)
     answers, kept, layer, depth = RandomHead(*head), {(): 1.0}, [()], 0
     tree = grow(policy, 7, answers)
     behind = {}
@@ -222,7 +222,7 @@ def test_a_tree_that_no_source_is_named_for_is_marked_with_none(policy: Policy) 
 
 
 def test_published_parameters_are_the_defaults() -> None:
-    dynamic, adaptive, talon = Dynamic(), Adaptive(), Talon()
+    dynamic, adaptive, talon = Dynamic(), Adaptive(), TalonPaperPolicy()
     assert (dynamic.depth, dynamic.top_k, dynamic.budget) == (7, 10, 60)
     assert (adaptive.budget, adaptive.top_k, adaptive.mu, adaptive.max_depth) == (60, 10, 0.03, 60)
     assert (talon.budget, talon.width, talon.mu, talon.ungated) == (60, 10, 0.03, 1)
@@ -230,7 +230,7 @@ def test_published_parameters_are_the_defaults() -> None:
 
 @given(heads)
 def test_talons_rule_needs_no_more_candidates_than_it_asks_for(head: tuple[int, int, float]) -> None:
-    policy, answers = Talon(budget=5), RandomHead(*head)
+    policy, answers = TalonPaperPolicy(budget=5), RandomHead(*head)
 
     def asked_for(frontier: Frontier) -> Candidates:
         seen, k = answers(frontier), policy.top_k
@@ -259,7 +259,7 @@ def test_a_dynamic_tree_is_as_deep_as_it_says_and_as_wide_as_its_promise() -> No
     assert sum(map(len, asked(policy, sure(0.4, 0.3, 0.2, 0.1)))) == policy.max_expansions == 1 + 2 * 3
 
 
-@pytest.mark.parametrize("policy", [Static(EAGLE_25), Dynamic(), Adaptive(), Talon()])
+@pytest.mark.parametrize("policy", [Static(EAGLE_25), Dynamic(), Adaptive(), TalonPaperPolicy()])
 def test_a_head_that_sees_no_further_ends_the_tree(policy: Policy) -> None:
     assert len(grow(policy, 7, sure())) == 1
 
@@ -288,7 +288,7 @@ def test_an_adaptive_tree_may_be_limited_in_depth() -> None:
 
 
 def test_talons_rule_asks_for_nothing_more_once_the_budget_is_spent() -> None:
-    assert asked(Talon(budget=3), sure(0.5, 0.4, 0.1)) == [[0]]
+    assert asked(TalonPaperPolicy(budget=3), sure(0.5, 0.4, 0.1)) == [[0]]
 
 
 def test_a_full_adaptive_tree_asks_on_where_better_nodes_may_be_found() -> None:

@@ -126,5 +126,9 @@ def test_a_kernel_scores_the_rows_of_all_requests_as_each_ones_own_are(
         ]
     ]
     expected = torch.cat([ranking.scores(logits, at) for ranking, logits, at in asked])
-    monkeypatch.setattr("drafters.heads.growth.ranking._noise_kernel", lambda device: kernels.noisy_scores)
+    monkeypatch.setattr("drafters.heads.growth.ranking._kernels", lambda device: kernels)
     assert torch.allclose(Ranking.scores_of(asked), expected, atol=1e-5)
+    tokens, prob = Ranking.best_of_all(asked)
+    monkeypatch.undo()
+    of_torch = Ranking.best_of_all(asked)
+    assert torch.equal(tokens, of_torch[0]) and torch.allclose(prob, of_torch[1], atol=1e-5)

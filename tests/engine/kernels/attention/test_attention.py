@@ -15,9 +15,11 @@ from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Attention, Rule
 from engine.kernels.attention.every_kernel import AttentionKernel, every_attention_kernel
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 from tests.engine.kernels.gemm.int8_reference import rounded
 from tests.engine.kernels.pool_layout import fill, in_codes, padded
+from tests.grids import pairs
 
 
 @dataclass(frozen=True)
@@ -149,17 +151,17 @@ def assert_right(requests: Sequence[Request], rule: Rule, kernel: Kernel, unseen
         torch.testing.assert_close(found.double(), expected, atol=kernel.absolute_error, rtol=kernel.relative_error)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("groups", [1, 2, 3, 7])
+@pairs(kernel=KERNELS, head_dim=[8, 64, 80, 96, 128, 256], groups=[1, 2, 3, 7])
 def test_it_is_softmax_attention_for_any_head_size_and_group(head_dim: int, groups: int, kernel: Kernel) -> None:
     requests = [Request(1, 37, BUSHY, 0, head_dim, groups), Request(2, 16, None, 9, head_dim, groups)]
     assert_right(requests, Rule(head_dim**-0.5), kernel, unseen=float("nan"))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("rule", [Rule(0.1, 1), Rule(0.1, 5), Rule(0.1, 16), Rule(0.1, 40), Rule(0.1, 5, 8.0)])
-@pytest.mark.parametrize("past", [0, 3, 16, 45])
+@pairs(
+    kernel=KERNELS,
+    rule=[Rule(0.1, 1), Rule(0.1, 5), Rule(0.1, 16), Rule(0.1, 40), Rule(0.1, 5, 8.0)],
+    past=[0, 3, 16, 45],
+)
 def test_a_row_sees_its_window_of_positions_and_no_more(past: int, rule: Rule, kernel: Kernel) -> None:
     assert_right([Request(3, past, BUSHY), Request(4, past, None, 21)], rule, kernel)
 
@@ -188,10 +190,7 @@ def readers(request: Request, rule: Rule, slot: int) -> list[bool]:
     return [slot in request.seen(row)[-rule.window :] for row in range(request.rows)]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("past", [0, 14, 45])
+@pairs(kernel=KERNELS, rule=RULES, number=NUMBERS, past=[0, 14, 45])
 def test_a_value_that_is_no_number_reaches_the_rows_that_see_it_and_no_others(
     past: int, number: float, rule: Rule, kernel: Kernel
 ) -> None:
@@ -210,9 +209,7 @@ def test_a_value_that_is_no_number_reaches_the_rows_that_see_it_and_no_others(
                     assert torch.equal(found[row], clean[row])
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("part", ["keys", "queries"])
+@pairs(kernel=KERNELS, rule=RULES, part=["keys", "queries"])
 def test_a_key_or_query_that_is_no_number_reaches_the_rows_that_score_it_and_no_others(
     part: str, rule: Rule, kernel: Kernel
 ) -> None:

@@ -5,7 +5,8 @@ import torch
 
 from engine.core.kv_shape import KVShape
 from engine.kernels.gemm.int8.dots import instruction_sets
-from engine.model.kv_pool import KVPool, finite_by_index
+from engine.model.kv_part import finite_by_index
+from engine.model.kv_pool import KVPool
 from tests.engine.kernels.pool_layout import fill
 
 BLOCKS = 5

@@ -44,9 +44,9 @@ def product(x: Floats, matrix: StoredMatrix) -> Floats:
             whole = np.einsum("oi,ri->ro", codes[:, group, half], given[:, group, half])
             scale = of.scales[:, group, half][None] * rows.scales[:, group][:, None]
             sums = fused(whole.astype(np.float32), scale, sums)
-        if of.offsets is not None:
-            total = rows.scales[:, group] * given[:, group].sum(axis=(1, 2)).astype(np.float32)
-            sums = fused(np.broadcast_to(of.offsets[:, group], sums.shape), total[:, None], sums)
+        for half in range(0 if of.offsets is None else halves):
+            total = rows.scales[:, group] * given[:, group, half].sum(axis=1).astype(np.float32)
+            sums = fused(np.broadcast_to(of.offsets[:, group, half], sums.shape), total[:, None], sums)
     return sums
 
 

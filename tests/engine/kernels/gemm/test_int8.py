@@ -12,16 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kernels.gemm.int8.dots import PAIRS_OF_16_BITS, InstructionSet, instruction_sets
-from engine.kernels.gemm.int8.layout import rows_at_once
+from engine.kernels.gemm.int8.layout import has_integer_codes, rows_at_once
 from engine.kernels.gemm.int8.matmul import Int8Matmul
 from engine.kernels.gemm.product import int8_matmul
 from engine.kernels.quant.layouts import layout_of
 from engine.kernels.quant.nearest import nearest
 from tests.engine.kernels.gemm import int8_reference as reference
 from tests.engine.kernels.quant.random_blocks import CODED, random_blocks
+from tests.grids import pairs
 
 pytestmark = pytest.mark.skipif(not instruction_sets(), reason="this processor has no integer products that we know")
-KINDS = [kind for kind in CODED if layout_of(kind).values is None]
+KINDS = [kind for kind in CODED if has_integer_codes(layout_of(kind))]
 SETS = [
     pytest.param(
         used,
@@ -32,11 +33,16 @@ SETS = [
 ]
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+@pytest.fixture
+def threads() -> int:
+    return 2
+
+
+@pytest.fixture(autouse=True)
+def use_threads(threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+    torch.set_num_threads(threads)
+    yield
     torch.set_num_threads(before)
 
 
@@ -48,8 +54,7 @@ def rows_of(count: int, inputs: int, seed: int = 0) -> torch.Tensor:
     return (x * (torch.rand(count, inputs // 32, 1, generator=generator) > 0.1)).flatten(1)
 
 
-@pytest.mark.parametrize("used", SETS)
-@pytest.mark.parametrize("kind", KINDS)
+@pairs(kind=KINDS, used=SETS, threads=[1, 2])
 def test_every_layout_has_the_bits_of_the_reference_for_any_number_of_rows(
     kind: str, used: InstructionSet, threads: int
 ) -> None:
@@ -73,8 +78,7 @@ def test_any_shape_has_the_bits_of_the_reference(used: InstructionSet, data: st.
     assert np.array_equal(found.numpy(), reference.product(x.numpy(), matrix))
 
 
-@pytest.mark.parametrize("used", SETS)
-@pytest.mark.parametrize("rows", [*range(1, 22), 31, 32, 33, 48, 64, 65])
+@pairs(used=SETS, rows=[*range(1, 22), 31, 32, 33, 48, 64, 65], threads=[1, 2])
 def test_a_rows_bits_do_not_depend_on_its_place_or_the_rows_beside_it(
     used: InstructionSet, rows: int, threads: int
 ) -> None:
@@ -85,8 +89,7 @@ def test_a_rows_bits_do_not_depend_on_its_place_or_the_rows_beside_it(
     assert torch.equal(product(x[order]), alone[order])
 
 
-@pytest.mark.parametrize("used", SETS)
-@pytest.mark.parametrize("rows", [1, 3, 40])
+@pairs(used=SETS, rows=[1, 3, 40], threads=[1, 2])
 def test_parts_in_several_layouts_share_the_rows(used: InstructionSet, rows: int, threads: int) -> None:
     parts = [random_blocks(kind, 16 * (i + 1), 512, i) for i, kind in enumerate(("Q4_K", "Q6_K", "Q8_0"))]
     x, bias = rows_of(rows, 512), torch.randn(96)
@@ -94,13 +97,11 @@ def test_parts_in_several_layouts_share_the_rows(used: InstructionSet, rows: int
     assert np.array_equal(Int8Matmul(parts, bias, False, torch.float32, used)(x).numpy(), expected)
 
 
-@pytest.mark.parametrize("used", SETS)
-@pytest.mark.parametrize(("kind", "codes_at"), [("Q4_0", 2), ("Q5_0", 2), ("Q8_0", 2)])
-@pytest.mark.parametrize("byte", [0, 0x7F, 0x80, 0xFF])
-def test_the_largest_codes_do_not_saturate(used: InstructionSet, kind: str, codes_at: int, byte: int) -> None:
+@pairs(used=SETS, kind=["Q4_0", "Q5_0", "Q8_0"], byte=[0, 0x7F, 0x80, 0xFF])
+def test_the_largest_codes_do_not_saturate(used: InstructionSet, kind: str, byte: int) -> None:
     x = torch.ones(3, 64) * torch.tensor([[1.0], [-1.0], [2.0]])
     matrix = random_blocks(kind, 16, 64)
-    matrix.raw.reshape(16, 2, -1)[:, :, codes_at:] = byte
+    matrix.raw.reshape(16, 2, -1)[:, :, 2:] = byte  # behind the scale
     found = Int8Matmul([matrix], dtype=torch.float32, instructions=used)(x)
     assert np.array_equal(found.numpy(), reference.product(x.numpy(), matrix))
 
@@ -129,10 +130,7 @@ def test_a_gate_is_applied_before_anything_is_rounded(used: InstructionSet) -> N
     torch.testing.assert_close(found, F.silu(gate) * up, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("used", SETS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("place", [40, 127])
+@pairs(used=SETS, kind=KINDS, number=[torch.nan, torch.inf, -torch.inf], place=[40, 127])
 def test_a_row_of_no_numbers_is_none_itself_and_spoils_no_other(
     place: int, number: float, kind: str, used: InstructionSet
 ) -> None:
@@ -176,9 +174,9 @@ def test_blocks_of_a_file_are_multiplied_as_they_are(kind: str) -> None:
     assert (found - expected).norm() < 0.02 * expected.norm()
 
 
-def test_values_that_are_looked_up_are_not_multiplied_as_codes() -> None:
-    integers, values = random_blocks("Q4_0", 16, 32), random_blocks("IQ4_NL", 16, 32)
-    assert int8_matmul([integers, values], None, False, torch.bfloat16) is None
+def test_blocks_whose_scales_are_exponents_are_not_multiplied_as_codes() -> None:
+    halves, exponents = random_blocks("Q4_0", 16, 32), random_blocks("MXFP4", 16, 32)
+    assert int8_matmul([halves, exponents], None, False, torch.bfloat16) is None
 
 
 def test_types_that_differ_are_multiplied_apart_and_without_a_gate() -> None:

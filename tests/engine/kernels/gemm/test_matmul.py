@@ -11,6 +11,7 @@ from engine.kernels.gemm.matmul_kernels import AT_ONCE, rows_at_once
 from engine.kernels.gemm.onednn import cancelling
 from engine.kernels.quant.stored import StoredMatrix
 from tests.engine.kernels.quant.random_blocks import random_blocks
+from tests.grids import pairs
 
 pytestmark = pytest.mark.skipif(not units(), reason="this processor has no unit that `Matmul` knows")
 Kind = tuple[Unit, torch.dtype]
@@ -19,11 +20,16 @@ _ROUNDED = {torch.bfloat16: 1 / 256, torch.float32: 1e-5}
 _SHAPES = [(144, 576), (64, 1536), (40, 24), (51, 100), (16, 32), (1, 1), (17, 33)]
 
 
-@pytest.fixture(params=[1, 2], autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+@pytest.fixture
+def threads() -> int:
+    return 2
+
+
+@pytest.fixture(autouse=True)
+def use_threads(threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+    torch.set_num_threads(threads)
+    yield
     torch.set_num_threads(before)
 
 
@@ -35,18 +41,19 @@ _KINDS = [
 ]
 
 
-@pytest.fixture(params=_KINDS, ids=lambda kind: f"{kind[0].value}-{kind[1]}".replace("torch.", ""))
-def kind(request: pytest.FixtureRequest) -> Kind:
-    unit, dtype = request.param
-    if unit not in units(dtype):
-        pytest.skip("this processor has no such unit")
-    return unit, dtype
+_HERE = [
+    pytest.param(
+        (unit, dtype),
+        id=f"{unit.value}-{dtype}".replace("torch.", ""),
+        marks=pytest.mark.skipif(unit not in units(dtype), reason="this processor has no such unit"),
+    )
+    for unit, dtype in _KINDS
+]
+EACH_KIND = pytest.mark.parametrize("kind", _HERE)
 
 
-@pytest.mark.parametrize("shape", _SHAPES)
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 40])
-def test_it_multiplies(kind: Kind, shape: tuple[int, int], biased: bool, rows: int) -> None:
+@pairs(kind=_HERE, threads=[1, 2], shape=_SHAPES, biased=[False, True], rows=[0, 1, 3, 16, 17, 40])
+def test_it_multiplies(kind: Kind, threads: int, shape: tuple[int, int], biased: bool, rows: int) -> None:
     unit, dtype = kind
     weight, x = torch.randn(shape).to(dtype), torch.randn(rows, shape[1]).to(dtype)
     bias = torch.randn(shape[0]).to(dtype) if biased else None
@@ -56,10 +63,10 @@ def test_it_multiplies(kind: Kind, shape: tuple[int, int], biased: bool, rows: i
     torch.testing.assert_close(found.float(), expected, rtol=_ROUNDED[dtype], atol=1e-3)
 
 
-@pytest.mark.parametrize("inputs", [576, 24])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("rows", [1, 5, 33])
-def test_a_gate_is_applied_before_anything_is_rounded(kind: Kind, inputs: int, biased: bool, rows: int) -> None:
+@pairs(kind=_HERE, threads=[1, 2], inputs=[576, 24], biased=[False, True], rows=[1, 5, 33])
+def test_a_gate_is_applied_before_anything_is_rounded(
+    kind: Kind, threads: int, inputs: int, biased: bool, rows: int
+) -> None:
     unit, dtype = kind
     weight, x = torch.randn(2 * 48, inputs).to(dtype) / 8, torch.randn(rows, inputs).to(dtype)
     bias = torch.randn(2 * 48).to(dtype) if biased else None
@@ -68,8 +75,7 @@ def test_a_gate_is_applied_before_anything_is_rounded(kind: Kind, inputs: int, b
     torch.testing.assert_close(found.float(), F.silu(gate) * up, rtol=2 * _ROUNDED[dtype], atol=1e-3)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("shape", _SHAPES)
+@pairs(kind=_HERE, threads=[1, 2], gated=[False, True], shape=_SHAPES)
 def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
     kind: Kind, shape: tuple[int, int], gated: bool, threads: int
 ) -> None:
@@ -90,13 +96,10 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
         assert torch.equal(matmul(x[order]), expected[order])
 
 
-@pytest.mark.parametrize("stored", ["BF16", "Q4_K", "Q6_K", "Q8_0"])
-@pytest.mark.parametrize("gated", [False, True])
+@pairs(kind=_HERE[:-1], threads=[1, 2], stored=["BF16", "Q4_K", "Q6_K", "Q8_0"], gated=[False, True])
 def test_many_rows_of_many_outputs_have_the_bits_of_few(kind: Kind, stored: str, gated: bool, threads: int) -> None:
-    """The rows of a prompt are multiplied in blocks of inputs by more panels than are kept at a time."""
-    unit, dtype = kind
-    if dtype == torch.float32:
-        pytest.skip("blocks are multiplied in bfloat16")
+    """The rows of a prompt are multiplied, in bfloat16, in blocks of inputs by more panels than are kept at a time."""
+    unit, _ = kind
     outputs, inputs, most = 16 * 74, 768, 65 if unit is not Unit.AMX else 700
     if stored == "BF16":
         inputs += 96  # the last block of inputs is shorter
@@ -111,6 +114,7 @@ def test_many_rows_of_many_outputs_have_the_bits_of_few(kind: Kind, stored: str,
             assert torch.equal(matmul(x[:rows]), expected[:rows])
 
 
+@EACH_KIND
 def test_a_row_of_no_numbers_spoils_no_other(kind: Kind) -> None:
     unit, dtype = kind
     x, weight = torch.randn(40, 24).to(dtype), torch.randn(40, 24).to(dtype)
@@ -123,6 +127,7 @@ def test_a_row_of_no_numbers_spoils_no_other(kind: Kind) -> None:
     assert found[7].isnan().all()
 
 
+@EACH_KIND
 def test_what_is_no_row_of_its_is_refused(kind: Kind) -> None:
     unit, dtype = kind
     matmul = Matmul(torch.randn(32, 64).to(dtype), unit=unit)
@@ -131,6 +136,7 @@ def test_what_is_no_row_of_its_is_refused(kind: Kind) -> None:
             matmul(x)
 
 
+@EACH_KIND
 def test_nothing_is_written_outside_the_output(kind: Kind) -> None:
     unit, dtype = kind
     weight = torch.randn(51, 100).to(dtype)
@@ -143,6 +149,7 @@ def test_nothing_is_written_outside_the_output(kind: Kind) -> None:
     assert (room[[0, -1]] == 7).all() and (room[1:-1] != 7).any(dim=1).all()
 
 
+@EACH_KIND
 def test_products_of_other_libraries_beside_it_change_nothing(kind: Kind) -> None:
     """oneDNN has tiles of its own shape, which a thread keeps as long as nobody else shapes them."""
     unit, dtype = kind

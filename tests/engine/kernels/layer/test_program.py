@@ -13,10 +13,18 @@ from torch import Tensor
 
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Attention
+from engine.kernels.fused import GATE, Activation, gate_kernel
 from engine.kernels.gemm.matmul import Matmul, units
 from engine.kernels.gemm.product import Product
 from engine.kernels.layer.program import LayerProgram
-from engine.kernels.layer.row_kernels import CAP, ROW_NORM, cap_kernel, row_norm_kernel
+from engine.kernels.layer.row_kernels import (
+    CAP,
+    LAYER_INPUTS,
+    ROW_NORM,
+    cap_kernel,
+    layer_inputs_kernel,
+    row_norm_kernel,
+)
 from engine.kernels.layer.weights import ExpertMlp, GatedMlp, Norm
 from engine.kernels.threads import address_of
 from engine.model.kv_pool import KVPool
@@ -29,7 +37,7 @@ multiplied = pytest.mark.skipif(not units(), reason="no kernel of ours multiplie
 
 def program_of(dtype: torch.dtype) -> LayerProgram:
     pool = KVPool(KVShape(1, 1, 16, dtype), 1)
-    return LayerProgram(Attention(pool, 4), 16, HIDDEN, dtype, 2)
+    return LayerProgram([Attention(pool, 4)], 16, HIDDEN, dtype, 2)
 
 
 def ran(program: LayerProgram, rows: int, residual: Tensor) -> Tensor:
@@ -69,18 +77,65 @@ def test_a_norm_adds_what_a_product_left_and_normalises_the_sum(dtype: torch.dty
 
 
 @types
-@pytest.mark.parametrize("gelu", [False, True])
-def test_a_gate_is_silu_or_gelus_tanh_approximation(dtype: torch.dtype, gelu: bool) -> None:
+@pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU], ids=["silu", "gelu"])
+def test_a_gate_is_silu_or_gelus_tanh_approximation(dtype: torch.dtype, activation: Activation) -> None:
     torch.manual_seed(0)
     program, x = program_of(dtype), torch.randn(ROWS, HIDDEN)
     gate_up, down = torch.randn(2 * INNER, HIDDEN) / 4, torch.randn(HIDDEN, INNER) / 4
     program.norm(None)
     products = Product(gate_up.to(dtype), gated=False), Product(down.to(dtype))
-    program._mlp(GatedMlp(products[0], products[1], INNER, gated=False, gelu=gelu), "inner", "delta")
+    program._mlp(GatedMlp(products[0], products[1], INNER, gated=False, activation=activation), "inner", "delta")
     rows = ran(program, ROWS, x)
     gate, up = (rows @ gate_up.to(dtype).float().T).chunk(2, dim=1)
+    gelu = activation is Activation.GELU
     act: Callable[[Tensor], Tensor] = (lambda g: F.gelu(g, approximate="tanh")) if gelu else F.silu
     assert close(program.buffers["inner"][:ROWS], act(gate) * up, dtype)
+
+
+@types
+def test_a_clamped_gate_cuts_both_sides_and_adds_one_to_the_ups(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, work = (6 * torch.randn(ROWS, 2 * INNER)).to(dtype), np.zeros(1, GATE)
+    out = torch.zeros(ROWS, INNER, dtype=dtype)
+    stride = x.stride(0) * x.itemsize
+    fields = {"gate": x.data_ptr(), "gate_stride": stride, "up": x[:, INNER:].data_ptr(), "up_stride": stride}
+    fields |= {"out": out.data_ptr(), "rows": ROWS, "inner": INNER, "width": x.itemsize}
+    for name, value in (fields | {"activation": Activation.CLAMPED}).items():
+        work[name] = value
+    work["alpha"], work["limit"] = 1.702, 7.0
+    gate_kernel()(address_of(work), ROWS)
+    gate, up = x.float().chunk(2, dim=1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    assert close(out, gate * torch.sigmoid(1.702 * gate) * (up + 1), dtype)
+
+
+@types
+def test_what_layers_get_beside_the_residual_is_a_norm_of_each_layers_part_and_the_tokens_own(
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    x, of_tokens, norm = torch.randn(ROWS, 3, 32).to(dtype), torch.randn(ROWS, 3, 32), Norm(torch.randn(32), 1e-5)
+    expected, work = 0.7 * (rms(x.float(), norm) + of_tokens), np.zeros(1, LAYER_INPUTS)
+    fields = {"x": x.data_ptr(), "of_tokens": of_tokens.data_ptr(), "weight": norm.weight.data_ptr(), "rows": ROWS}
+    for name, value in (fields | {"layers": 3, "columns": 32, "width": x.itemsize}).items():
+        work[name] = value
+    work["epsilon"], work["scale"] = norm.epsilon, 0.7
+    layer_inputs_kernel()(address_of(work), ROWS)
+    assert close(x, expected, dtype)
+
+
+@types
+@pytest.mark.parametrize("added", ["norm", "share"])
+def test_the_sum_is_multiplied_where_a_layer_ends_with_a_factor(dtype: torch.dtype, added: str) -> None:
+    torch.manual_seed(0)
+    program, of_delta, residual = program_of(dtype), Norm(torch.randn(HIDDEN), 1e-5), torch.randn(ROWS, HIDDEN)
+    delta = program.buffer("delta", HIDDEN)
+    delta[:ROWS] = torch.randn(ROWS, HIDDEN)
+    program.delta(of_delta if added == "norm" else None, 0.5, whole_scale=0.25)
+    program.norm(None)
+    ran(program, ROWS, residual)
+    more = rms(delta[:ROWS].float(), of_delta) if added == "norm" else 0.5 * delta[:ROWS].float()
+    assert close(program.residual[:ROWS], 0.25 * (residual + more), torch.float32)
 
 
 @types

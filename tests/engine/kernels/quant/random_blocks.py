@@ -10,6 +10,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.kernels.products import put_scales
 from engine.kernels.quant.layouts import LAYOUTS, STEP, layout_of
 from engine.kernels.quant.stored import StoredMatrix
 
@@ -30,7 +31,7 @@ def random_blocks(kind: str, outputs: int, inputs: int, seed: int = 0) -> Stored
             scales = generator.standard_normal(raw.shape[:2]).astype(np.float16)
             extreme = generator.choice([0, TINY, -3 * TINY, 2.0**-14, 900, -900], raw.shape[:2])
             scales = np.where(generator.random(raw.shape[:2]) < 0.3, extreme.astype(np.float16), scales)
-            raw[:, :, at : at + 2] = scales[..., None].view(np.uint8)
+            put_scales(raw, at, scales)
     return StoredMatrix(kind, raw.reshape(outputs, -1))
 
 
@@ -40,8 +41,9 @@ def expected_values(matrix: StoredMatrix) -> Tensor:
 
 
 class Parts(NamedTuple):
-    """A number is scale * code + offset. codes: [outputs, inputs] int64, around 0 where there are no offsets. scales:
-    [outputs, groups of 32, 1 or 2] float32. offsets: [outputs, groups] float32, if there are any.
+    """A number is scale * code + offset. codes: [outputs, inputs] int64, or the whole numbers that they stand for;
+    around 0 where there are no offsets. scales, offsets: [outputs, steps of 32, 1 or 2 groups] float32; offsets: if
+    there are any.
     """
 
     codes: NDArray[np.int64]
@@ -50,9 +52,10 @@ class Parts(NamedTuple):
 
 
 def read_apart(matrix: StoredMatrix) -> Parts:
-    """Of a type whose codes stand for themselves, in plain numpy."""
+    """Of a type whose codes stand for whole numbers, in plain numpy."""
     layout, (outputs, inputs) = matrix.layout, matrix.shape
-    raw = matrix.bytes_of_rows().reshape(outputs, inputs // layout.inputs, -1)
+    blocks = matrix.bytes_of_rows().reshape(outputs * inputs // layout.inputs, -1)
+    raw = layout.whole(blocks).reshape(outputs, inputs // layout.inputs, -1)
     codes = np.zeros((*raw.shape[:2], layout.inputs), np.int64)
     for code in range(layout.inputs):
         for at, bits, together, up in layout.planes:
@@ -60,18 +63,25 @@ def read_apart(matrix: StoredMatrix) -> Parts:
             down = part * bits
             byte = raw[:, :, at + down // 8 * together + place].astype(np.int64)
             codes[:, :, code] |= (byte >> down % 8 & (1 << bits) - 1) << up
-    codes = codes.astype(np.int8).astype(np.int64) if layout.signed else codes - layout.bias
+    if layout.values is not None:
+        codes = np.array(layout.values)[codes]
+    else:
+        codes = codes.astype(np.int8).astype(np.int64) if layout.signed else codes - layout.bias
     scale, offset = (
         None if at is None else raw[:, :, at : at + 2].copy().view(np.float16).astype(np.float32)
         for at in (layout.scale, layout.offset)
     )
     assert scale is not None
-    if layout.factors is not None:
+    scale *= np.float32(layout.unit)
+    if layout.factors is None:
+        scale = scale.repeat(layout.inputs // layout.group, axis=2)
+    else:
         factors = layout.factors(raw.reshape(-1, raw.shape[2])).astype(np.float32) - layout.factor_bias
+        factors = 2 * factors + 1 if layout.odd else factors
         factors = factors.reshape(*raw.shape[:2], -1)
         kinds = np.split(factors, 1 if offset is None else 2, axis=2)
         scale = scale * kinds[0]
         offset = None if offset is None else -(offset * kinds[1])
     groups = inputs // STEP
-    scales = scale.reshape(outputs, groups, -1)
-    return Parts(codes.reshape(outputs, inputs), scales, None if offset is None else offset.reshape(outputs, groups))
+    scales, offsets = (None if part is None else part.reshape(outputs, groups, -1) for part in (scale, offset))
+    return Parts(codes.reshape(outputs, inputs), scales, offsets)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.kernels.products import put_scales
+from engine.kernels.gemm.int8.layout import has_integer_codes
 from engine.kernels.gemm.matmul import Matmul, Unit, units
 from engine.kernels.gemm.product import Product
 from engine.kernels.quant.layouts import Arrangement, layout_of
@@ -33,6 +36,17 @@ BITS = {
     "IQ4_NL": 4.5,
     "IQ4_XS": 4.3125,
     "MXFP4": 4.25,
+    "Q2_K": 2.625,
+    "Q3_K": 3.5625,
+    "IQ3_XXS": 4.1875,
+    "IQ3_S": 4.1875,
+    "IQ2_XXS": 3.1875,
+    "IQ2_XS": 3.3125,
+    "IQ2_S": 3.3125,
+    "IQ1_S": 3.1875,
+    "IQ1_M": 3.3125,
+    "TQ1_0": 2.0625,
+    "TQ2_0": 2.0625,
 }
 
 
@@ -108,7 +122,7 @@ def whole_numbers(kind: str, outputs: int, inputs: int, seed: int = 0) -> Stored
     else:
         for at, number in ((layout.scale, 1.0), (layout.offset, 2.0)):
             if at is not None:
-                blocks[:, :, at : at + 2] = np.array([number], np.float16).view(np.uint8)
+                put_scales(blocks, at, np.full(blocks.shape[:2], number, np.float16))
     return matrix
 
 
@@ -252,7 +266,7 @@ def test_bytes_that_are_no_rows_of_blocks_are_refused() -> None:
         StoredMatrix.of("Q4_K", np.zeros(144, np.uint8), 96)
 
 
-INTEGERS = [kind for kind in CODED if layout_of(kind).values is None]
+INTEGERS = [kind for kind in CODED if has_integer_codes(layout_of(kind))]
 
 
 @pytest.mark.parametrize("kind", INTEGERS)
@@ -261,7 +275,7 @@ def test_codes_scales_and_factors_can_be_read_apart(kind: str) -> None:
     codes, scales, offsets = read_apart(matrix)
     numbers = codes.reshape(*scales.shape, -1) * scales.astype(np.float64)[..., None]
     if offsets is not None:
-        numbers += offsets[..., None, None]
+        numbers += offsets[..., None]
     found = torch.from_numpy(numbers.astype(np.float32)).bfloat16().reshape(5, 512)
     assert torch.equal(found, expected_values(matrix))
 
@@ -274,3 +288,18 @@ def test_rows_are_read_from_every_arrangement(arrangement: Arrangement, kind: st
     matrix = random_blocks(kind, 37, 512)
     tiled = TiledMatrix(panels_of(matrix), arrangement)
     assert torch.equal(tiled.rows(torch.arange(37)), expected_values(matrix))
+
+
+def test_the_document_lists_every_type_with_its_bits() -> None:
+    lines = (Path(__file__).parents[4] / "docs/design.md").read_text("utf8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    found = {row[0]: row[1:] for row in rows if row[0] in BITS}
+    sizes = {kind: GGML_QUANT_SIZES[GGMLQuantizationType[kind]] for kind in CODED}
+    assert found == {
+        kind: [
+            f"{8 * sizes[kind][1] / sizes[kind][0]:.2f}",
+            f"{BITS[kind]:.2f}",
+            "yes" if kind in INTEGERS else "no",
+        ]
+        for kind in CODED
+    }

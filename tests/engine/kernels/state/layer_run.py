@@ -59,11 +59,11 @@ class LayerRun:
         self._steps.append((kernel, records))
 
     def __call__(self, x: Tensor, requests: Sequence[StateRows]) -> Tensor:
-        """What the layer makes of the rows x, [rows, hidden], before its last product."""
+        """Return what the layer makes of the rows x, [rows, hidden], before its last product."""
         self.buffers["x"][: len(x)] = x
         self.walk.begin(requests, int(self.states.ctypes.data), int(self.rows.ctypes.data))
         for product, source, goal in self._products:
-            for row in range(len(x)):  # alone, as our own products give a row the same bits in any batch
+            for row in range(len(x)):  # each row alone, as our own products give a row the same bits in any batch
                 self.buffers[goal][row] = product(self.buffers[source][row : row + 1])[0]
         for kernel, records in self._steps:
             kernel(address_of(records), 8)
@@ -75,5 +75,5 @@ class LayerRun:
         return self(x, [StateRows([], range(-1, n - 1), [], n, [source, goal], [n])])
 
     def one_by_one(self, x: Tensor, slot: int) -> Tensor:
-        """The same with a forward for each row, in one slot."""
+        """Read rows as `text` does, with a forward for each row, in one slot."""
         return torch.cat([self.text(row[None], slot, slot) for row in x])

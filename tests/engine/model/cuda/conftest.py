@@ -14,8 +14,9 @@ import torch
 
 @pytest.fixture(autouse=True, scope="session")
 def _language_is_replaced_once() -> Iterator[None]:
-    """Before each launch, and each call of a function within one, the interpreter goes through the whole language and
-    replaces its functions by interpreted ones, which takes most of its time. Here it does so once for each module.
+    """Replace the language once for each module. Before each launch, and each call of a function within one, the
+    interpreter would go through the whole language and replace its functions by interpreted ones, which takes most of
+    its time.
     """
     if torch.cuda.is_available() or find_spec("triton") is None:
         yield

@@ -26,7 +26,8 @@ from engine.model import cuda_products
 from engine.model.cuda import cuda_forward, graphs, triton_attention
 from engine.model.cuda.cuda_forward import CudaForward
 from engine.model.cuda.graphs import Recorded, Work
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 from engine.model.stock import NAME, Unsupported
 from engine.model.target import Target
 from engine.model.trial import forward_choice
@@ -99,7 +100,7 @@ def forward_of(family: str, dtype: torch.dtype = torch.float32) -> CudaForward:
     pool = KVPool(KVShape(config.num_hidden_layers, 1, head_dim, dtype), 60, DEVICE)
     pool.keys.fill_(torch.nan)
     pool.values.fill_(torch.nan)
-    pool.take(3)  # so that blocks do not begin at 0
+    pool.allocate(3)  # so that blocks do not begin at 0
     return CudaForward(model, pool, 2)
 
 
@@ -239,12 +240,12 @@ def test_logits_come_of_the_rows_wanted_alone_and_in_their_order() -> None:
     assert none.shape == (0, 128) and features is None
 
 
-def test_forwards_are_recorded_once_for_each_length_of_text_in_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_recorded_forward_of_each_size_serves_texts_of_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
     use_short_chunks(monkeypatch)
     forward, tokens = forward_of("llama"), text(40, 1)
-    found = read(forward, tokens, 7)[1]  # forwards whose rows need different numbers of chunks are among them
+    found = read(forward, tokens, 7)[1]  # forwards whose rows see different numbers of chunks are among them
     assert torch.equal(read(forward, tokens, 8)[1], found)
-    assert [chunks for _, chunks, _, _ in forward.recorded] == [1, 2, 4]
+    assert [*forward.recorded] == [(cuda_products.SLICE, FEATURES)]
 
 
 def test_trying_a_forward_leaves_no_block_taken() -> None:
@@ -290,7 +291,7 @@ def test_rows_are_padded_to_the_least_size_that_holds_them_and_more_run_in_slice
     forward, ran = forward_of("llama"), []
     forward.sizes = (2, 4, 8)
     run_one = forward._run
-    monkeypatch.setattr(forward, "_run", lambda *given: (ran.append(len(given[2])), run_one(*given))[1])
+    monkeypatch.setattr(forward, "_run", lambda *given: (ran.append(len(given[1])), run_one(*given))[1])
     for rows in (1, 3, 5, 8, 9, 19):
         read(forward, text(rows, 5), rows)
     assert ran == [2, 4, 8, 8, 8, 2, 8, 8, 4]
@@ -316,21 +317,37 @@ def test_all_forwards_of_a_model_are_recorded_over_the_same_memory(monkeypatch: 
     assert memories == [(7, 7)] * 2 and {size for size, *_ in forward.recorded} == {2, 8}
 
 
-def test_behind_a_long_text_so_many_rows_run_together_as_attention_has_memory_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_so_many_rows_run_together_as_attention_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = forward_of("llama")
     forward.sizes = (2, 4, 8)
-    chunk_bytes = 2 * forward.pool.shape.dims * 4  # of a row, in float32
-    monkeypatch.setattr(cuda_forward, "_SCRATCH_BYTES", 8 * chunk_bytes)
-    cache, _ = read(forward, text(20, 1))
-    assert {size for size, *_ in forward.recorded} == {8, 4}, "20 rows in chunks of 8"
+    cache, _ = read(forward, text(4, 1), 4)
     cache.reserve(200)
-    cache.length = 100  # two chunks of 64
+    cache.length = 100  # each row behind it sees two chunks of 64
     batch = Batch.of([Segment.of_text(text(8, 2), cache)])
-    assert forward._size(batch, 0) == 4
-    monkeypatch.setattr(cuda_forward, "_SCRATCH_BYTES", 1)
-    assert forward._size(batch, 0) == 2, "there is always one"
+    assert forward._slice_of(batch, 0) == (8, 8)
+    monkeypatch.setattr(forward.attention, "capacity", 11)
+    assert [forward._slice_of(batch, first) for first in (0, 5)] == [(5, 8), (8, 4)]
+    monkeypatch.setattr(forward.attention, "capacity", 1)
+    assert forward._slice_of(batch, 0) == (1, 2), "there is always one"
+
+
+def test_so_many_rows_run_together_as_the_blocks_and_ancestors_that_they_list_have_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward, (tokens, tree) = (
+        forward_of("llama"),
+        (text(20, 1), TokenTree.from_lists([1, 2, 3, 4], [-1, 0, 0, 2], [1.0] * 4)),
+    )
+    forward.sizes = (8,)
+    caches = [read(forward, tokens)[0] for _ in range(2)]
+    segments = [Segment.of_tree(tree, cache) for cache in caches]
+    whole = run(forward, *segments)
+    listed = len(caches[0].table) + 3  # of its nodes one has an ancestor behind the text beside itself
+    for room, end in ((2 * listed + 1, 8), (2 * listed, 7), (listed + 1, 4), (1, 1)):
+        monkeypatch.setattr(cuda_forward, "_LISTED", room)
+        assert forward._slice_of(Batch.of(segments), 0) == (end, 8)
+    monkeypatch.setattr(cuda_forward, "_LISTED", listed + 1)
+    assert torch.equal(run(forward, *segments), whole)
 
 
 @pytest.mark.usefixtures("_products_by_rows")
@@ -357,7 +374,7 @@ def test_sizes_for_which_there_is_no_memory_leave_the_usual_one(monkeypatch: pyt
     free, run_one = forward.pool.free, forward._run
 
     def full(*given: Any) -> tuple[Tensor, ...]:
-        if len(given[2]) > 4:
+        if len(given[1]) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return run_one(*given)
 
@@ -516,13 +533,14 @@ def test_without_triton_a_target_on_cuda_is_run_with_masks(monkeypatch: pytest.M
     assert target.prefill(target.new_cache(20), [1, 2, 3])[0].isfinite().all()
 
 
-def test_texts_do_not_wait_for_graphs_that_are_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the pool is as free as before."""
+def test_texts_of_no_length_wait_for_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are captured at the start, and leave the pool as free as before."""
     use_short_chunks(monkeypatch)
     forward = lean_of("llama")
     free = forward.pool.free
+    forward.recorded.clear()
     forward.capture(FEATURES, 64)
     graphs = set(forward.recorded)
-    assert {chunks for _, chunks, *_ in graphs} == {1, 2, 4} and forward.pool.free == free
-    read(forward, text(38, 1), chunk=4)
+    assert graphs == {(size, FEATURES) for size in forward.sizes} and forward.pool.free == free
+    read(forward, text(100, 1), chunk=4)
     assert set(forward.recorded) == graphs

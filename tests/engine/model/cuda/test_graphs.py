@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -9,17 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine import device as device_module
+from engine.device import Download, _parts, _split_up, downloaded, own_stream, pack_inputs, uploaded, wait
 from engine.model.cuda import graphs
-from engine.model.cuda.graphs import (
-    CaptureOwner,
-    Recorded,
-    RecordedRows,
-    bucket,
-    downloaded,
-    own_stream,
-    uploaded,
-    wait,
-)
+from engine.model.cuda.graphs import CaptureOwner, Recorded, RecordedRows, bucket
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -66,6 +59,37 @@ def test_recorded_work_keeps_what_it_writes(device: torch.device) -> None:
     for slot in range(8):
         (total,) = kept(torch.tensor([slot]), torch.tensor([float(slot)]))
     assert total.item() == sum(range(8))
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_of_an_input_of_any_length_what_is_given_is_sent_and_the_work_finds_it_in_the_same_place(
+    device: torch.device,
+) -> None:
+    found: list[int] = []
+
+    def work(x: Tensor, listed: Tensor) -> tuple[Tensor, ...]:
+        found.append(listed.data_ptr())
+        return (listed[: int(x)].sum(),) if device.type == "cpu" else (x + listed.sum(),)
+
+    recorded = Recorded(work, device, room=9)
+    for given in ([3, 4], [5, 6, 7], [8]):
+        (total,) = recorded(torch.tensor([len(given)]), torch.tensor(given))
+        assert device.type != "cpu" or total == sum(given)
+    assert len(set(found)) == 1
+
+
+def test_to_a_graph_only_what_is_given_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, packed = [], graphs.pack_inputs
+
+    def noted(inputs: Sequence[Tensor], device: torch.device) -> Tensor:
+        sent.append(len(packed(inputs, CPU)))
+        return packed(inputs, CPU)
+
+    monkeypatch.setattr(graphs, "pack_inputs", noted)
+    recorded = Recorded(lambda *held: held, torch.device("meta"), room=100)
+    for count in (3, 5):
+        recorded(torch.tensor([1]), torch.arange(count))
+    assert sent == [16 + 48], "the first time all that it has room for is"
 
 
 def test_work_that_cannot_be_captured_is_called_and_said_once(
@@ -252,7 +276,7 @@ def test_a_stream_of_its_own_waits_for_the_one_that_loaded_the_model(
 ) -> None:
     loading = Stream(CPU)
     cuda = FakeCuda(monkeypatch, loading)
-    with own_stream(CPU, urgent):
+    with own_stream(torch.device("cuda"), urgent):
         [own] = cuda.used
         assert own is not loading and own.waited_for == [loading] and own.priority == -urgent
 
@@ -280,8 +304,8 @@ def test_work_on_a_stream_of_its_own_is_waited_for(device: torch.device) -> None
 
 def test_what_travels_together_comes_out_as_it_was_at_addresses_that_kernels_are_compiled_for() -> None:
     parts = [torch.arange(3), torch.arange(5, dtype=torch.int32), torch.randn(2, 3).bfloat16(), torch.ones(1).bool()]
-    packed = graphs._packed(parts, CPU)
-    for part, found in zip(parts, graphs._parts(packed, parts), strict=True):
+    packed = pack_inputs(parts, CPU)
+    for part, found in zip(parts, _parts(packed, parts), strict=True):
         assert torch.equal(part, found) and part.dtype == found.dtype
         assert (found.data_ptr() - packed.data_ptr()) % 16 == 0
 
@@ -289,7 +313,7 @@ def test_what_travels_together_comes_out_as_it_was_at_addresses_that_kernels_are
 def test_results_of_several_types_are_split_up_as_they_were() -> None:
     parts = [torch.randn(2, 3), torch.arange(4).view(2, 2), torch.ones(3).bfloat16()]
     packed = torch.cat([part.flatten().view(torch.uint8) for part in parts])
-    assert all(map(torch.equal, parts, graphs._split_up(packed, parts)))
+    assert all(map(torch.equal, parts, _split_up(packed, parts)))
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -307,3 +331,28 @@ def test_recorded_rows_are_those_of_the_work(rows: int, device: torch.device) ->
     for _ in range(2):
         x, y = torch.randn(rows, 3), torch.randn(rows, 3)
         assert all(map(torch.equal, (x + y, x[:, :1] * 2), (part.cpu() for part in work(x, y))))
+
+
+def test_results_are_waited_for_when_they_are_read_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            told.append("recorded")
+
+        def synchronize(self) -> None:
+            told.append("waited")
+
+        def query(self) -> bool:
+            return len(told) > 5
+
+    class Away:
+        device, shape, dtype = torch.device("cuda"), (2,), torch.int64
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(device_module, "_on_its_way", lambda result: torch.arange(2))
+    sent = Download([Away()])  # type: ignore[list-item]
+    assert told == ["recorded"] and not sent.arrived
+    for _ in range(2):
+        assert [part.tolist() for part in sent.read()] == [[0, 1]]
+    assert told == ["recorded", "waited"] and sent.arrived

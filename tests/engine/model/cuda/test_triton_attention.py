@@ -18,8 +18,10 @@ from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
 from engine.model.cuda import triton_attention
+from engine.model.cuda.padded_rows import PaddedRows
 from engine.model.cuda.triton_attention import DeviceRows, TritonAttention, grouped
-from engine.model.kv_pool import KVCache, KVPool
+from engine.model.kv_cache import KVCache
+from engine.model.kv_pool import KVPool
 from tests.engine.model.test_target import random_tree
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -36,8 +38,9 @@ class Texts:
         self.pool = KVPool(KVShape(1, KV_HEADS, head_dim, dtype), 200)
         self.pool.keys.fill_(torch.nan)
         self.pool.values.fill_(torch.nan)
-        self.head_dim, self.dtype = head_dim, dtype
-        self._taken = self.pool.take(7)  # so that blocks do not begin at 0
+        self.head_dim, self.dtype, self.padding = head_dim, dtype, 3
+        self.changes: dict[str, int] = {}  # of how attention divides its work
+        self._taken = self.pool.allocate(7)  # so that blocks do not begin at 0
 
     def vector(self, token: int, position: int, kind: int, heads: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000003 * token + 101 * position + kind)
@@ -66,15 +69,18 @@ class Texts:
         batch = Batch.of(segments)
         rows_of = zip(batch.tokens.tolist(), batch.positions.tolist(), strict=True)
         query = torch.stack([self.vector(token, at, 3, KV_HEADS * GROUPS) for token, at in rows_of])
-        pool, seen = self.pool, int(batch.positions.max()) + 1
-        moved: Any = KVPool(pool.shape, 1)
-        moved.keys, moved.values = pool.keys.to(DEVICE), pool.values.to(DEVICE)
-        attention = TritonAttention(moved, GROUPS)
-        arrays = (batch.prefix_lens, batch.ancestor_ptr, batch.ancestor_slots, batch.tables, batch.table_of)
-        chunks = -(-seen // triton_attention.CHUNK)
-        firsts = grouped(batch.table_of, attention.together(len(batch), chunks))
-        rows = DeviceRows(*(torch.from_numpy(array).to(DEVICE) for array in (*arrays, firsts)))
-        return attention(rows, chunks, 0, rule, query.to(DEVICE)).cpu()
+        pool = self.pool
+        moved: Any = KVPool(pool.shape, pool.blocks)
+        moved.part.keys, moved.part.values = pool.keys.to(DEVICE), pool.values.to(DEVICE)
+        attention = TritonAttention(moved, GROUPS, len(batch))
+        vars(attention).update(self.changes)
+        for scratch in (attention._peaks, attention._totals, attention._sums):
+            scratch.fill_(torch.nan)
+        rows = PaddedRows.of(batch, 0, len(batch), len(batch) + self.padding, attention)
+        padded = torch.cat([query, query[-1:].expand(self.padding, -1, -1)])
+        found = attention(DeviceRows(*(part.to(DEVICE) for part in rows.seen)), 0, rule, padded.to(DEVICE)).cpu()
+        assert not found[len(batch) :].any(), "rows that fill up see nothing"
+        return found[: len(batch)]
 
     def expected(self, path: list[int], rule: Rule) -> Tensor:
         """[heads, head_dim] float64: what the last token of a text finds."""
@@ -158,17 +164,75 @@ def test_chunks_that_only_longer_texts_need_change_nothing(monkeypatch: pytest.M
     assert texts.attend([long, short], Rule(0.2, window=5)).isfinite().all()
 
 
-@pytest.mark.parametrize("few", [1, 4])
-def test_how_rows_are_grouped_changes_no_bit(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [3, 9, 20])
+def test_rows_whose_window_begins_among_their_ancestors_read_no_text(window: int) -> None:
+    texts, prompt = Texts(32, torch.float32), text(64, 3)
+    tree = TokenTree.from_lists([*range(17)], [-1, 0, 0, *range(2, 16)], [1.0] * 17)
+    found = texts.attend([texts.read(prompt, tree)], Rule(0.2, window=window))
+    for node in (0, 2, 9, 16):
+        expected = texts.expected([*prompt, *tree.path_tokens(node)], Rule(0.2, window=window))
+        torch.testing.assert_close(found[node].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("large", "programs"), [(1, 3), (4, 3), (16, 1), (16, 100)])
+def test_how_rows_are_grouped_and_spread_over_programs_changes_no_bit(
+    large: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(triton_attention, "CHUNK", 64)
-    monkeypatch.setattr(triton_attention, "_BUSY", 0)
     texts = Texts(32, torch.bfloat16)
     tree = random_tree(12, text(12, 1), random.Random(2))
     batch = [texts.read(text(75, 3), tree), texts.read(text(70, 4), rows=7), texts.read(text(20, 5))]
     usual = texts.attend(batch, Rule(0.2))
-    monkeypatch.setattr(triton_attention, "_BUSY", 1000)
-    monkeypatch.setattr(triton_attention, "_FEW", few)
+    texts.changes = {"_large": large, "_programs": programs}
     assert torch.equal(texts.attend(batch, Rule(0.2)), usual)
+
+
+def test_the_work_is_the_chunks_of_text_that_groups_of_rows_see() -> None:
+    attention = TritonAttention(KVPool(KVShape(1, 1, 16, BF16), 1), 4)
+    prefix_lens, listing = np.array([1030, 1030, 40, 3], np.int32), np.array([0, 5, 0, 2], np.int32)
+    chunks = attention.chunks_of(prefix_lens, listing)
+    assert chunks.tolist() == [3, 2, 1, 0], "a tile that holds an ancestor is the row's own"
+    work = attention.work(np.array([0, 0, 9, 9], np.int32), chunks, 6)
+    assert work.firsts.tolist() == [0, 2, 4, 4, 4, 4, 4]
+    assert work.pairs.tolist() == [0, 3, 4, 4, 4, 4, 4] and work.parts.tolist() == [0, 3, 5, 6, 6, 6, 6]
+
+
+def test_there_is_room_for_the_longest_text_and_for_more_rows_as_far_as_the_pool_pays_for_it() -> None:
+    pool = KVPool(KVShape(1, 2, 16, BF16), 32 * 10)  # ten chunks
+    part = 2 * 3 * 18 * 4
+    assert TritonAttention(pool, 3, 1).capacity == 10
+    assert TritonAttention(pool, 3, 10_000).capacity == (pool.keys.nbytes + pool.values.nbytes) // 4 // part
+
+
+def test_a_rows_own_tiles_are_multiplied_among_few_rows_where_that_gives_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attention = TritonAttention(KVPool(KVShape(2, KV_HEADS, 32, BF16), 4, DEVICE), GROUPS)
+    assert attention.choose_products() or DEVICE.type == "cuda"
+    monkeypatch.setattr(TritonAttention, "__call__", lambda self, rows, *_: rows.prefix_lens)
+    assert not attention.choose_products()
+    assert attention._few == attention._filled > 16
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_what_is_no_number_spoils_the_rows_that_see_it_and_no_others(part: str, number: float) -> None:
+    """In the text, in a tile with ancestors, and in a tree's node."""
+    texts, tree = Texts(24, torch.float32), TokenTree.from_lists([1, 2, 3, 4], [-1, 0, 0, 2], [1.0] * 4)
+    segment, other = texts.read(text(70, 6), tree), texts.read(text(9, 7), rows=4)
+    usual = texts.attend([other, segment], Rule(0.2))
+    sees = {69: [0, 1, 2, 3], 5: [0, 1, 2, 3], 71: [1], 72: [2, 3]}  # the rows of the tree, by slot
+    for slot, rows in sees.items():
+        held = getattr(texts.pool, part)
+        before = held.clone()
+        block, lane = int(segment.cache.table[slot // BLOCK]), slot % BLOCK
+        (held[0, block, :, :, lane] if part == "keys" else held[0, block, :, lane])[:, 3] = number
+        found = texts.attend([other, segment], Rule(0.2))
+        held.copy_(before)
+        unseen = [row for row in range(8) if row - 4 not in rows]
+        assert torch.equal(found[unseen], usual[unseen])
+        if part == "values" or number != number:
+            assert found[[4 + row for row in rows]].isnan().all()
 
 
 def test_a_later_rows_value_that_is_not_finite_reaches_no_row_before_it() -> None:
@@ -177,12 +241,6 @@ def test_a_later_rows_value_that_is_not_finite_reaches_no_row_before_it() -> Non
     usual = texts.attend([segment], Rule(0.2))
     texts.pool.values[0, int(segment.cache.table[29 // BLOCK]), :, 29 % BLOCK] = torch.inf
     assert torch.equal(texts.attend([segment], Rule(0.2))[:-1], usual[:-1])
-
-
-def test_groups_are_small_until_there_are_programs_for_a_whole_gpu() -> None:
-    attention = TritonAttention(KVPool(KVShape(1, 8, 128, torch.bfloat16), 1), 4)
-    assert [attention.together(64, chunks) for chunks in (1, 2, 4)] == [4, 4, 16]
-    assert [attention.together(rows, 1) for rows in (16, 128, 256)] == [4, 4, 16]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,175 @@
+"""What a round's trees came to, found on the GPU behind the forward and sent to the host in one piece.
+
+The host launches all of it before the forward has ended: tokens are drawn at every node, each tree is walked down, the
+keys and values of the accepted path are moved to their places, and its hidden states are gathered. So a round waits for
+the device once, when all of that has arrived. A tree's walk is that of `engine.sampling.sampler.verify`, as far as it
+depends on the logits alone: what a request's own rules end or change, as a stop token does, the host finds when it
+verifies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.core.batch import Int
+from engine.core.hidden_states import States
+from engine.device import Download, uploaded
+from engine.model.cuda.noise_kernels import draw_tokens, noise_keys
+from engine.model.cuda.walk_kernels import gather_path_rows, move_paths, walk_trees
+from engine.model.drawn_tree import DrawnTree
+from engine.model.kv_pool import KVPool
+from engine.model.runner import bfloat16_bits
+
+_STATE_ROWS, _LEAST_ROWS = 128, 4  # accepted rows whose hidden states are sent: of all trees, and of each at least
+_ALIGNED = 16
+
+
+class Receipt:
+    """Of a forward's output: logits, [rows wanted, vocab]; states, [rows, layers, hidden], None if nobody wants them.
+
+    trees: those that are drawn from; what depends on more than the logits is left to the host. pool: where their keys
+    and values are. rows: how many rows, the first ones, are of drafted trees; chunks of prompts follow. successors: how
+    many of the likeliest tokens of each of these rows are wanted.
+    """
+
+    def __init__(
+        self,
+        trees: Sequence[DrawnTree],
+        logits: Tensor,
+        states: Tensor | None,
+        pool: KVPool | None,
+        rows: int = 0,
+        successors: int = 0,
+    ):
+        self._asked, self._states, self._device, self._rows = trees, states, logits.device, rows
+        self._places = {i: place for place, i in enumerate(i for i, one in enumerate(trees) if one.sampler.is_plain)}
+        self._trees = [trees[i] for i in self._places]
+        self._begins = [0, *accumulate(len(one.tree) for one in self._trees)]
+        self._tokens: list[int] | None = None  # once they are read
+        self._paths: list[list[int]] = []
+        self._fetched: dict[int, States] = {}  # of longer paths than are sent
+        self._successors = successors
+        nothing = logits.new_empty(0)
+        self._sent = Download([
+            self._launch(logits.contiguous(), pool) if self._trees else nothing,
+            nothing if states is None else states[rows:].to(torch.bfloat16),
+            logits[:rows].topk(successors).indices.int() if successors else nothing,
+        ])  # fmt: skip
+
+    def _launch(self, logits: Tensor, pool: KVPool | None) -> Tensor:
+        """Draw, walk, move and gather. Returns the bytes of the tokens drawn, and of the states of accepted rows."""
+        count, nodes = len(self._trees), self._begins[-1]
+        reach = 1 + max(int(one.tree.depths.max()) for one in self._trees)
+        self._rows_sent = 0 if self._states is None else max(_LEAST_ROWS, min(reach, _STATE_ROWS // count))
+        width = 0 if self._states is None else self._states[0].numel()
+        begin = -(-4 * nodes // _ALIGNED) * _ALIGNED
+        buffer = torch.empty(begin + 2 * count * self._rows_sent * width, dtype=torch.uint8, device=self._device)
+        tokens, found = buffer[: 4 * nodes].view(torch.int32), buffer[begin:].view(torch.bfloat16)
+        rows, drafted, parents, slots, keys, temperatures, begins, moves = uploaded(self._arrays(), self._device)
+        draw_tokens(logits, rows, keys, temperatures, tokens)
+        paths, lengths = walk_trees(tokens, drafted, parents, begins, reach)
+        if pool is not None:
+            move_paths(pool, paths, lengths, begins, slots, moves)
+        if self._states is not None:
+            gather_path_rows(self._states, rows, paths, lengths, begins, found.view(count, self._rows_sent, width))
+        self._begin = begin
+        return buffer
+
+    def _arrays(self) -> list[Tensor]:
+        """Return what the kernels need to know of the trees: of each node, then of each tree."""
+        parts, trees = self._trees, [one.tree for one in self._trees]
+        samplings = [one.sampler.params for one in parts]
+        places = [
+            (sampling.seed, one.sampler.position + depth)
+            for one, sampling in zip(parts, samplings, strict=True)
+            for depth in one.tree.depths.tolist()
+        ]
+        temperatures = [0.0 if sampling.greedy else sampling.temperature for sampling in samplings]
+        of_nodes = (
+            np.concatenate([np.arange(one.first, one.first + len(one.tree)) for one in parts]),
+            np.concatenate([tree.tokens for tree in trees]),
+            np.concatenate([tree.parents for tree in trees]),
+            np.concatenate([one.slots for one in parts]),
+        )
+        return [
+            *(torch.from_numpy(array.astype(np.int32)) for array in of_nodes),
+            noise_keys(places),
+            torch.tensor(np.repeat(temperatures, list(map(len, trees))), dtype=torch.float32),
+            torch.tensor(self._begins, dtype=torch.int32),
+            torch.tensor([one.moves for one in parts], dtype=torch.int32),
+        ]
+
+    def known(self, index: int) -> list[int] | None:
+        """Return what is drawn at each node of the tree of that index (`engine.sampling.sampler.LogitsView`); None if
+        that depends on more than the logits.
+        """
+        if (place := self._places.get(index)) is None:
+            return None
+        return self._read()[self._begins[place] : self._begins[place + 1]]
+
+    def states_of(self, index: int, path: Sequence[int]) -> States | None:
+        """Return [path, layers, hidden] of the nodes on the accepted path of the tree of that index."""
+        if self._states is None:
+            return None
+        if (place := self._places.get(index)) is not None:
+            self._read()
+            if list(path) == self._paths[place][: len(path)]:
+                return self._of_paths(place)[: len(path)]
+        return self._fetch(self._asked[index].first + np.asarray(path, np.int64))
+
+    def _of_paths(self, place: int) -> States:
+        """Return the states of the path that the device has walked in the tree of that place, of those that were sent;
+        or else, fetched for all such trees at once.
+        """
+        assert self._states is not None
+        if len(path := self._paths[place]) <= self._rows_sent:
+            width = 2 * self._states[0].numel()
+            at = self._begin + place * self._rows_sent * width
+            sent: States = self._sent.read()[0][at : at + len(path) * width].numpy().view(np.uint16)
+            return sent.reshape(len(path), *self._states.shape[1:])
+        if not self._fetched:
+            long = [i for i, path in enumerate(self._paths) if len(path) > self._rows_sent]
+            rows = [self._trees[i].first + np.asarray(self._paths[i], np.int64) for i in long]
+            parts = np.split(self._fetch(np.concatenate(rows)), np.cumsum([len(part) for part in rows])[:-1])
+            self._fetched = dict(zip(long, parts, strict=True))
+        return self._fetched[place]
+
+    def _fetch(self, rows: NDArray[np.int64]) -> States:
+        """Read the states of these rows, which waits for the device."""
+        assert self._states is not None
+        return bfloat16_bits(self._states.index_select(0, *uploaded([torch.from_numpy(rows)], self._device)))
+
+    def read_states(self, first: int, count: int) -> States | None:
+        """Return [count, layers, hidden] of rows of prompts, from `first` on."""
+        if self._states is None:
+            return None
+        found: States = self._sent.read()[1][first - self._rows :][:count].view(torch.uint16).numpy()
+        return found
+
+    def successors_of(self, first: int, count: int) -> Int | None:
+        """Return [count, successors] int32: the likeliest tokens of a tree's rows, from `first` on."""
+        if not self._successors:
+            return None
+        found: Int = self._sent.read()[2][first : first + count].numpy()
+        return found
+
+    def _read(self) -> list[int]:
+        """Return the tokens of all nodes, once they have arrived."""
+        if self._tokens is None:
+            self.take(self._sent.read()[0][: 4 * self._begins[-1]].view(torch.int32).tolist())
+        assert self._tokens is not None
+        return self._tokens
+
+    def take(self, tokens: list[int]) -> None:
+        """Walk as the device did, given what it has drawn, and let the caches know what it has moved."""
+        self._tokens = tokens
+        for one, begin, end in zip(self._trees, self._begins, self._begins[1:], strict=False):
+            self._paths.append(one.tree.walk(tokens[begin:end]))
+            if one.cache is not None and one.moves:
+                one.cache.moved = self._paths[-1]

@@ -1,0 +1,145 @@
+"""Walks down drafted trees on the GPU, and what an accepted path takes with it: keys, values and hidden states.
+
+Each is one kernel for all trees of a round, and none needs anything from the host that depends on what was accepted.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Triton allows only constexpr annotations on a kernel's parameters.
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.core.batch import BLOCK
+from engine.model.kv_pool import KVPool
+
+_NODES = 128  # nodes of a tree that are compared at once
+_PART = 2048  # numbers of a row that a program copies
+_NOBODY = -2  # a node that has no children
+
+
+@triton.jit(do_not_specialize=["reach"])
+def walk(
+    tokens,  # [nodes] int32: what is drawn at each node; negative where that is not known
+    drafted,  # [nodes] int32: the nodes' own tokens
+    parents,  # [nodes] int32, within the tree
+    begins,  # [trees + 1] int32: each tree's first node
+    paths,  # out: [trees, reach] int32: accepted nodes, root first
+    lengths,  # out: [trees] int32
+    reach,
+    NODES: tl.constexpr,
+    NOBODY: tl.constexpr,
+):
+    """Walk down a tree while it has the token that is drawn."""
+    tree = tl.program_id(0)
+    begin = tl.load(begins + tree)
+    count = tl.load(begins + tree + 1) - begin
+    node = tl.program_id(0) * 0
+    length = tl.program_id(0) * 0
+    for step in range(reach):
+        if node >= 0:
+            tl.store(paths + tree * reach + step, node)
+            length += 1
+            token = tl.load(tokens + begin + node)
+            child = tl.program_id(0) * 0 + NOBODY
+            for at in range(0, count, NODES):
+                other = at + tl.arange(0, NODES)
+                there = other < count
+                parent = tl.load(parents + begin + other, mask=there, other=NOBODY)
+                own = tl.load(drafted + begin + other, mask=there, other=NOBODY)
+                child = tl.maximum(child, tl.max(tl.where((parent == node) & (own == token), other, NOBODY), 0))
+            node = child
+    tl.store(lengths + tree, length)
+
+
+@triton.jit(do_not_specialize=["reach"])
+def move(
+    keys,  # [layers, blocks, kv_heads, dims, 16]
+    values,  # [layers, blocks, kv_heads, 16, dims]
+    paths,
+    lengths,
+    begins,
+    slots,  # [nodes] int32: where each node's keys and values are
+    moves,  # [trees] int32: whether its are to be moved
+    layer_numbers,
+    reach,
+    KV_HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+    FILLED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy the keys and values of a tree's path to the first slots of the tree, one node after the other: no slot is
+    written before it was read.
+    """
+    tree, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    begin = tl.load(begins + tree)
+    number = tl.arange(0, FILLED)
+    there = number < KV_HEADS * DIMS
+    of_values = number // DIMS * (DIMS * BLOCK) + number % DIMS
+    keys += layer * layer_numbers
+    values += layer * layer_numbers
+    length = tl.where(tl.load(moves + tree) > 0, tl.load(lengths + tree), 0)
+    for step in range(1, length):
+        source = tl.load(slots + begin + tl.load(paths + tree * reach + step))
+        place = tl.load(slots + begin + step)
+        if source != place:
+            old = (source // BLOCK).to(tl.int64) * (KV_HEADS * DIMS * BLOCK)
+            new = (place // BLOCK).to(tl.int64) * (KV_HEADS * DIMS * BLOCK)
+            key = tl.load(keys + old + number * BLOCK + source % BLOCK, mask=there)
+            value = tl.load(values + old + of_values + source % BLOCK * DIMS, mask=there)
+            tl.store(keys + new + number * BLOCK + place % BLOCK, key, mask=there)
+            tl.store(values + new + of_values + place % BLOCK * DIMS, value, mask=there)
+
+
+@triton.jit(do_not_specialize=["reach", "width"])
+def gather(
+    states,  # [rows, width] bfloat16
+    rows,  # [nodes] int32: each node's row
+    paths,
+    lengths,
+    begins,
+    out,  # [trees, sent, width] bfloat16
+    reach,
+    width,
+    PART: tl.constexpr,
+):
+    """Copy the hidden states of a tree's path."""
+    tree, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if step < tl.load(lengths + tree):
+        row = tl.load(rows + tl.load(begins + tree) + tl.load(paths + tree * reach + step)).to(tl.int64)
+        at = tl.program_id(2) * PART + tl.arange(0, PART)
+        state = tl.load(states + row * width + at, mask=at < width)
+        place = (tree * tl.num_programs(1) + step) * width
+        tl.store(out + place + at, state, mask=at < width)
+
+
+def walk_trees(tokens: Tensor, drafted: Tensor, parents: Tensor, begins: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+    """Walk down all trees. Returns the accepted paths, [trees, reach] int32, and their lengths. reach: of the longest
+    that may be.
+    """
+    trees = len(begins) - 1
+    paths = torch.empty(trees, reach, dtype=torch.int32, device=tokens.device)
+    lengths = torch.empty(trees, dtype=torch.int32, device=tokens.device)
+    walk[(trees,)](tokens, drafted, parents, begins, paths, lengths, reach, NODES=_NODES, NOBODY=_NOBODY, num_warps=1)
+    return paths, lengths
+
+
+def move_paths(pool: KVPool, paths: Tensor, lengths: Tensor, begins: Tensor, slots: Tensor, moves: Tensor) -> None:
+    """Move the keys and values of accepted paths in all layers, for the trees that `moves` marks."""
+    shape, (trees, reach) = pool.shape, paths.shape
+    move[(trees, shape.layers)](
+        pool.keys, pool.values, paths, lengths, begins, slots, moves, pool.keys[0].numel(), reach,
+        KV_HEADS=shape.kv_heads, DIMS=shape.dims, FILLED=triton.next_power_of_2(shape.kv_heads * shape.dims),
+        BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+def gather_path_rows(states: Tensor, rows: Tensor, paths: Tensor, lengths: Tensor, begins: Tensor, out: Tensor) -> None:
+    """Gather the hidden states of accepted paths. states: [rows, ...]; out: [trees, sent, width] bfloat16."""
+    trees, sent, width = out.shape
+    parts = triton.cdiv(width, _PART)
+    gather[(trees, sent, parts)](
+        states.to(out.dtype).contiguous(), rows, paths, lengths, begins, out, paths.shape[1], width, PART=_PART
+    )

@@ -1,0 +1,74 @@
+"""What can be said of a model's files without starting it: its family, types and memory, and what will not work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from engine.config import Config
+from engine.core.batch import BLOCK
+from engine.core.errors import first_line
+from engine.core.kv_shape import KVShape
+from engine.kernels.quant.layouts import has_layout
+from engine.model.loading import facts_of, load_config, open_stored, skeleton, weights_of
+from engine.model.reader.decoder import describe
+from engine.model.structure import DecoderStructure, OtherStructure
+from engine.weights.draft_head import brings_head
+from engine.weights.gguf.file import GgufFile
+from engine.weights.resolve import resolve, with_own
+from engine.weights.stored_weights import Unreadable
+
+_POSITIONS = 8192  # for which memory is told
+
+
+def lines_of(model: str) -> Iterator[str]:
+    """What `talon models check` prints. Raises ModelError if the model cannot be read."""
+    folder = Path(resolve(model))
+    config, stored = load_config(str(folder)), open_stored(folder)
+    stock = skeleton(str(folder), config)
+    parameters = sum(parameter.numel() for parameter in stock.parameters())
+    size, structure, reason = 2 * parameters, None, ""
+    try:
+        weights = None if stored is None else weights_of(stored, stock)
+        size = size if weights is None else weights.size
+        structure = describe(stock, weights)
+    except (Unreadable, OtherStructure, AttributeError) as error:  # a part of the structure is missing
+        reason = first_line(error)
+    facts = facts_of(stock)
+    yield f"family: {config.model_type}, {parameters / 1e9:.2f} billion parameters, {len(_layers(stock))} layers"
+    yield f"types: {stored.kinds if isinstance(stored, GgufFile) else _type_of(config)}"
+    yield f"forward: {f'the stock one, slower: {reason}' if reason else 'lean, if its logits agree at the first start'}"
+    yield f"memory: {size / 1e9:.2f} GB of weights{'' if structure is None else _keys(structure)}"
+    yield f"positions: {'not named' if facts is None else f'{facts.own_context:,} of {facts.full_context:,}'}"
+    yield f"drafter: {_drafter(model)}"
+    unpacked = {tensor.kind.name for tensor in stored.tensors} if isinstance(stored, GgufFile) else set()
+    if unpacked := {kind for kind in unpacked if not has_layout(kind)}:
+        yield f"will take more memory than its file: {', '.join(sorted(unpacked))} become bfloat16"
+    if structure is not None and (len(structure.key_sizes) > 1 or len(structure.attending) < len(structure.layers)):
+        yield "will not work: a GPU, or a type other than bfloat16 and float32: the lean decoder alone runs it"
+
+
+def _layers(stock: torch.nn.Module) -> list[str]:
+    """The names of its layers."""
+    return [name for name, _ in stock.named_modules() if name.rpartition(".")[0].endswith("layers")]
+
+
+def _type_of(config: object) -> str:
+    return str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch.")
+
+
+def _keys(structure: DecoderStructure) -> str:
+    shapes = [KVShape(*sizes, torch.bfloat16) for sizes in structure.key_sizes]
+    each = sum(shape.block_bytes for shape in shapes) * _POSITIONS // BLOCK
+    return f", {each / 1e9:.2f} GB of keys and values for each {_POSITIONS:,} positions"
+
+
+def _drafter(model: str) -> str:
+    drafter = with_own(Config(model=model)).drafter
+    if brings_head(Path(model)):
+        return "its own head: method=mtp or hybrid"
+    if drafter.path is not None:
+        return f"{drafter.head}, which comes with Talon: method={drafter.head} or hybrid"
+    return "none of its own: method=suffix"

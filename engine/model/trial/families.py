@@ -1,0 +1,116 @@
+"""Which families run lean: the structure of a tiny model of each is read, as it is when a model is loaded.
+
+What is read so is proved by logits in tests/engine/test_exact.py and tests/engine/model/test_gguf_families.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import transformers
+
+from engine.core.errors import first_line
+from engine.model.loading import unfilled
+from engine.model.reader.decoder import describe
+from engine.model.structure import OtherStructure
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_SHARED = _EXPERTS | {"shared_expert_intermediate_size": 32}
+_DELTA = {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+_DELTA |= {"linear_value_head_dim": 16}
+_GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16}
+
+
+class Family(NamedTuple):
+    """config: the name of a class of transformers, with `options` beside the usual sizes. gguf: the architectures that
+    files name. note: what holds beside that.
+    """
+
+    name: str
+    config: str
+    options: Mapping[str, Any] = MappingProxyType({})
+    gguf: tuple[str, ...] = ()
+    note: str = ""
+
+
+FAMILIES = (
+    Family("Llama, Mistral", "LlamaConfig", {}, ("llama",)),
+    Family("Ministral 3", "Ministral3Config", {"head_dim": 16}),
+    Family("Mixtral", "MixtralConfig", {"num_local_experts": 4}, ("llama",), "GGUF: in bfloat16 on a CPU alone"),
+    Family("Qwen2", "Qwen2Config", {}, ("qwen2",)),
+    Family("Qwen3", "Qwen3Config", {"head_dim": 16}, ("qwen3",)),
+    Family("Qwen3 with experts", "Qwen3MoeConfig", {"head_dim": 16} | _EXPERTS, ("qwen3moe",)),
+    Family("Qwen3-Next", "Qwen3NextConfig", _DELTA | _SHARED, ("qwen3next",), "own draft head (`mtp`)"),
+    Family("Qwen3.5 and later", "Qwen3_5TextConfig", _DELTA, ("qwen35",), "own draft head (`mtp`); no images"),
+    Family("Qwen3.5 with experts", "Qwen3_5MoeTextConfig", _DELTA | _SHARED, ("qwen35moe",), "the same"),
+    Family("Gemma 2", "Gemma2Config", {"head_dim": 16}, ("gemma2",)),
+    Family("Gemma 3", "Gemma3TextConfig", {"head_dim": 16}, ("gemma3",), "no images"),
+    Family("Gemma 4", "Gemma4TextConfig", _GEMMA4 | {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 4},
+           ("gemma4",), "not 26B-A4B; no images; on a CPU alone"),
+    Family("gpt-oss", "GptOssConfig", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, ("gpt-oss",),
+           "MXFP4 in its own bits from GGUF, as bfloat16 from the hub's layout"),
+    Family("Phi-3, Phi-4", "Phi3Config", {}, ("phi3",), "GGUF: not with factors for long texts"),
+    Family("Phi-1, Phi-2", "PhiConfig"),
+    Family("Granite 3", "GraniteConfig", {}, ("granite",)),
+    Family("GLM-4 (0414)", "Glm4Config", {"head_dim": 16}, ("glm4",), "no images"),
+    Family("GLM-4.5 and later", "Glm4MoeConfig", {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2,
+                                                  "moe_intermediate_size": 64, "first_k_dense_replace": 1}),
+    Family("SmolLM3", "SmolLM3Config", {}, ("smollm3",)),
+    Family("OLMo 2", "Olmo2Config", {}, ("olmo2",)),
+    Family("OLMo 3", "Olmo3Config"),
+    Family("OLMoE", "OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 2}),
+    Family("LFM2", "Lfm2Config", {"layer_types": ["conv", "full_attention"] * 2}, ("lfm2",)),
+    Family("LFM2 with experts", "Lfm2MoeConfig", {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1}
+           | _EXPERTS, ("lfm2moe",)),
+    Family("Command R7B, Command A", "Cohere2Config"),
+    Family("StarCoder2", "Starcoder2Config"),
+    Family("StableLM", "StableLmConfig"),
+    Family("Mellum", "MellumConfig", {"head_dim": 16, "layer_types": ["full_attention"] * 4,
+                                      "mlp_layer_types": ["sparse"] * 4} | _EXPERTS),
+    Family("Arcee", "ArceeConfig", {"head_dim": 16}),
+    Family("Hunyuan, dense", "HunYuanDenseV1Config", {"head_dim": 16}),
+    Family("EXAONE 4", "Exaone4Config", {"head_dim": 16}),
+    Family("ERNIE 4.5", "Ernie4_5Config", {"head_dim": 16}),
+    Family("Helium", "HeliumConfig", {"head_dim": 16}),
+    Family("Seed-OSS", "SeedOssConfig", {"head_dim": 16}),
+    Family("GPT-NeoX, Pythia", "GPTNeoXConfig"),
+    Family("Apertus", "ApertusConfig"),
+    Family("BitNet", "BitNetConfig"),
+    Family("MiniCPM3", "MiniCPM3Config"),
+    Family("DeepSeek V3", "DeepseekV3Config", {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
+                                               "topk_group": 1}),
+    Family("GPT-2", "GPT2Config", {"hidden_size": 64}),
+)  # fmt: skip
+
+
+def why_not_lean(family: Family) -> str:
+    """Return why the lean decoder does not run a family, "" if it does."""
+    config = getattr(transformers, family.config)(**_SIZES | dict(family.options))
+    try:
+        describe(unfilled(config))
+    except (OtherStructure, AttributeError) as error:  # a part of the structure is missing
+        return first_line(error)
+    return ""
+
+
+def table() -> str:
+    """The families as a table of Markdown."""
+    rows = ["| family | safetensors | GGUF, by its `general.architecture` | beside |", "| --- | --- | --- | --- |"]
+    for family in FAMILIES:
+        reason = why_not_lean(family)
+        stored = ", ".join(f"`{name}`" for name in family.gguf) or "-"
+        rows.append(f"| {family.name} | {f'not lean: {reason}' if reason else 'lean'} | {stored} | {family.note} |")
+    return "\n".join(rows)
