@@ -102,4 +102,4 @@ def test_too_little_room_for_states_and_keys_is_refused_with_what_is_needed() ->
     pool = pool_of([(1, 1, 16)], torch.float32, "auto", 5_000_000, cpu, states)
     assert pool.blocks >= 16 and pool.layer_states is not None and pool.layer_states.slots == 4
     assert pool.layer_states.memory > 4_000_000
-    assert pool.blocks * pool.shape.block_bytes + pool.layer_states.memory <= 5_000_000
+    assert pool.blocks * pool.block_bytes + pool.layer_states.memory <= 5_000_000
