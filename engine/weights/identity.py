@@ -25,7 +25,7 @@ def model_identity(model: str, kinds: Sequence[str] = _KINDS) -> bytes:
     if (source := source_of(path)) is not None:  # a copied cache has the same model, whatever times are then
         return hashlib.sha256(source.content.encode() + _settings(path)).digest()
     of_kinds = (file for file in path.glob("*") if file.suffix in kinds and not file.name.startswith(_PROOF))
-    files = [path] if path.is_file() else sorted(of_kinds)
+    files = [path] if path.is_file() else sorted(file for file in of_kinds if file.is_file())
     digest = hashlib.sha256(b"" if files else model.encode("utf8", "surrogateescape"))
     for file in files:
         status = file.stat()
