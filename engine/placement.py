@@ -104,7 +104,7 @@ def oversubscription(config: Config) -> str | None:
     given, asked = share_cores(config), config.drafter.threads
     if shares_loop(config) and asked is not None and asked != given.drafter:
         return f"drafter.threads={asked}: {given.drafter} used, those of the verifier, in whose loop the drafter works"
-    beside = given.verifier_alone if config.mode == "sequential" else given.verifier_beside
+    beside = given.verifier_beside if config.mode == "async" else given.verifier_alone  # what it has at most
     for key, wanted, threads in (
         ("verifier.threads", config.verifier.threads, beside),
         ("drafter.threads", config.drafter.threads, given.drafter),

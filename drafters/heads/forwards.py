@@ -12,6 +12,8 @@ from drafters.heads.growth.policies import Dynamic, Policy
 from drafters.heads.growth.trie import Trie, TriePlace
 from drafters.heads.head import Head
 
+_WIDEST = 16  # nodes of a layer that a device selects by comparing every pair of candidates, 256 by 256
+
 
 class Forwards:
     """Runs a head's forwards. count, seconds: of the forwards so far, with their predictions."""
@@ -35,7 +37,7 @@ class Forwards:
         """Draft what the policy will ask for below node 0 of tries of which nothing is drafted, where a head does that
         without waiting for each layer.
         """
-        if not (isinstance(policy, Dynamic) and self.head.drafts_ahead):
+        if not (isinstance(policy, Dynamic) and self.head.drafts_ahead and policy.top_k <= _WIDEST):
             return
         new = dict.fromkeys(trie for trie, path in places if not path and 0 not in trie.seen)
         if tries := [trie for trie in new if trie.ranking.top_k >= policy.top_k]:

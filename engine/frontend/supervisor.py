@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from engine.wire.transport import Router
 FROM_WORKERS = (Ready, Emitted, PromptsRead, Failed, Heartbeat, Spans)
 _WATCH_S = 0.05
 _TRIES = 3  # failed starts of a worker in a row
+_MENDED = 0.1  # of a try counts a failed start from a damaged cache, which has been mended since
 _LOOK_S = 0.01
 _LAST_WORDS_LOOKS = 200  # maximum polls for what a worker said before it ended
 _LAST_SPANS_S = 0.05
@@ -68,7 +69,7 @@ class Supervisor:
         self.closed = False
         self._tasks: list[asyncio.Task[None]] = []
         self._said: dict[str, TalonError] = {}  # why a worker could not start, by role
-        self._failed_starts: Counter[str] = Counter()  # in a row, by role
+        self._failed_starts: dict[str, float] = defaultdict(float)  # in a row, by role
 
     async def launch(self, meanwhile: Callable[[], Awaitable[None]]) -> None:
         """Start the workers, and wait until they serve and `meanwhile` is done. Raises the error of one that cannot."""
@@ -219,8 +220,8 @@ class Supervisor:
                     await self._replace(role, reason)
 
     async def _replace(self, role: str, reason: str) -> None:
-        """Restart the worker, unless it keeps failing. A start from a damaged cache does not count, because it has been
-        mended since. A new verifier needs a new drafter.
+        """Restart the worker, unless it keeps failing. A failed start from a damaged cache that has been mended since
+        hardly counts. A new verifier needs a new drafter.
         """
         loading = not self.ready[role].is_set()
         said = await self._last_words(role) if loading else self._said.pop(role, None)
@@ -232,7 +233,7 @@ class Supervisor:
         await anyio.to_thread.run_sync(self.workers.end, role, 0.0)
         self.ready[role].clear()  # it may have become ready before it died; from here on nobody listens to it
         mended = await anyio.to_thread.run_sync(self._restore)
-        self._failed_starts[role] += loading and not mended
+        self._failed_starts[role] += loading * (_MENDED if mended else 1)
         if self._failed_starts[role] >= _TRIES:
             return self._go_without(role, f"the {role} cannot be started again: {said or reason}")
         print(f"talon: the {role} {f'failed: {said}' if said else reason}; starting another", file=sys.stderr)

@@ -96,10 +96,8 @@ def output_of(
     successors: int = 0,
 ) -> Output:
     """Take what a forward gave. The arguments are those of `engine.model.cuda.receipt.Receipt`."""
-    if logits.device.type != "cpu":
-        try:
-            from engine.model.cuda.receipt import Receipt
-        except ImportError:  # no Triton
-            return RowsOnHost(trees, logits, states, rows, successors)
+    if logits.device.type != "cpu" and pool is not None:  # a pool on a GPU means that Triton's kernels have run there
+        from engine.model.cuda.receipt import Receipt
+
         return Receipt(trees, logits, states, pool, rows, successors)
     return RowsOnHost(trees, logits, states, rows, successors)

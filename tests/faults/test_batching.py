@@ -191,7 +191,7 @@ async def test_without_usable_weights_a_dead_verifier_fails_every_request_with_t
             await asyncio.wait_for(engine.generate([4], sampling), 5)
 
 
-async def test_a_start_from_a_cache_that_had_to_be_mended_does_not_count(
+async def test_a_start_from_a_cache_that_had_to_be_mended_hardly_counts(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Path(shutil.copytree(tiny, tmp_path / "model"))

@@ -131,8 +131,9 @@ class Receipt:
         if len(path := self._paths[place]) <= self._rows_sent:
             width = 2 * self._states[0].numel()
             at = self._begin + place * self._rows_sent * width
-            sent: States = self._sent.read()[0][at : at + len(path) * width].numpy().view(np.uint16)
-            return sent.reshape(len(path), *self._states.shape[1:])
+            sent = self._sent.read()[0][at : at + len(path) * width].numpy().view(np.uint16)
+            found: States = sent.reshape(len(path), *self._states.shape[1:]).copy()  # a view would hold all of `sent`
+            return found
         if not self._fetched:
             long = [i for i, path in enumerate(self._paths) if len(path) > self._rows_sent]
             rows = [self._trees[i].first + np.asarray(self._paths[i], np.int64) for i in long]
@@ -149,7 +150,7 @@ class Receipt:
         """Return [count, layers, hidden] of rows of prompts, from `first` on."""
         if self._states is None:
             return None
-        found: States = self._sent.read()[1][first - self._rows :][:count].view(torch.uint16).numpy()
+        found: States = self._sent.read()[1][first - self._rows :][:count].view(torch.uint16).numpy().copy()
         return found
 
     def successors_of(self, first: int, count: int) -> Int | None:
