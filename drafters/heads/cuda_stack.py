@@ -138,7 +138,7 @@ class CudaStack:
         key = (
             size,
             given[1].device.type == "cpu",
-        )  # what the host gives is sent as one piece, of the same parts each time
+        )  # the host's inputs are sent in one piece, of the same parts each time
         if key not in self._recorded:
             self._recorded[key] = Recorded(self._run, self.first.device, owner=self.owner, room=_LISTED)
         return self._recorded[key](*given)[0]
