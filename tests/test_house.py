@@ -96,6 +96,7 @@ LATE = {  # modules that import within functions, or folders (with a dot), and w
     "engine.server.traces": "OpenTelemetry is of the extra traces",
     "engine.verifier.known_tokens": "Triton is there with a GPU only",
     "engine.placement": "the front end reads configurations without torch",
+    "engine.weights.gguf.file": "numba takes half a second, which a look at a file's header does not need",
     "engine.weights.hub": "the hub's client takes a second, which local files do not need",
     "engine.weights.tokenizer": "transformers takes seconds, while the verifier imports too",
     "engine.wire.keys": "only tcp needs the authenticator",

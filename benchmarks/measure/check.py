@@ -150,7 +150,7 @@ class Check:
                 tie = max(tie, await self._most_turned(stock.model, texts, progress))
         finally:
             await stock.close()
-        setting = Setting(PLAIN, self.config.mode, self.config.transport, self.config.verifier.threads)
+        setting = Setting(PLAIN, self.grid.modes[0], self.config.transport, self.config.verifier.threads)
         return self._compared(Comparison(setting, 0.0, TRANSFORMERS, tie), self.plain[0.0], texts)
 
     async def _most_turned(self, exact: Any, texts: Texts, progress: Progress) -> float:

@@ -18,7 +18,7 @@ from engine.kernels.state.delta import GatedDelta, delta_sizes
 from engine.kernels.state.short_convolution import ShortConvolution, short_convolution_sizes
 from engine.kernels.state.walk import StateLayer
 from engine.kernels.state.windows import taps_of
-from engine.model.reader.parts import norm_structure
+from engine.model.reader.parts import rms_structure
 from engine.model.structure import (
     AttentionStructure,
     DecoderStructure,
@@ -233,7 +233,7 @@ def state_shape(structure: DecoderStructure, dtype: torch.dtype) -> StateShape |
 
 def norm_of(norm: Any) -> Norm:
     """An RMSNorm of a stock model. Raises OtherStructure if it is none."""
-    return made_norm(norm_structure(norm, ""), norm.weight)
+    return made_norm(rms_structure(norm, ""), norm.weight)
 
 
 def norm_from(norm: NormStructure, parameters: Parameters) -> Norm:

@@ -77,8 +77,8 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
         _check_whole(stored, model, path)
     _check_numbers(model, path)
     if device.type == "cpu":
-        embedding = model.get_input_embeddings().weight
-        copy_mapped(parameter for parameter in model.parameters() if parameter is embedding or parameter.dim() < 2)
+        looked_up = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+        copy_mapped(one for one in model.parameters() if id(one) in looked_up or one.dim() < 2)
     try:
         return model.to(device)
     except torch.OutOfMemoryError as error:

@@ -96,10 +96,11 @@ def cosines_sines(
     """Cosines and sines of positions `first` to `end`, [positions, rotated / 2] float32 each. kind: of layers."""
     kinds = () if kind is None else (kind,)
     of_chunks, pairs = [], len(getattr(rotary, f"{kind}_inv_freq" if kind else "inv_freq"))
+    two = rotary(torch.zeros(1, device=device), torch.arange(1, 3, device=device)[None], *kinds)
+    step = 2 if _repeats(two[0][0]) else 1
     for start in range(first, end, _CHUNK):  # where a row has every number twice, in halves or in turn, one is taken
         positions = torch.arange(start, min(start + _CHUNK, end), device=device)[None]
         whole = rotary(torch.zeros(1, device=device), positions, *kinds)
-        step = 2 if _repeats(whole[0][0]) else 1
         of_chunks.append([part[0, :, : pairs * step : step].float() for part in whole])
     cosines, sines = zip(*of_chunks, strict=True)
     return torch.cat(cosines), torch.cat(sines)
@@ -107,7 +108,7 @@ def cosines_sines(
 
 def _repeats(cosines: Tensor) -> bool:
     """Whether neighbours are the same, as where neighbouring dimensions are rotated. cosines: [positions, width]."""
-    return cosines.shape[1] % 2 == 0 and len(cosines) > 1 and torch.equal(cosines[:, ::2], cosines[:, 1::2])
+    return cosines.shape[1] % 2 == 0 and bool(torch.equal(cosines[:, ::2], cosines[:, 1::2]))
 
 
 def rounded_up(positions: int) -> int:

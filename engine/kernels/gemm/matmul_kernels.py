@@ -387,6 +387,8 @@ def _codes_kernel(layout: QuantLayout) -> PartKernel:
         if offsets and own:
             put_totals(size, work.x, work.rows, groups, totals, 0, 1)
         elif offsets:
+            if part.first != 0:
+                barrier()  # other threads may still read the totals of the part before, whose groups may be larger
             put_totals(size, work.x, work.rows, groups, totals, thread_id(), num_threads())
             barrier()
         while panel < end:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.core.errors import first_line
 from engine.kernels.fused import Activation
 from engine.model.reader.mixers import attention_structure, gated_delta_structure, short_convolution_structure
-from engine.model.reader.parts import activation_of, linear_structure, norm_structure, only, text_part
+from engine.model.reader.parts import activation_of, linear_structure, norm_structure, only, rms_structure, text_part
 from engine.model.rotary import frequencies_of
 from engine.model.structure import (
     AttentionStructure,
@@ -55,6 +56,16 @@ def describe(model: Any, stored: StoredWeights | None = None) -> DecoderStructur
     """Return the structure of a stock model, in memory or on the meta device. stored: the weights of the latter. Raises
     OtherStructure, or AttributeError where a part is missing.
     """
+    try:
+        return _described(model, stored)
+    except (OtherStructure, AttributeError):
+        raise
+    except (IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:  # families differ in any way
+        raise OtherStructure(first_line(error)) from error
+
+
+def _described(model: Any, stored: StoredWeights | None) -> DecoderStructure:
+    """Read the structure. Raises whatever a family that is built in another way leads to."""
     (base, prefix), config = text_part(model), model.config.get_text_config()
     if base is None or not isinstance(getattr(model, "lm_head", None), nn.Linear):
         raise OtherStructure("no model with lm_head")
@@ -116,7 +127,11 @@ def _layer(
     names = next((names for names in _NORMS if parts == {*names} - {""}), None)
     if names is None:
         raise OtherStructure(f"a layer of {', '.join(sorted(rest))}")
-    norms = [norm_structure(getattr(layer, name), f"{prefix}{name}.") if name else None for name in names]
+    kinds = norm_structure, rms_structure, norm_structure, rms_structure
+    norms = [
+        kind(getattr(layer, name), f"{prefix}{name}.") if name else None
+        for kind, name in zip(kinds, names, strict=True)
+    ]
     if len({norm.epsilon for norm in norms if norm is not None}) > 1:
         raise OtherStructure("norms of a layer with different epsilons")
     return LayerStructure(
@@ -138,7 +153,7 @@ def _layer_input(layer: Any, prefix: str) -> LayerInputStructure:
     return LayerInputStructure(
         gate=linear_structure(layer, prefix, (gate,)),
         out=linear_structure(layer, prefix, (out,)),
-        norm=norm_structure(getattr(layer, norm), f"{prefix}{norm}."),
+        norm=rms_structure(getattr(layer, norm), f"{prefix}{norm}."),
         activation=activation_of(getattr(layer, activation)),
     )
 
@@ -151,7 +166,7 @@ def _layer_inputs(base: Any, prefix: str) -> PerLayerInputsStructure | None:
     if not hasattr(base, project):
         return None
     found, factor = (
-        norm_structure(getattr(base, norm), f"{prefix}{norm}."),
+        rms_structure(getattr(base, norm), f"{prefix}{norm}."),
         float(base.per_layer_model_projection_scale),
     )
     return PerLayerInputsStructure(
@@ -229,7 +244,7 @@ def _experts(mlp: Any, prefix: str) -> ExpertsStructure:
 
 def _embedding_scale(embed: Any) -> float:
     """Return the factor of an embedding."""
-    named = getattr(embed, "embed_scale", getattr(embed, "scalar_embed_scale", 1.0))
+    named = getattr(embed, "scalar_embed_scale", getattr(embed, "embed_scale", 1.0))
     scale: Tensor = torch.as_tensor(named).to(embed.weight.dtype)
     if type(embed) is not nn.Embedding and not hasattr(embed, "scalar_embed_scale"):
         raise OtherStructure(f"the embedding {type(embed).__name__}")

@@ -11,7 +11,7 @@ import torch
 
 from engine.kernels.simd import LANES
 from engine.kernels.state.walk import MOST_TAPS
-from engine.model.reader.parts import linear_structure, norm_structure, only
+from engine.model.reader.parts import linear_structure, only, rms_structure
 from engine.model.structure import (
     AttentionStructure,
     GatedDeltaStructure,
@@ -60,7 +60,7 @@ def attention_structure(
         order = Picked(head_dim, (*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, head_dim)))
         orders = (order, order, None)
     query_norm, key_norm = (
-        None if norm is None else norm_structure(norm, f"{prefix}{name}.")
+        None if norm is None else rms_structure(norm, f"{prefix}{name}.")
         for name in norms or ("", "")
         for norm in (getattr(attention, name, None),)
     )

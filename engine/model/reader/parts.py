@@ -42,6 +42,14 @@ def linear_structure(
     return LinearStructure(weights, biases, orders or (None,) * len(names))
 
 
+def rms_structure(norm: Any, prefix: str) -> NormStructure:
+    """Return an RMSNorm of the model, where nothing else is computed. Raises OtherStructure if it is none."""
+    found = norm_structure(norm, prefix)
+    if found.centred or found.bias:
+        raise OtherStructure(f"{prefix.removesuffix('.') or 'a norm'}: a LayerNorm in the place of an RMSNorm")
+    return found
+
+
 def norm_structure(norm: Any, prefix: str) -> NormStructure:
     """A norm of the model, RMSNorm or LayerNorm. Raises OtherStructure if it is neither."""
     weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from engine.core.errors import ModelError, shown
 from engine.core.processor import cores
-from engine.kernels.quant.layouts import bits_in_memory
 from engine.weights.gguf.header import GgufHeader, GgufTensor, read_header
 
 _PART = re.compile(r"(?P<name>.*)-\d{5}-of-(?P<count>\d{5})(?P<ending>\.gguf)", re.DOTALL | re.IGNORECASE)
@@ -69,6 +68,8 @@ class GgufFile:
     @property
     def packed_size(self) -> int:
         """Bytes of all tensors as they lie in memory."""
+        from engine.kernels.quant.layouts import bits_in_memory
+
         return int(sum(tensor.elements * bits_in_memory(tensor.kind.name) / 8 for tensor in self.tensors))
 
     @property
