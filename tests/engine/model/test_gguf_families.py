@@ -156,7 +156,7 @@ def test_experts_whose_projections_are_of_two_types_are_not_run_lean(
 ) -> None:
     usual = GgufWeights.experts
 
-    def mixed(self: GgufWeights, name: str, parts: int) -> Any:
+    def mixed(self: GgufWeights, name: str, parts: int = 0) -> Any:
         found = usual(self, name, parts)
         of_numbers = type(found[0][0]).of_numbers
         return [[parts[0], *(of_numbers(part.values()) for part in parts[1:])] for parts in found]
