@@ -168,3 +168,15 @@ def test_many_rows_are_multiplied_in_groups_that_fit_and_are_not_tiny(rows: int)
         groups.append(rows_at_once(rows - sum(groups)))
     assert sum(groups) == rows and max(groups) <= AT_ONCE
     assert len(groups) == 1 or min(groups) >= 4
+
+
+def test_parts_whose_groups_are_of_other_sizes_do_not_disturb_each_other() -> None:
+    """Their totals lie in the same memory: a thread may not begin with a part while another reads those of the last."""
+    parts = [random_blocks(kind, 512, 1024) for kind in ("Q2_K", "Q4_K")]
+    x = torch.randn(64, 1024).bfloat16()
+    for unit in units():
+        product = Matmul(parts, unit=unit)
+        torch.set_num_threads(1)
+        expected = product(x)
+        torch.set_num_threads(2)
+        assert all(torch.equal(product(x), expected) for _ in range(100))
