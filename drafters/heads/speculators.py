@@ -18,7 +18,7 @@ PREFIXES = {
     "eagle": {"fc.": "fusion_fc.", "layers.0.": "transformer."},
     "eagle3": {"midlayer.": "layers.0."},
 }
-"""By kind of head: the prefix of a public name and its prefix in the file."""
+"""The prefix of a public name and its prefix in the file, by the kind of head."""
 
 _LAYER = "transformer_layer_config"
 

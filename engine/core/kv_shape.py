@@ -9,7 +9,7 @@ import torch
 from engine.core.batch import BLOCK
 
 CODE_GROUP = 32
-"""So many neighbouring dimensions of codes share a scale."""
+"""The number of neighbouring dimensions of codes that share a scale."""
 _SCALE_BYTES = 2
 
 

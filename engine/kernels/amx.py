@@ -21,10 +21,10 @@ from engine.kernels.simd import features
 TILE_ROWS = 16
 TILE_BYTES = 1024
 LINE_BYTES = 64
-"""Of a cache line."""
+"""The size of a cache line."""
 _BYTE, _INT = ir.IntType(8), ir.IntType(32)
 _FIRST_LEVEL, _SECOND_LEVEL = 3, 2
-"""Of cache, as the localities of LLVM's prefetch."""
+"""Levels of cache, as LLVM's prefetch numbers their localities."""
 
 
 def tile_sizes(sizes: Sequence[tuple[int | None, int]]) -> NDArray[np.uint8]:

@@ -37,7 +37,7 @@ _FEWEST_BLOCKS = 16  # of keys and values beside states
 _BESIDE = 600_000_000  # bytes: libraries, compiled kernels, and a layer as bfloat16 while it is tried
 _GROWTH = 1.05  # of the matrices; bytes of keys and values are a share of what is left
 _BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "IQ4_XS": 4.3, "Q3_K_M": 4.1, "Q2_K": 3.1}
-"""Of a weight in memory, by the names under which files are published, the largest first."""
+"""The bits of a weight in memory, by the names under which files are published, the largest first."""
 _QUANTISED_BITS = {name: 8 * row_bytes(name.upper(), STEP) / STEP for name in get_args(Weights) if name != AUTO}
 """The same for weights that are quantised as they are loaded."""
 

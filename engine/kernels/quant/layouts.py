@@ -162,7 +162,7 @@ class QuantLayout:
 
     @property
     def factor_bytes(self) -> int:
-        """Of a step."""
+        """The bytes of a step's factors."""
         return LANES * self.step_factors * self.factor_bits // 8
 
     @property
@@ -177,7 +177,7 @@ class QuantLayout:
 
     @property
     def code_bytes(self) -> int:
-        """Of a step."""
+        """The bytes of a step's codes."""
         return LANES * STEP * self.bits // 8
 
     @property

@@ -31,7 +31,8 @@ _ALIGNED = 16
 
 
 class Receipt:
-    """Of a forward's output: logits, [rows wanted, vocab]; states, [rows, layers, hidden], None if nobody wants them.
+    """What is drawn and gathered of a forward's output: logits, [rows wanted, vocab]; states, [rows, layers, hidden],
+    None if nobody wants them.
 
     trees: those that are drawn from; what depends on more than the logits is left to the host. pool: where their keys
     and values are. rows: how many rows, the first ones, are of drafted trees; chunks of prompts follow. successors: how

@@ -48,7 +48,7 @@ _SCRATCH_SHARE = 4  # these may take one part in so many of what keys and values
 _PROGRAMS = 2  # programs for each multiprocessor
 _FEW_PROGRAMS = 3  # programs where there is no GPU
 _WARPS = {2: 4, 4: 8}  # of a program that reads texts, by bytes of a number
-# So two programs fit on a multiprocessor; left to itself the assembler takes fewer registers and spills some.
+# With so many registers two programs fit on a multiprocessor; the assembler alone would take fewer and spill some.
 _REGISTERS = {} if torch.version.hip else {"maxnreg": 255}  # AMD's compiler has no such option
 _LAUNCH = {"num_stages": 2, "enable_fp_fusion": False, **_REGISTERS}
 _INTERPRETED = bool(triton.knobs.runtime.interpret)  # the interpreter multiplies the bits of bfloat16 as integers

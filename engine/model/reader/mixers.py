@@ -113,7 +113,7 @@ def _kv_heads(attention: Any, heads: int, head_dim: int) -> int:
 
 
 def _value_epsilon(attention: Any, query_norm: NormStructure | None) -> float:
-    """Of a norm of values, which has no weights."""
+    """Return the epsilon of a norm of values, which has no weights; 0 if there is no such norm."""
     if (norm := getattr(attention, "v_norm", None)) is None:
         return 0.0
     if [*norm.parameters()] or query_norm is None or query_norm.epsilon != norm.eps:

@@ -69,22 +69,24 @@ def norm_structure(norm: Any, prefix: str) -> NormStructure:
 @cache
 def _adds_one(kind: Any) -> bool:
     """Whether norms of that kind multiply by 1 + weight."""
-    try:
-        with torch.device("cpu"):
-            norm: Any = kind(LANES)
-            norm.weight.data.zero_()
-            return bool(norm(torch.ones(1, LANES)).any())
-    except TypeError as error:
-        raise OtherStructure(f"{kind.__name__} is made in another way than RMSNorm") from error
+    return _leaves_of_ones(kind, 0.0)
 
 
 @cache
 def _is_centred(kind: Any) -> bool:
     """Whether norms of that kind subtract the mean: of equal numbers nothing is left."""
-    with torch.device("cpu"):
-        norm: Any = kind(LANES)
-        norm.weight.data.fill_(1)
-        return not bool(norm(torch.ones(1, LANES)).any())
+    return not _leaves_of_ones(kind, 1.0)
+
+
+def _leaves_of_ones(kind: Any, weight: float) -> bool:
+    """Return whether a norm of that kind, whose weights are all equal to `weight`, leaves anything of equal numbers."""
+    try:
+        with torch.device("cpu"):
+            norm: Any = kind(LANES)
+            norm.weight.data.fill_(weight)
+            return bool(norm(torch.ones(1, LANES)).any())
+    except TypeError as error:
+        raise OtherStructure(f"{kind.__name__} is made in another way than RMSNorm") from error
 
 
 def activation_of(activation: Any) -> Activation:
