@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine.weights.catalogue import find
+from engine.weights.gguf.file import read_gguf
 from engine.weights.resolve import folder_of
 from retrieval_index.build import build
 
@@ -100,14 +101,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def tiny_draft(tmp_path_factory: pytest.TempPathFactory, tiny: str) -> str:
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Save the same target in a form that starts in half of the time, for tests that start many processes."""
+    from tests.engine.weights.tiny_gguf import save_tiny_gguf
+
+    return save_tiny_gguf(tmp_path_factory.mktemp("tiny-gguf"))
+
+
+@pytest.fixture(scope="session")
+def tiny_draft(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Save a draft model of the target's first two layers, which often agree with it, and a datastore."""
     folder = tmp_path_factory.mktemp("tiny-draft")
-    model = LlamaForCausalLM.from_pretrained(tiny)
+    model = LlamaForCausalLM.from_pretrained(save_tiny_llama(folder))
     model.model.layers = model.model.layers[:2]
     model.config.num_hidden_layers = 2
     model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
     (folder / "corpus.txt").write_text("the cat sat on the mat, 1 + 1 = 2. the cat sat on the hat, 1 + 2 = 3.")
     build(tiny_tokenizer(), [folder / "corpus.txt"], folder / "datastore")
     return str(folder)
@@ -124,6 +132,20 @@ def tiny_stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
         added["id"] = (added["id"] - 4) % VOCABULARY
     file.write_text(json.dumps(told), "utf8")
     return folder
+
+
+@pytest.fixture
+def describes_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Describe GGUF files in this process: one of its own, which does it usually, imports for seconds."""
+    from engine.weights import resolve
+    from engine.weights.gguf import described
+    from engine.weights.gguf.describe import describe
+
+    def make(file: Path, folder: Path, field: str, title: str, origin: str, report: object) -> None:
+        describe(read_gguf(file, field), folder, title, origin)
+
+    monkeypatch.setattr(described, "describe", make)
+    monkeypatch.setattr(resolve, "describe", make)
 
 
 @pytest.fixture(scope="session")
@@ -150,6 +172,8 @@ def _one_thread() -> None:
 
 
 SERVERS = "tests/engine/server/"
+LONG = (SERVERS, "tests/faults/", "tests/test_", "tests/engine/weights/", "tests/engine/frontend/", "tests/engine/cli/")
+"""What begins first: whole folders of one process, and files whose tests start processes."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -167,8 +191,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest work of one process first. Tests that take minutes by their nature are not ended for it."""
-    items.sort(key=lambda item: not item.nodeid.startswith(SERVERS))
+    """Put long files first, or one process would work on them at the end alone. Tests that take minutes by their nature
+    are not ended for it.
+    """
+    items.sort(key=lambda item: next((at for at, start in enumerate(LONG) if item.nodeid.startswith(start)), len(LONG)))
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(0))

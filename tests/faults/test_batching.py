@@ -24,6 +24,7 @@ from engine.model.target import Target
 from engine.places import ROOT
 from engine.sampling.sampler import Sampler
 from engine.verifier.request import Request
+from tests.engine.weights.tiny_gguf import WEIGHTS
 from tests.faults.test_faults import THREADS, _own_temporary_folder, pid_of, until
 
 __all__ = ["_own_temporary_folder"]
@@ -165,11 +166,11 @@ async def test_a_request_that_fits_with_plain_decoding_fits_with_drafts(
 
 
 def delete(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
+    (folder / WEIGHTS).unlink()
 
 
 def overwrite(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"this was a model" * 100)
+    (folder / WEIGHTS).write_bytes(b"this was a model" * 100)
 
 
 @pytest.mark.parametrize("ruin", [delete, overwrite])
@@ -203,7 +204,7 @@ async def test_a_start_from_a_cache_that_had_to_be_mended_hardly_counts(
         def mend() -> bool:
             """Say that the model was mended. Before the first start it is damaged again at once."""
             if next(damaged, None) is None:
-                shutil.copy(Path(tiny) / "model.safetensors", model)
+                shutil.copy(Path(tiny) / WEIGHTS, model)
             return True
 
         monkeypatch.setattr(supervisor, "_TRIES", 1)
@@ -215,9 +216,10 @@ async def test_a_start_from_a_cache_that_had_to_be_mended_hardly_counts(
 
 
 async def test_without_usable_weights_a_dead_drafter_is_reported_and_answers_go_on(
-    tiny: str, tiny_draft: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    draft = Path(shutil.copytree(tiny_draft, tmp_path / "draft"))
+    monkeypatch.setattr(supervisor, "_TRIES", 1)
+    draft = Path(shutil.copytree(tiny, tmp_path / "draft"))
     prompt, sampling = [10, 11, 12], SamplingParams(max_tokens=300, ignore_eos=True)
     expected = alone(Target.load(tiny), prompt, sampling)
     options = THREADS | {"method": "sps", "mode": "async", "drafter.path": str(draft)}
@@ -326,6 +328,7 @@ async def test_a_request_that_ends_every_verifier_is_given_up_after_five_and_no_
         return run(target, segments, feature_layers)
 
     monkeypatch.setattr(Target, "run", deadly)
+    monkeypatch.setattr("engine.frontend.processes._BACK_OFF_S", (0.0,))
     async with await Engine.start({"model": tiny}, method="none", transport="inproc", **THREADS) as engine:
         for poisoned in (1, 2):
             tasks = [asyncio.create_task(engine.generate(*request)) for request in requests[:3]]

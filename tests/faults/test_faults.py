@@ -242,6 +242,7 @@ async def test_a_drafters_thread_that_hangs_does_not_keep_the_engine_from_closin
         return TokenTree.root_only(PROMPT[-1])
 
     monkeypatch.setattr("drafters.lookup.prompt_lookup.PromptLookup.propose", hang)
+    monkeypatch.setattr("engine.frontend.supervisor.STOP_S", 0.5)
     engine = await Engine.start({"model": tiny}, method="pld", mode="async", transport="inproc", **THREADS)
     rescue = threading.Timer(60, released.set)  # of this test, if closing waits for the thread
     rescue.start()

@@ -74,9 +74,9 @@ async def drafter_process(model: str, method: str, endpoint: str, keys: Path) ->
 
 
 @pytest.mark.parametrize("method", ["pld", "sps"])
-async def test_the_text_over_tcp_is_that_of_plain_decoding(tiny: str, tiny_draft: str, keys: Path, method: str) -> None:
+async def test_the_text_over_tcp_is_that_of_plain_decoding(tiny: str, keys: Path, method: str) -> None:
     expected = await expected_text(tiny)
-    async with tcp_engine(tiny, keys, method=method, mode="async", **{"drafter.path": tiny_draft}) as engine:
+    async with tcp_engine(tiny, keys, method=method, mode="async", **{"drafter.path": tiny}) as engine:
         await drafts_arrive(engine, expected)
 
 

@@ -113,7 +113,7 @@ async def test_verifiers_killed_under_load_lose_no_request_and_change_no_text(ti
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_verifiers_killed_under_load_lose_no_state(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    await kill_under_load(save_tiny_hybrid(tmp_path_factory.mktemp("hybrid"), kind), 2, 1.0)
+    await kill_under_load(save_tiny_hybrid(tmp_path_factory.mktemp("hybrid"), kind), 1, 1.0)
 
 
 @pytest.mark.slow

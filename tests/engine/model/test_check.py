@@ -27,7 +27,7 @@ def test_every_architecture_that_the_table_names_is_read_from_a_file_by_a_test_a
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, describes_here: None) -> Path:
     monkeypatch.setenv("TALON_HOME", str(tmp_path / "home"))
     return tmp_path
 

@@ -8,9 +8,15 @@ import pytest
 
 pytest.importorskip("fastapi", reason="pip install 'talon-decoding[serve]'")
 
-from tests.conftest import save_tiny_llama
 from tests.engine.server.process import KEY, ServerProcess, serving
 from tests.engine.server.tool_model import save_tool_model
+from tests.engine.weights.tiny_gguf import save_tiny_gguf
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_gguf: str) -> str:
+    """Return the target that starts quickly."""
+    return tiny_gguf
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +38,7 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
 @pytest.fixture(scope="session")
 def one_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Start a server that wants KEY and answers one request at a time, for which it may take long."""
-    model = save_tiny_llama(tmp_path_factory.mktemp("long"), max_position_embeddings=32768)
+    model = save_tiny_gguf(tmp_path_factory.mktemp("long"), max_position_embeddings=32768)
     options = ("--set", f"model={model}", "--served-model-name", "tiny", "--method", "none", "--queue", "1")
     with serving(*options, TALON_API_KEYS=KEY) as running:
         yield running

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.conftest import save_tiny_llama
 from tests.engine.server.figures import metric, until
 from tests.engine.server.process import ServerProcess, serving
+from tests.engine.weights.tiny_gguf import save_tiny_gguf
 
 LONG = "a long story of a cat, a mat and a hat, which nobody has read so far. " * 8
 SHORTER = LONG[:250]
@@ -23,7 +23,7 @@ SLOW = ("--set", "verifier.prefill_chunk=64", "--set", "verifier.simulated_laten
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that reads 64 tokens of a prompt in half a second."""
-    model = save_tiny_llama(tmp_path_factory.mktemp("slow"), max_position_embeddings=2048)
+    model = save_tiny_gguf(tmp_path_factory.mktemp("slow"), max_position_embeddings=2048)
     options = ("--set", f"model={model}", "--served-model-name", "tiny", "--method", "none", "--log-prompts")
     with serving(*options, *SLOW) as running:
         yield running

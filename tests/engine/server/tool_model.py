@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import save_tiny_llama, tiny_tokenizer
+from tests.conftest import tiny_tokenizer
+from tests.engine.weights.tiny_gguf import save_tiny_gguf
 
 TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools> <tool_call> <think>{% endif %}"
@@ -29,9 +30,7 @@ def tool(name: str = "weather", parameters: dict[str, Any] | None = None) -> dic
 
 def save_tool_model(folder: Path) -> str:
     """Save a random Llama that calls tools where it has to."""
-    path = save_tiny_llama(folder, vocabulary=264, max_position_embeddings=4096)
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(FILL_IN, special_tokens=True)
     tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(path)
-    return path
+    return save_tiny_gguf(folder, tokenizer, vocabulary=264, max_position_embeddings=4096)

@@ -301,7 +301,7 @@ def test_commands_list_what_is_there_and_say_how_to_get_the_rest(empty_home: Pat
 
 
 def test_what_an_earlier_version_made_is_listed_as_such_and_made_anew(
-    publish: Callable[..., KnownModel], empty_home: Path
+    publish: Callable[..., KnownModel], empty_home: Path, describes_here: None
 ) -> None:
     model = publish()
     for folder in (empty_home / "gguf" / "tiny", empty_home / "models" / "tiny"):
@@ -346,7 +346,7 @@ def test_the_real_models_card_says_that_these_are_the_q4_1_weights(smollm2: str)
 
 
 def test_the_real_model_answers_through_its_chat_template(smollm2: str) -> None:
-    target, tokenizer = Target.load(smollm2, "float32"), load_tokenizer(smollm2)
+    target, tokenizer = Target.load(smollm2), load_tokenizer(smollm2)
     prompt = encode_text(tokenizer, "What is the capital of France?")
     cache, answer = target.new_cache(len(prompt) + 32), []
     logits, _ = target.prefill(cache, prompt)

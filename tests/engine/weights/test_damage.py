@@ -17,8 +17,7 @@ from engine.model.loading import load_config, open_stored
 from engine.weights import resolve as resolving
 from engine.weights.cache import MANIFEST, home, is_intact, lock_of
 from engine.weights.catalogue import CATALOGUE, KnownModel
-from engine.weights.gguf import describe, described, source
-from engine.weights.gguf.file import read_gguf
+from engine.weights.gguf import source
 from engine.weights.identity import model_identity
 from engine.weights.resolve import resolve, resolved, restore
 from engine.weights.tokenizer import load_tokenizer
@@ -72,20 +71,13 @@ IDS = ["gone", "cut", "empty", "other bytes", "directory", "pipe", "loop", "endl
 
 
 @pytest.fixture
-def open_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache of an ordinary user, whose tiny model is in the catalogue; files are described in this process."""
-    downloads: list[Path] = []
-
-    def make(file: Path, folder: Path, field: str, title: str, origin: str, report: object) -> None:
-        describe.describe(read_gguf(file, field), folder, title, origin)
+def open_home(monkeypatch: pytest.MonkeyPatch, describes_here: None) -> Iterator[Path]:
+    """Give an empty cache of an ordinary user, whose tiny model is in the catalogue."""
 
     def download(model: KnownModel, folder: Path, report: object) -> Path:
-        downloads.append(folder)
         write_gguf(folder / "tiny.gguf", kind=Kind.Q8_0)
         return folder / "tiny.gguf"
 
-    monkeypatch.setattr(described, "describe", make)
-    monkeypatch.setattr(resolving, "describe", make)
     monkeypatch.setattr(resolving, "download", download)
     with ordinary_user() as folder:
         write_gguf(folder / "tiny.gguf", kind=Kind.Q8_0)

@@ -138,7 +138,7 @@ def test_a_part_that_is_another_file_is_named(parts: list[Path]) -> None:
     assert "part tiny-00002-of-00003.gguf: is no GGUF file" in told(parts[0])
 
 
-def test_one_directory_describes_all_parts(parts: list[Path]) -> None:
+def test_one_directory_describes_all_parts(parts: list[Path], describes_here: None) -> None:
     folders = {described(path, f"model={path}", lambda *_: None) for path in parts}
     assert len(folders) == 1
     opened = open_gguf(folders.pop())

@@ -13,15 +13,20 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine.kernels.quant.stored import StoredMatrix
+from engine.model.target import Target
+from engine.weights.gguf.source import GgufSource
+from engine.weights.tokenizer import KeptTokenizer, state_of
+from tests.conftest import save_tiny_llama
 
 TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}<|assistant|>"
 SPECIAL = ["<|text|>", "<|user|>", "<|assistant|>", "<|end|>"]
 MERGES = ["Ġ Ġ", "4 8"]
 TOKENS = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in MERGES)]
 HEADS, KEY_HEADS = 4, 2
+WEIGHTS = "tiny.gguf"  # the file of `save_tiny_gguf`
 _LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -59,11 +64,12 @@ def write_gguf(
     tensors: Mapping[str, NDArray[np.float32] | StoredMatrix | None] | None = None,
     architecture: str = "llama",
     part_tensors: int = 0,
+    model: LlamaForCausalLM | None = None,
 ) -> LlamaForCausalLM:
     """Write a tiny Llama; returns it. kind: of its matrices. values, tensors: in place of its own, None leaves out.
-    part_tensors: the most in one of several files, 0 for one file.
+    part_tensors: the most in one of several files, 0 for one file. model: in place of `tiny_llama`, with as many heads.
     """
-    model = tiny_llama()
+    model = tiny_llama() if model is None else model
     config = model.config
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     writer.add_name("tiny")
@@ -92,8 +98,9 @@ def write_gguf(
             continue
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     weights = model.state_dict().items()
-    stored: dict[str, Any] = {_name(name): _as_stored(name, tensor.numpy()) for name, tensor in weights}
-    del stored["output.weight"]
+    stored: dict[str, Any] = {_name(name): _as_stored(name, tensor.float().numpy()) for name, tensor in weights}
+    if config.tie_word_embeddings:
+        del stored["output.weight"]
     for name, array in (stored | dict(tensors or {})).items():
         if array is None:
             continue
@@ -107,6 +114,24 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return model
+
+
+def save_tiny_gguf(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None, **changes: Any) -> str:
+    """Save the Llama of `save_tiny_llama` as a GGUF file and what describes it, and load it once. What that finds of
+    the model is kept there, so that starts import no stock model and try nothing: they take half of the time.
+    """
+    model = LlamaForCausalLM.from_pretrained(save_tiny_llama(folder, **changes), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    write_gguf(folder / WEIGHTS, Kind.BF16, model=model)
+    (folder / "model.safetensors").unlink()
+    state = state_of(AutoTokenizer.from_pretrained(folder))
+    assert state is not None
+    KeptTokenizer(folder).write(state)
+    GgufSource.of(folder / WEIGHTS, WEIGHTS).write(folder)
+    Target.load(str(folder), activations="auto", kv_memory=1 << 20)
+    return str(folder)
 
 
 def change_last_byte(path: Path) -> None:
