@@ -65,9 +65,10 @@ class InfillRenderer:
     def _final(self, result: Result) -> dict[str, Any]:
         shown = result.token_ids if self._body.n_predict else []
         content = result.text if self._body.n_predict else ""
-        rest = self._vocabulary.texts(result.token_ids)[len(result.text) :]
         stops = (self._body.stop or ()) if result.finish_reason == "stop" else ()
-        stopped = next((stop for stop in stops if rest.startswith(stop)), "")
+        texts = [self._vocabulary.texts(result.token_ids, special) for special in (False, True)]
+        rests = [text[len(result.text) :] for text in texts]
+        stopped = next((stop for stop in stops if any(rest.startswith(stop) for rest in rests)), "")
         return {
             "index": 0,
             "content": content,
