@@ -10,10 +10,14 @@ BIN := .venv/bin
 PIP_KNOWS = $(shell command -v nvidia-smi || $(PYTHON) -m pip config list 2>/dev/null | grep -E 'index-url|find-links')
 INDEX = $(if $(PIP_KNOWS),,--extra-index-url https://download.pytorch.org/whl/cpu)
 
+# Without --no-compile, pip would compile all that it installs, a minute's work on one core. A fifth of that is ever
+# imported, and what is imported first is kept.
+unexport PYTHONDONTWRITEBYTECODE
+
 .venv/installed: pyproject.toml constraints.txt
 	@echo "installing into .venv: some minutes, 2 GB"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(INDEX) --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt $(INDEX) --editable '.[dev]'
 	touch $@
 
 install: .venv/installed
@@ -47,13 +51,20 @@ types: .venv/installed
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # The tests of kernels go first, beside mypy: they compile what others use, which three processes would each compile.
-# Of the three, one mostly waits: for a worker to start, or for what must not come.
+# Of the three, one mostly waits: for a worker to start, or for what must not come. BESIDE: what else is made meanwhile.
 test: lint
 	$(MAKE) --jobs 2 types test-kernels
-	$(PYTEST) -n 3 --ignore tests/engine/kernels
+	$(MAKE) --jobs 2 test-others $(BESIDE)
 
 test-kernels: .venv/installed
 	$(PYTEST) -n 2 tests/engine/kernels
+
+test-others: .venv/installed
+	$(PYTEST) -n 3 --ignore tests/engine/kernels
+
+# All kernels of this processor and of lesser ones: minutes of compiling, with what the tests leave of the cores.
+check-kernels: .venv/installed
+	nice -n 19 $(BIN)/talon check --kernels
 
 # make agents: try the agents that install in less than a minute, each in a folder of its own, with the 0.5 B coder.
 AGENTS := llm openai-agents pydantic-ai langgraph smolagents
@@ -76,4 +87,4 @@ mutants: .venv/installed
 clean:
 	rm -rf mutants .venv .venv-clients build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: install model demo heads evidence lint types test test-kernels agents soak mutants clean
+.PHONY: install model demo heads evidence lint types test test-kernels test-others check-kernels agents soak mutants clean
