@@ -423,7 +423,7 @@ def test_rows_that_are_no_whole_vectors_are_not_called_exact_where_a_function_is
 @pytest.fixture(scope="module")
 def real(smollm2: str) -> Target:
     torch.set_num_threads(2)
-    return Target.load(smollm2, "bfloat16", "cpu", kv_memory=1 << 28)
+    return Target.load(smollm2, device="cpu", kv_memory=1 << 28)
 
 
 def test_the_real_models_prompt_has_the_same_logits_in_any_chunks_and_threads(real: Target) -> None:

@@ -30,8 +30,8 @@ def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
-def test_generate_json_is_exactly_one_object(tiny: str) -> None:
-    done = process("generate", "hi", "--set", f"model={tiny}", "--max-tokens", "5", "--json", "--method", "pld")
+def test_generate_json_is_exactly_one_object(tiny_gguf: str) -> None:
+    done = process("generate", "hi", "--set", f"model={tiny_gguf}", "--max-tokens", "5", "--json", "--method", "pld")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     asked_for = {"logprobs", "prompt_logprobs", "sources", "model", "method", "seed"}
@@ -42,7 +42,7 @@ def test_generate_json_is_exactly_one_object(tiny: str) -> None:
         "speculative_decoding",
     }  # fmt: skip
     assert answer["metrics"]["exact"] and not answer["metrics"]["inexact"]
-    assert (answer["model"], answer["method"], answer["seed"]) == (tiny, "pld", 0)
+    assert (answer["model"], answer["method"], answer["seed"]) == (tiny_gguf, "pld", 0)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,10 @@ def test_a_quick_bench_needs_no_questions_and_ends_with_a_line_to_paste(tiny: st
 
 
 @pytest.mark.skipif(not instruction_sets(), reason="this processor has no integer products that we know")
-def test_a_quick_bench_of_a_model_in_blocks_tries_both_kinds_of_activations(questions: str, tmp_path: Path) -> None:
+def test_a_quick_bench_of_a_model_in_blocks_tries_both_kinds_of_activations(
+    questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, describes_here: None
+) -> None:
+    monkeypatch.setenv("TALON_HOME", str(tmp_path / "home"))
     file = tmp_path / "tiny.gguf"
     write_gguf(file, GGMLQuantizationType.Q4_1)
     options = ["--questions", questions, "--minutes", "0.02", "--max-tokens", "8", "--out", str(tmp_path / "out")]
