@@ -36,7 +36,7 @@ from engine.kernels.threads import Kernel, address_of, int_fields
 MOST_QUERIES = 96
 """Queries of a tile of AMX, at most: all of them use a block of keys or values while it is in the cache."""
 _UNITS = 4  # tiles with a KV head for each thread, at least, before tiles become larger
-_CHUNK = 8  # blocks that a long text is read in: with scores and weights of 96 queries they fit into the second level
+_CHUNK = 32  # blocks that a long text is read in, which fit into the second level of cache with their scores
 _WHOLE_BYTES = 1 << 19  # scores of a tile that are kept whole
 
 

@@ -97,12 +97,13 @@ def attending(score: Any, weigh: Any, weigh_own: Any) -> Any:
     def score_blocks(work: Any, tile: Any, begin: int, stop: int, scores: int) -> None:
         """Compute scores, capped, and hidden where a row does not see them."""
         score(work, tile, begin, stop, scores)
-        for vector in range(tile.count):
-            row, of = tile.first + vector // work.q_per_kv, scores + vector * work.step * 4
-            if begin >= tile.tail:
-                move_ancestors(work, row, of)
+        for row in range(tile.first, tile.end):
             low, high = seen_vectors(work, row, begin, stop)
-            finish_scores(work, row, of, low, high)
+            for vector in _queries_of(work, tile, row):
+                of = scores + vector * work.step * 4
+                if begin >= tile.tail:
+                    move_ancestors(work, row, of)
+                finish_scores(work, row, of, low, high)
 
     @njit
     def add_values(work: Any, tile: Any, gathered: bool) -> None:
@@ -199,27 +200,36 @@ def _row_alone(work: Any, tile: Any, row: int) -> Any:
 @njit
 def _see_largest(work: Any, tile: Any, begin: int, stop: int, scores: int) -> None:
     """Add the scores of the blocks from begin to stop to each query's largest."""
-    for vector in range(tile.count):
-        low, high = seen_vectors(work, tile.first + vector // work.q_per_kv, begin, stop)
-        state = tile.states + vector * STATE_BYTES
-        peak = largest_scores(scores + vector * work.step * 4, low, high, load(state, FLOAT32))
-        store(peak, state, FLOAT32)
+    for row in range(tile.first, tile.end):
+        low, high = seen_vectors(work, row, begin, stop)
+        for vector in _queries_of(work, tile, row):
+            state = tile.states + vector * STATE_BYTES
+            peak = largest_scores(scores + vector * work.step * 4, low, high, load(state, FLOAT32))
+            store(peak, state, FLOAT32)
 
 
 @njit
 def _see_weights(work: Any, tile: Any, begin: int, stop: int, scores: int, weights: int) -> None:
     """Write the weights of the blocks from begin to stop, zeros where a row sees none, and add them to its sum."""
-    for vector in range(tile.count):
-        row, head = tile.first + vector // work.q_per_kv, tile.head * work.q_per_kv + vector % work.q_per_kv
+    for row in range(tile.first, tile.end):
         low, high = seen_vectors(work, row, begin, stop)
-        state, to = tile.states + vector * STATE_BYTES, weights + vector * work.step * 2
-        top, sums = greatest(work, head, load(state, FLOAT32)), load(state + 4 * LANES, FLOAT32)
-        sums = weights_of(work, scores + vector * work.step * 4, low, high, top, to, BFLOAT16, sums)
-        store(sums, state + 4 * LANES, FLOAT32)
-        for position in range(begin * LANES, min(low, stop * LANES), LANES):
-            store(splat(np.float32(0)), to + 2 * position, BFLOAT16)
-        for position in range(max(high, begin * LANES), stop * LANES, LANES):
-            store(splat(np.float32(0)), to + 2 * position, BFLOAT16)
+        for vector in _queries_of(work, tile, row):
+            head = tile.head * work.q_per_kv + vector % work.q_per_kv
+            state, to = tile.states + vector * STATE_BYTES, weights + vector * work.step * 2
+            top, sums = greatest(work, head, load(state, FLOAT32)), load(state + 4 * LANES, FLOAT32)
+            sums = weights_of(work, scores + vector * work.step * 4, low, high, top, to, BFLOAT16, sums)
+            store(sums, state + 4 * LANES, FLOAT32)
+            for position in range(begin * LANES, min(low, stop * LANES), LANES):
+                store(splat(np.float32(0)), to + 2 * position, BFLOAT16)
+            for position in range(max(high, begin * LANES), stop * LANES, LANES):
+                store(splat(np.float32(0)), to + 2 * position, BFLOAT16)
+
+
+@njit
+def _queries_of(work: Any, tile: Any, row: int) -> Any:
+    """Return the queries of a row of a tile."""
+    begin = (row - tile.first) * work.q_per_kv
+    return range(begin, begin + work.q_per_kv)
 
 
 @njit
