@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -130,16 +131,15 @@ class Attention:
     def _rows_of_tile(self, rows: int) -> int:
         """Return how many rows share their reading of keys and values, of a batch with so many."""
         least, most = (max(1, queries // self.q_per_kv) for queries in (self._queries, self._most_queries))
-        return min(most, max(least, rows * self.pool.shape.kv_heads // (_UNITS * torch.get_num_threads())))
+        enough: int = rows * self.pool.shape.kv_heads // (_UNITS * torch.get_num_threads())
+        return min(most, max(least, enough))
 
     def _blocks_kept(self, batch: Batch, vectors: int) -> tuple[int, int]:
         """Return how many blocks' scores so many queries of a tile keep at a time before their tail, and with it."""
         blocks = max(map(len, batch.tables_of))
         if self._most_queries == self._queries or vectors * blocks * BLOCK * 4 <= _WHOLE_BYTES:
             return blocks, blocks
-        ends = batch.ancestor_ptr
-        longest = max((end - first for first, end in batch.spans if ends[end] > ends[first]), default=0)
-        kept = _CHUNK + -(-longest // BLOCK) + 1
+        kept = _CHUNK + max(map(partial(_tail_blocks, batch), batch.spans))
         return (_CHUNK, kept) if kept < blocks else (blocks, blocks)
 
     def _put(self, numbers: list[int], tables: Sequence[Int]) -> tuple[int, int]:
@@ -171,6 +171,17 @@ class Attention:
         record["sinks"] = 0 if rule.sinks is None else rule.sinks.data_ptr()
         record["out"] = out.data_ptr()
         return address_of(self._work, at)
+
+
+def _tail_blocks(batch: Batch, span: tuple[int, int]) -> int:
+    """Return the blocks that a request's rows with ancestors may reach, from the first that they do not share."""
+    first, end = span
+    begin, stop = batch.ancestor_ptr[[first, end]].tolist()
+    if begin == stop:
+        return 0
+    shortest, longest = batch.prefix_lens[first:end].min(), batch.prefix_lens[first:end].max()
+    last = max(int(longest) - 1, int(batch.ancestor_slots[begin:stop].max()))
+    return last // BLOCK + 1 - int(shortest) // BLOCK
 
 
 class LayerKeys(NamedTuple):

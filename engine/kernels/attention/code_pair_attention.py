@@ -37,7 +37,7 @@ _score = scoring(BFLOAT16, FASTEST)
 
 @njit
 def _score_all(work: Any, tile: Any, begin: int, stop: int, scores: int) -> None:
-    _score(work, tile.queries, tile.count, tile.table, tile.head, begin, stop, scores, tile.room)
+    _score(work, tile.queries, tile.vectors, tile.table, tile.head, begin, stop, scores, tile.room)
 
 
 @njit
@@ -47,8 +47,8 @@ def _weigh_all(work: Any, tile: Any, begin: int, stop: int, weights: int) -> Non
         at = next_codes(work, work.values, tile.table, block, stop - 1, tile.head)
         for pair in range(LANES // 2):
             _join_values(work.dims, at, 2 * pair, 1, at, 2 * pair + 1, 1, values + 64 * pair)
-        for first in range(0, tile.count, WEIGHED):
-            add_block(work, first, min(WEIGHED, tile.count - first), block, values, weights, tile.sums)
+        for first in range(0, tile.vectors, WEIGHED):
+            add_block(work, first, min(WEIGHED, tile.vectors - first), block, values, weights, tile.sums)
 
 
 @njit

@@ -34,8 +34,8 @@ _WORD = ir.IntType(64)
 @njit
 def _score_all(work: Any, tile: Any, begin: int, stop: int, scores: int) -> None:
     stride, step, steps = work.dims * 2, work.step * 4, work.dims // 32
-    for first in range(0, tile.count, _SCORED):
-        some, q = min(_SCORED, tile.count - first), tile.queries + first * stride
+    for first in range(0, tile.vectors, _SCORED):
+        some, q = min(_SCORED, tile.vectors - first), tile.queries + first * stride
         for block in range(begin, stop):
             at = next_block(work, work.keys, tile, block, stop)
             place = scores + first * step + 4 * LANES * block
@@ -44,8 +44,8 @@ def _score_all(work: Any, tile: Any, begin: int, stop: int, scores: int) -> None
 
 @njit
 def _weigh_all(work: Any, tile: Any, begin: int, stop: int, weights: int) -> None:
-    for first in range(0, tile.count, WEIGHED):
-        some = min(WEIGHED, tile.count - first)
+    for first in range(0, tile.vectors, WEIGHED):
+        some = min(WEIGHED, tile.vectors - first)
         for block in range(begin, stop):
             at = next_block(work, work.values, tile, block, stop)
             add_block(work, first, some, block, at, weights, tile.sums)

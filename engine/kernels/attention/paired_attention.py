@@ -70,16 +70,16 @@ class Tile(NamedTuple):
     first: int  # rows
     end: int
     head: int
-    count: int  # queries
-    table: int  # addresses: the request's blocks, [count, dims] queries
+    vectors: int  # queries
+    table: int  # addresses: the request's blocks, [vectors, dims] queries
     queries: int
     low: int  # blocks: the first that a row sees, the first of the tail, the end
     tail: int
     high: int
-    scores: int  # addresses of scratch: [count, step] float32
-    weights: int  # [count, step] bfloat16
-    states: int  # [count, 2, 16] float32: largest scores, and sums of weights
-    sums: int  # [count, dims] float32: sums of values
+    scores: int  # addresses of scratch: [vectors, step] float32
+    weights: int  # [vectors, step] bfloat16
+    states: int  # [vectors, 2, 16] float32: largest scores, and sums of weights
+    sums: int  # [vectors, dims] float32: sums of values
     own: int  # `scratch_of_own`
     room: int  # what is left
 
@@ -127,7 +127,7 @@ def attending(score: Any, weigh: Any, weigh_own: Any) -> Any:
     @njit
     def attend(work: Any, tile: Any) -> None:
         """Attend with a tile's queries."""
-        for vector in range(tile.count):
+        for vector in range(tile.vectors):
             store(splat(np.float32(-np.inf)), tile.states + vector * STATE_BYTES, FLOAT32)
         for begin in range(tile.low, tile.tail, work.chunk):
             stop, scores = min(begin + work.chunk, tile.tail), tile.scores - 64 * begin
@@ -138,7 +138,7 @@ def attending(score: Any, weigh: Any, weigh_own: Any) -> Any:
         _see_largest(work, tile, tile.tail, tile.high, scores)
 
         add_values(work, tile, False)
-        if not _all_finite(tile.sums, tile.count * work.dims):
+        if not _all_finite(tile.sums, tile.vectors * work.dims):
             for row in range(tile.first, tile.end):
                 add_values(work, _row_alone(work, tile, row), True)
         _put(work, tile)
@@ -234,16 +234,16 @@ def _queries_of(work: Any, tile: Any, row: int) -> Any:
 
 @njit
 def _clear_sums(work: Any, tile: Any) -> None:
-    for vector in range(tile.count):
+    for vector in range(tile.vectors):
         store(splat(np.float32(0)), tile.states + vector * STATE_BYTES + 4 * LANES, FLOAT32)
-    for i in range(0, tile.count * work.dims, LANES):
+    for i in range(0, tile.vectors * work.dims, LANES):
         store(splat(np.float32(0)), tile.sums + 4 * i, FLOAT32)
 
 
 @njit
 def _put(work: Any, tile: Any) -> None:
     """Write each query's sums, divided by the sum of its weights."""
-    for vector in range(tile.count):
+    for vector in range(tile.vectors):
         row, group = tile.first + vector // work.q_per_kv, vector % work.q_per_kv
         head, state = tile.head * work.q_per_kv + group, tile.states + vector * STATE_BYTES
         top = greatest(work, head, load(state, FLOAT32))

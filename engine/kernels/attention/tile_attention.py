@@ -47,7 +47,7 @@ TILES_BYTES = _SCORING.nbytes
 
 @njit
 def _score_all(work: Any, tile: Any, begin: int, stop: int, scores: int) -> None:
-    whole, rest = tile.count // TILE_ROWS, tile.count % TILE_ROWS
+    whole, rest = tile.vectors // TILE_ROWS, tile.vectors % TILE_ROWS
     configure_tiles(work.tile_sizes + TILE_ROWS * 64)
     for block in range(begin, stop if whole else begin):
         at = next_block(work, work.keys, tile, block, stop)
@@ -86,8 +86,8 @@ def _score(work: Any, tile: Any, first: int, tiles: int, keys: int, scores: int)
 
 @njit
 def _weigh_all(work: Any, tile: Any, begin: int, stop: int, weights: int) -> None:
-    sizes, rest = work.tile_sizes + TILES_BYTES, tile.count % TILE_ROWS
-    whole = tile.count - rest
+    sizes, rest = work.tile_sizes + TILES_BYTES, tile.vectors % TILE_ROWS
+    whole = tile.vectors - rest
     for panel in range(0, work.dims // LANES, _PANELS):
         configure_tiles(sizes + TILE_ROWS * 64)
         for first in range(0, whole, TILE_ROWS):
@@ -115,8 +115,8 @@ def _weigh(work: Any, tile: Any, first: int, panel: int, begin: int, stop: int, 
 @njit
 def _weigh_own(work: Any, tile: Any, begin: int, stop: int, weights: int) -> None:
     sizes = work.tile_sizes + TILES_BYTES
-    for first in range(0, tile.count if begin < stop else 0, TILE_ROWS):
-        size = min(TILE_ROWS, tile.count - first)
+    for first in range(0, tile.vectors if begin < stop else 0, TILE_ROWS):
+        size = min(TILE_ROWS, tile.vectors - first)
         configure_tiles(sizes + size * 64)
         for panel in range(0, work.dims // LANES, _PANELS):
             _weigh_rows(work, tile, first, size, panel, begin, stop, weights)

@@ -270,7 +270,7 @@ def test_a_node_has_the_bits_of_its_path_read_as_text(rule: Rule, kernel: Kernel
         assert torch.equal(attend([text], rule, kernel)[0][-1], out[node])
 
 
-PAIRED = [kernel for kernel in KERNELS if kernel.values[0].of.vnni]
+PAIRED = [param for param, kernel in zip(KERNELS, every_attention_kernel(), strict=True) if kernel.vnni]
 
 
 @pairs(
@@ -294,14 +294,16 @@ def test_a_long_text_read_in_chunks_has_the_bits_of_one_read_whole(
         assert torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
 
 
-def test_a_tile_of_long_texts_keeps_a_chunk_of_scores_and_its_tail() -> None:
-    """And a short one all of them: what is kept never exceeds what the text has."""
+def test_a_tile_of_a_long_text_keeps_a_chunk_of_scores_and_its_tail_and_one_of_a_short_text_all() -> None:
+    """A tail reaches as far as the slots of ancestors that an earlier forward computed."""
     pool = KVPool(KVShape(1, KV_HEADS, 64, torch.bfloat16, True), 400)
     attention, cache = Attention(pool, 6), KVCache(pool)
     attention._most_queries = 2 * attention._queries
     cache.reserve(5000)
-    for past, tree, kept in ((4900, BUSHY, (32, 34)), (4900, None, (32, 33)), (300, BUSHY, (313, 313))):
-        cache.length = past
-        segment = Segment.of_text([0] * 8, cache) if tree is None else Segment.of_tree(tree, cache)
-        vectors = 96 if past > 300 else 6
-        assert attention._blocks_kept(Batch.of([segment]), vectors) == kept
+    chain = TokenTree.from_lists([*range(60)], [-1, 0, *range(58)], [1.0] * 60)
+    trees = {None: (32, 32), BUSHY: (32, 33), chain: (32, 36)}
+    for tree, kept in trees.items():
+        cache.length = 4900
+        segment = Segment.of_text([0] * 8, cache) if tree is None else Segment.of_tree(tree, cache, len(tree) - 2)
+        assert attention._blocks_kept(Batch.of([segment]), 96) == kept
+        assert attention._blocks_kept(Batch.of([segment]), 6) == (len(cache.table), len(cache.table))
