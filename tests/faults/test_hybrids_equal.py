@@ -34,7 +34,7 @@ from tests.faults.test_batching import Asked, alone, random_requests
 from tests.faults.test_faults import THREADS
 
 REQUESTS = int(os.environ.get("TALON_EQUAL", "24"))
-SMALL = {"qwen": 370_000, "lfm2": 230_000}  # bytes: little more than one request needs
+SMALL = {"qwen": 370_000, "lfm2": 230_000, "gran": 400_000}  # bytes: little more than one request needs
 DEATHS = {20, 60}  # forwards of several requests that are interrupted
 NUMBERS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -86,7 +86,7 @@ def interrupt_forwards(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 WAYS = [
     (family, method, mode)
-    for family in (*WITH_HEAD, "lfm2", "lfm2 with experts")
+    for family in (*WITH_HEAD, "lfm2", "lfm2 with experts", "granite 4", "granite 4 with experts")
     for method, mode in [*LOOKUP, *(MODELS_OWN if family in WITH_HEAD else [])]
 ]
 
