@@ -97,7 +97,8 @@ class QuantisedWeights(StoredWeights):
 
 def matched(checkpoint: QuantisedCheckpoint, model: Any) -> tuple[dict[str, Place], dict[str, Tensor]]:
     """Return where the matrices of a stock model on the meta device are, and the values of its other parameters, by
-    name: the parameters have the names of the checkpoint's tensors, but for how they begin. Raises Unreadable otherwise.
+    name: the parameters have the names of the checkpoint's tensors, but for how they may begin. Raises Unreadable
+    otherwise.
     """
     places: dict[str, Place] = {}
     vectors: dict[str, Tensor] = {}
