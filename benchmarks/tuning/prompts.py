@@ -53,7 +53,7 @@ def read_tuning_prompts(path: Path, tokenizer: Any, longest: int) -> TuningPromp
     found: dict[str, TuningPrompt] = {}
     total = 0
     for total, row in enumerate(read_chats(path, "prompts"), start=1):
-        prompt = row.messages if row.prompt is None else row.prompt
+        prompt = row.messages or [] if row.prompt is None else row.prompt
         try:
             tokens = encode_text(tokenizer, prompt, rendering=Rendering(tools=row.tools))
         except RequestError as error:

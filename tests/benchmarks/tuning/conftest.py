@@ -22,7 +22,7 @@ VOCABULARY = CYCLE + FIRST + 1
 PROMPTS = 60
 _SHOWN = 3  # tokens of a prompt
 RECIPE: dict[str, Any] = {
-    "method": "block", "answer_tokens": 20, "length": 32, "batch": 16, "anchors": 12, "lr": 1e-2, "warmup": 5,
+    "method": "block", "answer_tokens": 16, "length": 28, "batch": 16, "anchors": 12, "lr": 1e-2, "warmup": 5,
     "unroll": 5, "layers": 1, "markov_rank": 8, "draft_vocab_size": VOCABULARY, "evaluate_every": 20, "held_out": 8,
 }  # fmt: skip
 
@@ -95,7 +95,7 @@ def tune(walker: str, prompts: Path, recipe: Path) -> Tune:
 
     def run(*options: str, model: str = walker) -> Result:
         given = ("--prompts", str(prompts), "--recipe", str(recipe), "--hours", "0.004", "--at-once", "8")
-        sets = (f"model={model}", "transport=inproc", "verifier.simulated_latency_ms=8")
+        sets = (f"model={model}", "transport=inproc", "verifier.simulated_latency_ms=25")
         return talon("tune", *given, *(part for one in sets for part in ("--set", one)), *options)
 
     return run
