@@ -54,9 +54,8 @@ async def test_a_head_that_pays_is_installed_and_the_engine_finds_it(
     assert done.exit_code == 0, done.output
     first, line = done.stdout.splitlines()[-2:]
     assert first.startswith("The head pays: with it answers come ") and " as fast as " in first
-    assert line == (
-        f"talon serve --set model={walker} --set transport=inproc --set verifier.simulated_latency_ms=25 --method hybrid"
-    )
+    sets = f"--set model={walker} --set transport=inproc --set verifier.simulated_latency_ms=25"
+    assert line == f"talon serve {sets} --method hybrid"
     run = run_of(home)
     assert (run / "curve.png").stat().st_size > 10_000
     assert not [*run.glob("features-*")] and not (run / "head" / "training").exists()
