@@ -18,7 +18,7 @@ def draw_curve(points: Path, picture: Path) -> None:
     rounds = [1 + sum(math.prod(accepted[: k + 1]) for k in range(len(accepted))) for _, accepted in curve]
     figure, ((left, right),) = panels(1, 2, 10, 3.6)
     lines(left, {"held-out prompts": (minutes, rounds)}, xlabel="minutes of training", ylabel="tokens a round, chain")
-    left.set_ylim(1, None)
+    left.set(xlim=(0, None), ylim=(1, None))
     shown = {f"after {at:.1f} min": accepted for at, accepted in (curve[0], curve[len(curve) // 2], curve[-1])}
     by_position = {label: (range(1, len(accepted) + 1), accepted) for label, accepted in shown.items()}
     lines(right, by_position, xlabel="position", ylabel="accepted, given all before", ylim=(0, 1))

@@ -86,12 +86,21 @@ class TuningJournal:
 @contextmanager
 def worked_on_alone(folder: Path) -> Iterator[None]:
     """Make the folder, and let one process at a time work there. Raises ConfigError."""
+    lock = FileLock(folder / ".lock", timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock", timeout=0):
-            yield
+        lock.acquire()
     except Timeout:
         raise ConfigError(f"tune: another process works in {folder}: wait for it, or end it") from None
+    except OSError as error:
+        raise ConfigError(
+            f"tune: {folder} cannot be written ({error.strerror or error}): set TALON_HOME to a folder that you may "
+            "write to"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def key_of(*settings: object) -> str:

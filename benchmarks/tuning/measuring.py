@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console
 
 from engine.config import Config, load
+from engine.core.errors import ModelError
 from engine.core.params import SamplingParams
 from engine.files.whole_file import write_whole
 from engine.weights.resolve import resolved, with_own
@@ -67,6 +68,8 @@ async def measure(
 
     started = await start_each([*configs], start, lambda one: one.answer(warm_up, SAMPLING), console)
     try:
+        if NEW not in started:
+            raise ModelError(f"head={configs[NEW].drafter.path}: cannot be started, as told above: add --again")
         with progress_bar(console) as progress:
             task = progress.add_task("measuring", total=len(prompts), completed=len(asked))
             for prompt in (one for one in prompts if one.digest not in asked):

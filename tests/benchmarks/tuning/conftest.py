@@ -23,7 +23,7 @@ PROMPTS = 60
 _SHOWN = 3  # tokens of a prompt
 RECIPE: dict[str, Any] = {
     "method": "block", "answer_tokens": 16, "length": 28, "batch": 16, "anchors": 12, "lr": 1e-2, "warmup": 5,
-    "unroll": 5, "layers": 1, "markov_rank": 8, "draft_vocab_size": VOCABULARY, "evaluate_every": 20, "held_out": 8,
+    "unroll": 5, "layers": 1, "markov_rank": 8, "draft_vocab_size": VOCABULARY, "evaluate_every": 5, "held_out": 8,
 }  # fmt: skip
 
 

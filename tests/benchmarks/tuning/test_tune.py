@@ -18,14 +18,16 @@ from benchmarks.tuning import tune as tune_module
 from benchmarks.tuning.installed_head import install, made_for
 from benchmarks.tuning.journal import Progressed, worked_on_alone
 from benchmarks.tuning.measuring import NEW, OLD, Gain
-from benchmarks.tuning.prompts import TuningPrompt
+from benchmarks.tuning.prompts import OPEN_PROMPTS, TuningPrompt, read_tuning_prompts
 from drafters.training.recipe import Recipe
 from drafters.training.trainer import Trainer
 from engine import Engine, SamplingParams
 from engine.config import load
 from engine.files.answer_rows import AnswerRow
+from engine.files.prompt_file import read_chats
 from engine.weights.resolve import with_own
-from tests.benchmarks.tuning.conftest import RECIPE, Tune, text_from
+from engine.weights.tokenizer import load_tokenizer
+from tests.benchmarks.tuning.conftest import PROMPTS, RECIPE, Tune, text_from
 from tests.command import talon
 
 
@@ -77,14 +79,14 @@ class Killed(BaseException):
     """In the place of a kill: nothing of ours catches it."""
 
 
-def kill_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, call: int) -> None:
+def kill_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, call: int, reason: str = "") -> None:
     """Let a function end everything at its call of that number."""
     usual, calls = getattr(owner, name), []
 
     def dies(*arguments: Any, **named: Any) -> Any:
         calls.append(0)
         if len(calls) == call:
-            raise Killed
+            raise Killed(reason)
         return usual(*arguments, **named)
 
     monkeypatch.setattr(owner, name, dies)
@@ -98,7 +100,7 @@ class Stage(NamedTuple):
 
 STAGES = {
     "answering": Stage(AnswerRow, "of", 9),
-    "training": Stage(Trainer, "train_step", 30),
+    "training": Stage(Trainer, "train_step", 8),
     "drawing": Stage(tune_module, "draw", 1),
     "measuring": Stage(measuring, "compared", 10),
     "installing": Stage(tune_module, "install", 1),
@@ -109,9 +111,9 @@ def test_a_tuning_that_is_stopped_in_every_stage_goes_on_each_time(
     tune: Tune, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answered, steps = [], []
-    for stage in STAGES.values():
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            kill_at(patch, *stage)
+    for name, stage in STAGES.items():
+        with monkeypatch.context() as patch, pytest.raises(Killed, match=name):
+            kill_at(patch, *stage, reason=name)
             patch.setattr(tune_module, "_KEPT_MINUTES", 0.0)
             tune()
         answers = next((home / "tuning").glob("*/answers-*")).read_bytes().splitlines()
@@ -120,7 +122,7 @@ def test_a_tuning_that_is_stopped_in_every_stage_goes_on_each_time(
             steps.append([point[0] for point in json.loads(curve.read_bytes())])
     assert 8 <= len(answered[0]) < len(answered[1]) and len(set(answered[-1])) == len(answered[-1])
     assert answered[1] == answered[-1]
-    assert steps[-1][: len(steps[0])] == steps[0] == [20] and steps[-1] == sorted(set(steps[-1]))
+    assert steps[-1][: len(steps[0])] == steps[0] == [5] and steps[-1] == sorted(set(steps[-1]))
     rows = [msgspec.json.decode(line, type=Row) for line in (run_of(home) / "results.jsonl").read_bytes().splitlines()]
     asked = [(row.question_id, row.method) for row in rows]
     assert len(asked) == len(set(asked))
@@ -152,6 +154,8 @@ def test_a_head_pays_if_it_is_surely_faster_than_the_best_of_the_others() -> Non
     assert str(gain) == "1.25x as fast as suffix (95%: 1.25 to 1.25), 2.50x plain decoding, 8 prompts"
     assert not Gain.of(rows_of({"none": 4.0, "suffix": 2.0, NEW: 1.6, OLD: 1.5})).pays
     assert not Gain.of(rows_of({"none": 1.0, "suffix": 2.0, NEW: 1.0})).pays
+    chance = [row(name, n, s) for n in range(8) for name, s in (("none", 2.0), (NEW, 1.7 if n < 5 else 2.6))]
+    assert (gain := Gain.of(chance)).ratio > 1.1 and gain.low < 1 and not gain.pays
 
 
 def test_a_head_that_does_not_pay_is_not_installed_and_the_old_one_goes_on(
@@ -202,6 +206,21 @@ def test_a_newer_head_takes_the_place_of_the_old_one_as_a_whole(
     assert len([*tuned.iterdir()]) == 2  # the link and its folder
 
 
+def test_prompts_to_measure_with_are_never_trained_on_whatever_the_order_of_the_file(
+    walker: str, prompts: Path
+) -> None:
+    tokenizer = load_tokenizer(walker)
+    found = read_tuning_prompts(prompts, tokenizer, 12)
+    assert (len(found.trained), len(found.measured)) == (PROMPTS - 8, 8)
+    assert not {tuple(one.tokens) for one in found.trained} & {tuple(one.tokens) for one in found.measured}
+    assert {len(one.tokens) for one in found.trained} == {5}
+    lines = prompts.read_text().splitlines(True)
+    prompts.write_text("".join([*reversed(lines), *lines[:9]]))
+    assert read_tuning_prompts(prompts, tokenizer, 12) == found
+    prompts.write_text("".join(lines[1:]))
+    assert read_tuning_prompts(prompts, tokenizer, 12).digest != found.digest
+
+
 def test_too_few_prompts_are_refused(tune: Tune, prompts: Path) -> None:
     prompts.write_text("".join(prompts.read_text().splitlines(True)[:31]))
     assert "31 of its 31 prompts have at most 12 tokens: give at least 32" in told(tune())
@@ -234,6 +253,26 @@ def test_a_disk_without_room_is_told_before_anything_is_answered_and_the_old_hea
     monkeypatch.setattr(tune_module.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 5_000_000}))
     assert "tune: needs 200 MB in" in (line := told(tune())) and "5 MB are left: make room" in line
     assert not [*(home / "tuning").glob("*/answers-*")]
+
+
+def test_a_home_that_cannot_be_written_is_told(tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TALON_HOME", str(tmp_path / "file" / "home"))
+    assert "cannot be written (Not a directory): set TALON_HOME" in told(tune())
+
+
+def test_a_new_head_that_cannot_be_started_is_not_measured(
+    tune: Tune, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(method: str, target: str, data: Path, out: Path, *rest: Any, **named: Any) -> None:
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+
+    monkeypatch.setattr(tune_module, "train", broken)
+    monkeypatch.setattr(tune_module, "draw", lambda *given: None)
+    assert "head: cannot be started, as told above" in told(done := tune())
+    assert "left out: hybrid, new head: drafter.path=" in done.stderr
+    assert not (home / "heads").exists()
 
 
 def test_a_second_tuning_of_the_same_model_waits_its_turn(
@@ -279,6 +318,12 @@ def test_no_prompt_is_asked_when_the_time_is_over_but_for_the_few_that_training_
     prompts = [TuningPrompt(str(number), [number]) for number in range(50)]
     assert [*tune_module._in_time(prompts, 0, math.inf)] == [(one.name, one.tokens) for one in prompts]
     assert len([*tune_module._in_time(prompts, 5, -math.inf)]) == tune_module._LEAST_ANSWERS - 5
+
+
+def test_the_open_prompts_are_chats_tools_and_questions_and_take_little_room() -> None:
+    rows = [*read_chats(OPEN_PROMPTS, "prompts")]
+    assert len({row.name for row in rows}) == len(rows) > 1400 and OPEN_PROMPTS.stat().st_size < 300_000
+    assert sum(bool(row.tools) for row in rows) >= 100 and sum(len(row.messages or ()) > 2 for row in rows) >= 100
 
 
 def test_the_recipe_of_the_command_is_valid_and_its_help_teaches(tune: Tune) -> None:
