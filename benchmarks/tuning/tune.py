@@ -123,6 +123,7 @@ class Tuning:
     def _check_training(self) -> None:
         """Build a small head of the recipe's, which shows before hours of answers whether the structure is known."""
         _check_room(self.place, _ROOM)
+        self.console.print("loading the model: can a head be trained for it?")
         model, _ = load_target(self.folder, self.config.device)
         states_read(self.recipe, model)
         try:
