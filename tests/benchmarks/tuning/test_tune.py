@@ -174,7 +174,7 @@ def test_a_head_that_does_not_pay_is_not_installed_and_the_old_one_goes_on(
         return rows_of({"none": 4.0, "suffix": 2.0, NEW: 1.6, OLD: 1.5})
 
     monkeypatch.setattr(tune_module, "measure", measured)
-    done = tune()
+    done = tune("--hours", "0.001")
     assert done.exit_code == 0, done.output
     assert "made for another version of this model (walker.gguf): it goes on until a better one is there" in done.stderr
     first, line = done.stdout.splitlines()[-2:]
@@ -197,10 +197,11 @@ def test_a_newer_head_takes_the_place_of_the_old_one_as_a_whole(
             (head / name).write_text(number)
     assert made_for(tuned) is None
     place = install(tmp_path / "1", tuned, "model", "one")
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        kill_at(patch, Path, "symlink_to", 1)
-        install(tmp_path / "2", tuned, "model", "two")
-    assert (place / "model.safetensors").read_text() == "1" and made_for(tuned) == ("model", "one")
+    for name, call in (("symlink_to", 1), ("replace", 5)):  # four files are replaced before the link is
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            kill_at(patch, Path, name, call)
+            install(tmp_path / "2", tuned, "model", "two")
+        assert (place / "model.safetensors").read_text() == "1" and made_for(tuned) == ("model", "one")
     install(tmp_path / "2", tuned, "model", "two")
     assert (place / "model.safetensors").read_text() == "2" and made_for(tuned) == ("model", "two")
     assert len([*tuned.iterdir()]) == 2  # the link and its folder
