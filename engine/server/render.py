@@ -45,9 +45,12 @@ from engine.wire.messages import PromptProgress, TokenLogprob
 
 
 class Renderer(Protocol):
-    """One of the kinds of answers, and how its events are sent. done: what ends a stream."""
+    """One of the kinds of answers, and how its events are sent. done: what ends a stream. ping: the event that keeps a
+    silent stream open; most APIs have none, and a comment does.
+    """
 
     done: bytes
+    ping: bytes
 
     def opening(self) -> list[Chunk]:
         """Return the chunks before the first token."""
@@ -80,7 +83,7 @@ class _Format:
     """
 
     kind, letters = "", ""
-    done = b"data: [DONE]\n\n"
+    done, ping = b"data: [DONE]\n\n", b""
 
     def __init__(
         self,

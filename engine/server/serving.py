@@ -123,7 +123,7 @@ class Serving:
         if body.stream:
             events = self._stream(choices, format_, results, request.state.names)
             opening = await while_there(request, anext(events))
-            return EventStream(events, opening, lambda: comment(results.progress))
+            return EventStream(events, opening, lambda: format_.ping + comment(results.progress))
         await while_there(request, results.collect(choices))
         await results.compare()
         return JSONResponse(format_.whole(results.complete).model_dump(exclude_none=False))

@@ -47,6 +47,8 @@ UNPACKED_BYTES = PANELS * BLOCK_STEPS * TILE_BYTES
 """Bytes of a block of panels, unpacked: half of the first level of cache holds them."""
 KEPT_PANELS, KEPT_BYTES = 16, 1 << 19
 """Panels whose sums are kept between blocks of inputs, and the bytes that these may have in the second level."""
+SLICE_TILES = 32
+"""Tiles of rows that share a block of inputs: of more rows, a block and its sums leave the second level of cache."""
 OWN_TOTALS = 1 << 10
 """Bytes of groups' totals up to which each thread computes them all for itself, which takes no longer than waiting."""
 
@@ -60,7 +62,7 @@ MATMUL = np.dtype(
             "parts",  # [count] PART
             "count",
             "scratch",  # [shared_bytes] for all threads, then [threads, scratch_bytes]: where codes are unpacked, or
-            "shared_bytes",  # rows widened or rounded
+            "shared_bytes",  # rows widened or rounded. Then gates
             "scratch_bytes",
             "bias",  # [panels * 16] float32, or 0
             "out",  # [rows, outputs]; gated: [rows, outputs / 2]
@@ -68,6 +70,7 @@ MATMUL = np.dtype(
             "inputs",  # a multiple of 32
             "outputs",
             "gated",  # 1: panels of gate and up alternate, and the result is silu(gate) * up
+            "gate_bytes",  # gated, but the whole gate is a part, and up the next: of [rows, outputs / 2] float32, or 0
         )
     ]
 )
@@ -135,8 +138,9 @@ def product_kernel(address: Any) -> None:
 @njit
 def own_panels(work: Any, part: Any) -> Any:
     """Return where this thread's panels of a part begin and end. A gate panel and its up panel are never separated."""
-    together = 2 if work.gated != 0 else 1
-    begin, end = share_of(part.panels // together, part.first // together, thread_id(), num_threads())
+    together = 2 if work.gated != 0 and work.gate_bytes == 0 else 1
+    first = 0 if work.gate_bytes != 0 else part.first // together
+    begin, end = share_of(part.panels // together, first, thread_id(), num_threads())
     return begin * together, end * together
 
 
@@ -258,13 +262,25 @@ def _multiply_panels(layout: int, work: Any, part: Any, panel: int, end: int) ->
 
 @njit
 def _multiply_blocks(layout: int, work: Any, part: Any, panel: int, end: int) -> None:
-    """Multiply all rows with the panels, in blocks of inputs, whose rows and weights stay in the caches. The sums of
-    some panels are kept between blocks. The last tile may repeat rows, so there are sums for each tile, not each row.
-    layout: its number, a constant.
+    """Multiply all rows with the panels, in equal slices of at most SLICE_TILES tiles. layout: its number, a
+    constant.
     """
     layout = literally(layout)
-    steps, tiles = work.inputs // STEP, (work.rows + TILE_ROWS - 1) // TILE_ROWS
-    together, apart = panels_kept(tiles), tiles * TILE_BYTES
+    tiles = (work.rows + TILE_ROWS - 1) // TILE_ROWS
+    slices = (tiles + SLICE_TILES - 1) // SLICE_TILES
+    for i in range(slices):
+        _multiply_slice(layout, work, part, panel, end, tiles * i // slices, tiles * (i + 1) // slices)
+
+
+@njit
+def _multiply_slice(layout: int, work: Any, part: Any, panel: int, end: int, first: int, stop: int) -> None:
+    """Multiply the tiles of rows from first to stop with the panels, in blocks of inputs, whose rows and weights stay
+    in the caches. The sums of some panels are kept between blocks. The last tile may repeat rows, so there are sums for
+    each tile, not each row. layout: its number, a constant.
+    """
+    layout = literally(layout)
+    steps, apart = work.inputs // STEP, (stop - first) * TILE_BYTES
+    together = panels_kept(stop - first)
     unpacked = work.scratch + thread_id() * work.scratch_bytes
     sums = unpacked + UNPACKED_BYTES
     while panel < end:
@@ -276,48 +292,42 @@ def _multiply_blocks(layout: int, work: Any, part: Any, panel: int, end: int) ->
                 later = width * part.panel_bytes - tile_offset(layout, step)
             for i in range(0, width, PANELS):
                 weights = part.weights + (panel + i) * part.panel_bytes
-                some = min(PANELS, width - i)
-                _add_block(
-                    layout, work, weights, part.panel_bytes, step, count, some, unpacked, sums + i * apart, later
-                )
-        for tile in range(tiles):
-            begin = min(tile * TILE_ROWS, work.rows - TILE_ROWS)
-            put_sums(work, begin, TILE_ROWS, part.first + panel, width, sums + tile * TILE_BYTES, LINE_BYTES, apart)
+                some, place = min(PANELS, width - i), sums + i * apart
+                here, between = unpack_block(layout, weights, part.panel_bytes, step, count, some, unpacked, later)
+                _add_block(work, first, stop, step, count, some, here, between, place)
+        for tile in range(first, stop):
+            place = sums + (tile - first) * TILE_BYTES
+            put_sums(work, _begin(work, tile), TILE_ROWS, part.first + panel, width, place, LINE_BYTES, apart)
         panel += width
 
 
 @njit
+def _begin(work: Any, tile: int) -> Any:
+    """Return the first row of a tile."""
+    return min(tile * TILE_ROWS, work.rows - TILE_ROWS)
+
+
+@njit
 def _add_block(
-    layout: int,
-    work: Any,
-    weights: int,
-    panel_bytes: int,
-    step: int,
-    count: int,
-    width: int,
-    unpacked: int,
-    sums: int,
-    later: int,
+    work: Any, first: int, stop: int, step: int, count: int, width: int, weights: int, between: int, sums: int
 ) -> None:
-    """Add the products of `count` steps of all rows, from `step` on, with one or two panels. layout: its number, a
-    constant.
+    """Add the products of `count` steps of the tiles of rows from first to stop, from `step` on, with one or two
+    unpacked panels, `between` bytes apart.
     """
-    layout = literally(layout)
-    stride, tiles = work.inputs * 2, (work.rows + TILE_ROWS - 1) // TILE_ROWS
+    stride, apart = work.inputs * 2, (stop - first) * TILE_BYTES
     fresh, x = int(step == 0), work.x + step * STEP * 2
-    here, apart = unpack_block(layout, weights, panel_bytes, step, count, width, unpacked, later)
-    for tile in range(0, tiles, 2):
-        begin = min(tile * TILE_ROWS, work.rows - TILE_ROWS)
-        last = (min((tile + 1) * TILE_ROWS, work.rows - TILE_ROWS) - begin) * stride
-        at, place = x + begin * stride, sums + tile * TILE_BYTES
-        if tile + 1 < tiles and width == 2:
-            add_tiles(2, 2, fresh, at, last, stride, here, apart, count, place, tiles * TILE_BYTES)
-        elif tile + 1 < tiles:
-            add_tiles(2, 1, fresh, at, last, stride, here, apart, count, place, tiles * TILE_BYTES)
+    for tile in range(first, stop, 2):
+        begin = _begin(work, tile)
+        last = (_begin(work, tile + 1) - begin) * stride
+        at, place = x + begin * stride, sums + (tile - first) * TILE_BYTES
+        if tile + 1 < stop and width == 2:
+            add_tiles(2, 2, fresh, at, last, stride, weights, between, count, place, apart)
+        elif tile + 1 < stop:
+            add_tiles(2, 1, fresh, at, last, stride, weights, between, count, place, apart)
         elif width == 2:
-            add_tiles(1, 2, fresh, at, 0, stride, here, apart, count, place, tiles * TILE_BYTES)
+            add_tiles(1, 2, fresh, at, 0, stride, weights, between, count, place, apart)
         else:
-            add_tiles(1, 1, fresh, at, 0, stride, here, apart, count, place, tiles * TILE_BYTES)
+            add_tiles(1, 1, fresh, at, 0, stride, weights, between, count, place, apart)
 
 
 @njit
@@ -328,7 +338,7 @@ def panels_kept(tiles: int) -> int:
 
 def block_bytes(rows: int) -> int:
     """Scratch that a thread needs for `rows` rows or fewer: a block of panels, and sums."""
-    tiles = -(-rows // TILE_ROWS)
+    tiles = min(-(-rows // TILE_ROWS), SLICE_TILES)
     if tiles <= TILES:
         return 0
     return UNPACKED_BYTES + max(min(KEPT_PANELS * tiles * TILE_BYTES, KEPT_BYTES), PANELS * tiles * TILE_BYTES)
@@ -446,10 +456,11 @@ def put_sums(work: Any, first: int, rows: int, panel: int, width: int, room: int
         for i in range(width):
             column, sums = (panel + i) * LANES, room + i * apart
             x = _biased(work, sums, column)
-            if work.gated != 0:
+            if work.gate_bytes != 0:
+                _put_in_turn(work, x, row, column)
+            elif work.gated != 0:
                 if i % 2 == 0:
-                    swish = divide(x, add(splat(np.float32(1)), exp(multiply(x, splat(np.float32(-1))))))
-                    x = multiply(swish, _biased(work, sums + apart, column + LANES))
+                    x = multiply(_swish(x), _biased(work, sums + apart, column + LANES))
                     put_numbers(x, work.out + (row * work.outputs + column) // 2 * work.width, work.width)
             elif column + LANES <= work.outputs:
                 put_numbers(x, work.out + (row * work.outputs + column) * work.width, work.width)
@@ -459,6 +470,25 @@ def put_sums(work: Any, first: int, rows: int, panel: int, width: int, room: int
                     place = work.out + (row * work.outputs + column + lane) * work.width
                     put_number(place, float_at(sums + 4 * lane), work.width)
         room += row_bytes
+
+
+@njit
+def _put_in_turn(work: Any, x: Any, row: int, column: int) -> None:
+    """Keep a row's sums with a panel of the gate, or write those with a panel of up, by the thread that kept those of
+    the gate.
+    """
+    half = work.outputs // 2
+    place = row * half + column % half
+    gate = work.scratch + work.shared_bytes + num_threads() * work.scratch_bytes + 4 * place
+    if column < half:
+        store(x, gate, FLOAT32)
+    else:
+        put_numbers(multiply(_swish(load(gate, FLOAT32)), x), work.out + place * work.width, work.width)
+
+
+@njit
+def _swish(x: Any) -> Any:
+    return divide(x, add(splat(np.float32(1)), exp(multiply(x, splat(np.float32(-1))))))
 
 
 @njit

@@ -16,10 +16,10 @@ from engine.frontend.tasks import cancel
 
 T = TypeVar("T")
 QUIET_S = 3.0
-"""After so long without an event a stream gets a comment: proxies and clients give up on connections that are silent,
-and only what is sent shows that a client has gone.
+"""After so long without an event a stream gets a comment, and where its API has pings one of them: proxies and clients
+give up on connections that are silent, and only what is sent shows that a client has gone.
 """
-_GOES_ON = "the answer goes on"
+_GOES_ON = b": the answer goes on\n\n"
 
 
 class ClientGone(Exception):
@@ -33,17 +33,17 @@ async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 class EventStream(Response):
     """Server-sent events: `opening` at once, then `events`, which are closed when the stream ends and, within a round,
-    when the client disconnects. comment: what a silent stream says, None if it has nothing to say but that it goes on.
+    when the client disconnects. quiet: returns what is sent into a silent stream, by default a comment.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes], opening: bytes = b"", comment: Callable[[], str | None] = lambda: None
+        self, events: AsyncGenerator[bytes], opening: bytes = b"", quiet: Callable[[], bytes] = lambda: _GOES_ON
     ):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self.events, self.opening, self.comment = events, opening, comment
+        self.events, self.opening, self.quiet = events, opening, quiet
         self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,7 +56,7 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await self._send_part(send, self.opening)
-        comments = asyncio.create_task(self._comment(send))
+        comments = asyncio.create_task(self._break_silence(send))
         try:
             async for event in self.events:
                 await self._send_part(send, event)
@@ -64,12 +64,12 @@ class EventStream(Response):
             await cancel([comments])
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _comment(self, send: Send) -> None:
-        """Send a comment whenever nothing else was sent for a while."""
+    async def _break_silence(self, send: Send) -> None:
+        """Send what a silent stream says whenever nothing else was sent for a while."""
         while True:
             quiet_s = time.monotonic() - self._sent_s
             if quiet_s >= QUIET_S:
-                await self._send_part(send, f": {self.comment() or _GOES_ON}\n\n".encode())
+                await self._send_part(send, self.quiet())
             else:
                 await asyncio.sleep(QUIET_S - quiet_s)
 

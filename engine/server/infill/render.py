@@ -23,7 +23,7 @@ _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "freq
 class InfillRenderer:
     """One answer; see `Renderer`. context: the model's. With an `n_predict` of 0 nothing is shown."""
 
-    done = b""
+    done = ping = b""
 
     def __init__(
         self, model: str, body: InfillRequest, wanted: ChoiceRequest, vocabulary: Vocabulary, context: int

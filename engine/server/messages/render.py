@@ -30,7 +30,7 @@ _DELTAS = {
 class MessagesRenderer:
     """One message; see `Renderer`. ignored: the request's fields that had no effect."""
 
-    done = b""
+    done, ping = b"", named_event({"type": "ping"})
 
     def __init__(
         self,

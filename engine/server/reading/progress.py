@@ -63,9 +63,9 @@ def progress_fields(progress: PromptProgress) -> dict[str, Any]:
     }
 
 
-def comment(progress: PromptProgress | None) -> str | None:
-    """Return what a silent stream says of its prompt; None if that is not being read."""
+def comment(progress: PromptProgress | None) -> bytes:
+    """Return a silent stream's comment: how far its prompt is, if that is being read."""
     if progress is None:
-        return None
+        return b": the answer goes on\n\n"
     seconds = -(-progress.left_us // 10**6)
-    return f"{progress.read} of {progress.total} tokens of the prompt are read, about {seconds} s to go"
+    return f": {progress.read} of {progress.total} tokens of the prompt are read, about {seconds} s to go\n\n".encode()

@@ -59,7 +59,7 @@ class ResponsesRenderer:
     its blocks.
     """
 
-    done = b""
+    done = ping = b""
 
     def __init__(
         self,

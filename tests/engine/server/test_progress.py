@@ -58,6 +58,12 @@ def test_a_silent_stream_says_how_far_its_prompt_is(slow: ServerProcess, path: s
     assert not any("prompt_progress" in chunk for chunk in chunks(told)), "which only those get that ask for it"
 
 
+def test_a_silent_stream_of_messages_gets_pings(slow: ServerProcess) -> None:
+    found = chunks(lines(slow, "/v1/messages", {"messages": [{"role": "user", "content": "0" + LONG}]}))
+    kinds = [chunk["type"] for chunk in found]
+    assert kinds[:2] == ["message_start", "ping"] and kinds[-1] == "message_stop", kinds
+
+
 @pytest.mark.parametrize(
     ("path", "asked"),
     [

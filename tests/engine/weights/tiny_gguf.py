@@ -40,16 +40,16 @@ _LAYER = {
 }
 
 
-def tiny_llama() -> LlamaForCausalLM:
+def tiny_llama(hidden: int = 64, intermediate: int = 96, layers: int = 2) -> LlamaForCausalLM:
     """Random weights; embeddings and output are one matrix. Rows are long enough for blocks of 32."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(TOKENS),
-        hidden_size=64,
-        num_hidden_layers=2,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=KEY_HEADS,
-        intermediate_size=96,
+        intermediate_size=intermediate,
         max_position_embeddings=512,
         initializer_range=0.3,
         tie_word_embeddings=True,
