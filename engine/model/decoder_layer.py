@@ -226,8 +226,6 @@ class Layer:
         multiplied = [[p.matmul for p in products if p.matmul is not None] for products in (gate_up, down)]
         if not all(len(matmuls) == mlp.count for matmuls in multiplied):
             raise OtherStructure("experts, which this processor cannot multiply apart")
-        if not all(product.gated == gated for product in gate_up):
-            raise OtherStructure("experts whose gate and up projections are stored as different types")
         router = joined(mlp.router, parameters, "bfloat16")
         shared, of_shared = (None, []) if mlp.shared is None else self._mlp(mlp.shared)
         self.idle_bytes = sum(product.bytes for product in [*gate_up[mlp.top_k :], *down[mlp.top_k :]])

@@ -8,7 +8,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from engine.core.errors import first_line
+from engine.core.errors import ModelError, first_line
 from engine.kernels.fused import Activation
 from engine.model.reader.mixers import (
     attention_structure,
@@ -129,7 +129,7 @@ def _described(model: Any, stored: StoredWeights | None) -> DecoderStructure:
         embedding_scale=_embedding_scale(embedding) * float(getattr(base, "embedding_multiplier", 1.0)),
         logit_divisor=_logit_divisor(base, config),
         logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
-        layer_inputs=_layer_inputs(base, prefix),
+        layer_inputs=_layer_inputs(base, prefix, vocab_size),
     )
 
 
@@ -206,13 +206,18 @@ def _layer_input(layer: Any, prefix: str) -> LayerInputStructure:
     )
 
 
-def _layer_inputs(base: Any, prefix: str) -> PerLayerInputsStructure | None:
+def _layer_inputs(base: Any, prefix: str, tokens: int) -> PerLayerInputsStructure | None:
     """What the layers get of the tokens beside the residual. The projection's factor is undone by the norm after it,
-    but for the norm's epsilon.
+    but for the norm's epsilon. Raises ModelError if they get nothing of some tokens: a kernel would read beyond.
     """
     project, norm, embedding = _LAYER_INPUTS
     if not hasattr(base, project):
         return None
+    if (rows := len(getattr(base, embedding).weight)) < tokens:
+        raise ModelError(
+            f"model: vocab_size_per_layer_input={rows} is less than vocab_size={tokens}, and layers get an input of "
+            "every token; get the whole checkpoint, or correct its config.json"
+        )
     found, factor = (
         rms_structure(getattr(base, norm), f"{prefix}{norm}."),
         float(base.per_layer_model_projection_scale),

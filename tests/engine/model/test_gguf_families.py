@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.core.batch import Segment
 from engine.core.errors import ModelError
 from engine.core.params import SamplingParams
+from engine.kernels.gemm.matmul import Unit, units
 from engine.kernels.gemm.product import multiplies
-from engine.model import target as targets
 from engine.model.decoder import LeanDecoder
 from engine.model.loading import load_config, skeleton, weights_of
 from engine.model.target import Target
@@ -151,22 +152,30 @@ def test_experts_lie_in_memory_with_the_files_bits(target_of: Callable[[str], Ta
     assert all(product.coded for mlp in experts for product in [*mlp.gate_up, *mlp.down])  # type: ignore[union-attr]
 
 
-def test_experts_whose_projections_are_of_two_types_are_not_run_lean(
+def test_experts_whose_projections_are_of_two_types_have_the_logits_of_their_numbers(
     described: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = GgufWeights.experts
+    usual, folder = GgufWeights.experts, described("mixtral")
 
-    def mixed(self: GgufWeights, name: str, parts: int = 0) -> Any:
-        found = usual(self, name, parts)
-        of_numbers = type(found[0][0]).of_numbers
-        return [[parts[0], *(of_numbers(part.values()) for part in parts[1:])] for parts in found]
+    def logits_of(coded: int) -> Tensor:
+        """Those of a model whose first parts alone are in codes."""
 
-    monkeypatch.setattr(GgufWeights, "experts", mixed)
-    monkeypatch.setattr(targets, "load_model", lambda *_: pytest.fail("as it has to be"))
-    folder = described("mixtral")
-    (Path(folder) / "proof-bfloat16.msgpack").unlink(missing_ok=True)  # of a test before
-    with pytest.raises(pytest.fail.Exception, match="as it has to be"):
-        Target.load(folder, kv_memory=1 << 22)
+        def experts(self: GgufWeights, name: str, parts: int = 0) -> Any:
+            found = usual(self, name, parts)
+            of_numbers = type(found[0][0]).of_numbers
+            return [[*parts[:coded], *(of_numbers(part.values()) for part in parts[coded:])] for parts in found]
+
+        monkeypatch.setattr(GgufWeights, "experts", experts)
+        (Path(folder) / "proof-bfloat16.msgpack").unlink(missing_ok=True)
+        target = Target.load(folder, kv_memory=1 << 22)
+        assert isinstance(target.forward, LeanDecoder) and target.exact
+        return read(target, TEXT, 7)
+
+    found, expected = logits_of(1), logits_of(0)
+    if units()[0] is Unit.VECTORS:
+        assert (found - expected).norm() < 0.05 * expected.norm()
+    else:
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
