@@ -32,7 +32,8 @@ _DELTA: dict[str, Any] = {
     "linear_value_head_dim": 16,
 }
 _MAMBA: dict[str, Any] = {
-    "mamba_n_heads": 4,
+    "mamba_expand": 1,
+    "mamba_n_heads": 2,
     "mamba_d_head": 16,
     "mamba_d_state": 16,
     "shared_intermediate_size": 64,

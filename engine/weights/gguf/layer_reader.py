@@ -24,17 +24,20 @@ class LayerReader:
 
     def decay(self, heads: int) -> Tensor:
         """Return minus the exponential of transformers' `A_log`, [heads]."""
-        decay = self.numbers("ssm_a", heads).view(heads)
+        decay = self.numbers("ssm_a", heads)
         if not bool((decay < 0).all()):
             raise ModelError(f"model={self.file.path}: tensor {self.block}ssm_a is not negative; get the file again")
         return decay
 
     def numbers(self, name: str, count: int) -> Tensor:
-        """Return a tensor as float32, [count, ...]."""
+        """Return a tensor as float32, [count, ...], or [count] if it has so many numbers: llama.cpp's tools drop last
+        dimensions of one.
+        """
         stored = self.found(name, None)
         tensor = self.file.tensor(stored)
         assert tensor is not None
         values = torch.from_numpy(dequantize(self.file.read(tensor), tensor.kind).copy()).view(tensor.shape[::-1])
+        values = values.flatten() if values.numel() == count else values
         if len(values) != count:
             raise Unreadable(f"{stored} is stored in another shape")
         if not values.isfinite().all():

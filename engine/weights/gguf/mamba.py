@@ -46,13 +46,14 @@ class MambaReader(LayerReader):
             self.places[f"{prefix}{name}.weight"] = Place((self.found(f"{tensor}.weight", shape[::-1]),), shape)
         decay, channels = self.decay(net.num_heads), net.conv1d.out_channels
         self.vectors |= {f"{prefix}A_log": (-decay).log(), f"{OWN}{prefix}A_log": decay}
-        self.vectors[f"{prefix}D"] = self.numbers("ssm_d", net.num_heads).flatten()
+        self.vectors[f"{prefix}D"] = self.numbers("ssm_d", net.num_heads)
         self.vectors[f"{prefix}dt_bias"] = self.numbers("ssm_dt.bias", net.num_heads)
         self.vectors[f"{prefix}conv1d.weight"] = self.numbers("ssm_conv1d.weight", channels)[:, None]
         if net.conv1d.bias is not None:
             self.vectors[f"{prefix}conv1d.bias"] = self.numbers("ssm_conv1d.bias", channels)
         if hasattr(net.norm, "weight"):
-            norm = self.numbers("ssm_norm.weight", net.n_groups).flatten()
+            rows = net.num_heads * net.head_dim if net.n_groups == 1 else net.n_groups
+            norm = self.numbers("ssm_norm.weight", rows).flatten()
             self.vectors[f"{prefix}norm.weight"] = norm.to(torch.bfloat16)
 
 

@@ -218,9 +218,10 @@ FAMILIES = {
     ),
     "granite 4": Family(
         "GraniteMoeHybridConfig",
-        _MAMBA | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96},
+        _MAMBA
+        | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96, "mamba_n_groups": 1},
         "granitehybrid",
-        _OF_MAMBA,
+        _OF_MAMBA | {"ssm.group_count": 1},
     ),
     "granite 4 with experts": Family(
         "GraniteMoeHybridConfig",
@@ -508,7 +509,8 @@ def _mamba(name: str, tensor: torch.Tensor, config: Any) -> dict[str, torch.Tens
         "output_linear.weight": (f"ffn_down{ending}", tensor),
     }
     name, held = stored[part]
-    return {f"{block}{name}": held.view(2, -1) if part == "norm.weight" else held}
+    groups = getattr(config, "mamba_n_groups", None) or config.n_groups
+    return {f"{block}{name}": held.view(groups, -1) if part == "norm.weight" and groups > 1 else held}
 
 
 def _experts(name: str, array: NDArray[np.float32], architecture: str) -> dict[str, NDArray[np.float32]]:
