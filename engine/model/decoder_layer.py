@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from engine.config import Activations
 from engine.core.state_shape import StateShape
@@ -165,7 +166,9 @@ class Layer:
         """The MLP, and the matrices that a row is multiplied with."""
         silu = mlp.activation is Activation.SILU and not mlp.plain  # which products apply themselves
         gate_up, down = joined(mlp.gate_up, self._parameters, self._activations, gated=silu), self._joined(mlp.down)
-        return GatedMlp(gate_up, down, down.inputs, gate_up.gated, mlp.activation, mlp.plain), [gate_up, down]
+        amounts = [float(softplus(self._parameters.vector(name).detach().float())) for name in mlp.amounts]
+        made = GatedMlp(gate_up, down, down.inputs, gate_up.gated, mlp.activation, mlp.plain, amounts or (0.0, 0.0))
+        return made, [gate_up, down]
 
     def _layer_input(self, added: LayerInputStructure) -> tuple[LayerInput, list[Product]]:
         gate, out = self._joined(added.gate), self._joined(added.out)

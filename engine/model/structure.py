@@ -48,12 +48,13 @@ class NormStructure(msgspec.Struct, frozen=True):
 
 
 class MlpStructure(msgspec.Struct, frozen=True, tag=True):
-    """See `GatedMlp`."""
+    """See `GatedMlp`. amounts: parameters of the activation, of one number each."""
 
     gate_up: LinearStructure
     down: LinearStructure
     activation: Activation
     plain: bool = False
+    amounts: tuple[str, ...] = ()
 
 
 class ExpertsStructure(msgspec.Struct, frozen=True, tag=True):

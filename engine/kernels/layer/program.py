@@ -288,12 +288,22 @@ class LayerProgram:
         self._act("layer_gate", up, inputs.stride(0) * inputs.itemsize, "layer_gated", width, added.activation)
         self.product(added.out, "layer_gated", "delta", self.residual.shape[1])
 
-    def _act(self, gate: str, up: int, up_stride: int, goal: str, inner: int, activation: Activation) -> None:
+    def _act(
+        self,
+        gate: str,
+        up: int,
+        up_stride: int,
+        goal: str,
+        inner: int,
+        activation: Activation,
+        amounts: Sequence[float] = (0.0, 0.0),
+    ) -> None:
         """goal = act(gate) * up. gate: the name of a buffer that begins with it. up: an address, rows so far apart."""
         x, out = self.buffers[gate], self.buffer(goal, inner)
         fields = {"gate": x.data_ptr(), "gate_stride": x.stride(0) * x.itemsize, "up": up, "up_stride": up_stride}
         fields |= {"out": out.data_ptr(), "inner": inner, "width": x.itemsize, "activation": activation}
-        self._steps.add(gate_kernel(), self._gates.add(**fields))
+        record = self._gates.add(alpha=amounts[0], beta=amounts[1], **fields)
+        self._steps.add(gate_kernel(), record)
 
     def _act_on_units(self, mlp: ExpertMlp, both: Tensor, inner: Tensor) -> None:
         """inner = act(gate) * up of the packed rows of experts. both: [units, 2 * inner]."""
@@ -313,7 +323,7 @@ class LayerProgram:
             rows = self.buffers[both]
             up = 0 if mlp.plain else rows.data_ptr() + mlp.inner * rows.itemsize
             stride = rows.stride(0) * rows.itemsize
-            self._act(both, up, stride, inner, mlp.inner, mlp.activation)
+            self._act(both, up, stride, inner, mlp.inner, mlp.activation, mlp.amounts)
         self.product(mlp.down, inner, goal, self.residual.shape[1])
 
     def _experts_of(self, mlp: ExpertMlp) -> None:

@@ -26,7 +26,7 @@ class Norm:
 @dataclass(frozen=True)
 class GatedMlp:
     """down(act(gate) * up), or down(act(gate)) if it is `plain`. gate_up: hidden to 2 * inner or, where it is plain, or
-    the product is `gated` and applies SiLU itself, to inner.
+    the product is `gated` and applies SiLU itself, to inner. amounts: the two of XIELU.
     """
 
     gate_up: Multiplies
@@ -35,6 +35,7 @@ class GatedMlp:
     gated: bool
     activation: Activation = Activation.SILU
     plain: bool = False
+    amounts: Sequence[float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)

@@ -33,17 +33,26 @@ _NORMS = (  # names of a layer's norms: before the mixer, of its result, before 
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    ("attention_layernorm", "", "feedforward_layernorm", ""),
     ("operator_norm", "", "ffn_norm", ""),
     ("input_layernorm", "", "", ""),  # whose MLP gets the same as attention
 )
-_MIXERS = ("self_attn", "linear_attn", "conv")
+_MIXERS = ("self_attn", "attention", "linear_attn", "conv")
 _MLPS = ("mlp", "feed_forward")
-_LAST_NORMS = ("norm", "embedding_norm", "final_layernorm")
+_EMBEDDINGS = ("embed_tokens", "embed_in")
+_LAST_NORMS = ("norm", "embedding_norm", "final_layernorm", "final_layer_norm")
 _ROTARIES = ("rotary_emb", "pos_emb")
 _PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down
-_PLAIN = (("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2"))  # up, down, of MLPs without a gate
+_PLAIN = (  # up, down, of MLPs without a gate
+    ("up_proj", "down_proj"),
+    ("c_fc", "c_proj"),
+    ("fc1", "fc2"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+)
 _ACTIVATIONS = ("act_fn", "activation_fn", "act")
 _DROPOUTS = {"resid_attn_dropout", "resid_mlp_dropout", "resid_dropout", "dropout", "embed_dropout"}
+_DROPOUTS |= {"emb_dropout", "post_attention_dropout", "post_mlp_dropout"}
+_XIELU = ("alpha_p", "alpha_n")  # of which softplus is taken; the rest of it is proved
 _SHARED = (("shared_expert", "shared_expert_gate"), ("shared_experts", ""))  # and their gates
 _LAYER_INPUTS = ("per_layer_model_projection", "per_layer_projection_norm", "embed_tokens_per_layer")
 _LAYER_INPUT = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm", "act_fn")
@@ -69,17 +78,18 @@ def _described(model: Any, stored: StoredWeights | None) -> DecoderStructure:
     (base, prefix), config = text_part(model), model.config.get_text_config()
     if base is None or not isinstance(getattr(model, "lm_head", None), nn.Linear):
         raise OtherStructure("no model with lm_head")
-    last_norm, rotary = _named(base, _LAST_NORMS), _named(base, _ROTARIES)
-    only(model, {"model", "lm_head"})
+    last_norm, rotary, embedding = (_named(base, names) for names in (_LAST_NORMS, _ROTARIES, _EMBEDDINGS))
+    only(model, {prefix.partition(".")[0], "lm_head"})
     beside = _LAYER_INPUTS if hasattr(base, _LAYER_INPUTS[0]) else ()
-    only(base, {"embed_tokens", "layers", last_norm, rotary, *beside} | _DROPOUTS)
+    only(base, {embedding, "layers", last_norm, rotary, *beside} | _DROPOUTS)
+    embed = getattr(base, embedding)
     layer_types = getattr(config, "layer_types", None)
     frequencies = frequencies_of(getattr(base, rotary))
     if frequencies is None:
         raise OtherStructure(f"{type(getattr(base, rotary)).__name__} rotates by angles of its own")
     kinds, widths = [*frequencies], [one.dims for one in frequencies.values()]
     tables = [kinds.index(layer_types[i]) if len(kinds) > 1 and layer_types else 0 for i in range(len(base.layers))]
-    vocab_size, hidden = base.embed_tokens.weight.shape
+    vocab_size, hidden = embed.weight.shape
 
     attending = dict[int, Any]()
 
@@ -103,9 +113,9 @@ def _described(model: Any, stored: StoredWeights | None) -> DecoderStructure:
         ),
         norm=norm_structure(getattr(base, last_norm), f"{prefix}{last_norm}."),
         head=linear_structure(model, "", ("lm_head",)),
-        embedding=f"{prefix}embed_tokens.weight",
-        tied=base.embed_tokens.weight is model.lm_head.weight,
-        embedding_scale=_embedding_scale(base.embed_tokens) * float(getattr(base, "embedding_multiplier", 1.0)),
+        embedding=f"{prefix}{embedding}.weight",
+        tied=embed.weight is model.lm_head.weight,
+        embedding_scale=_embedding_scale(embed) * float(getattr(base, "embedding_multiplier", 1.0)),
         logit_divisor=float(getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1)),
         logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         layer_inputs=_layer_inputs(base, prefix, vocab_size),
@@ -144,7 +154,7 @@ def _layer(
         residual_scale=float(getattr(layer, "residual_multiplier", 1.0)),
         layer_input=_layer_input(layer, prefix) if gets_input else None,
         scale=f"{prefix}layer_scalar" if hasattr(layer, "layer_scalar") else "",
-        parallel=names[1:] == ("", "", ""),
+        parallel=names[1:] == ("", "", "") or bool(getattr(layer, "use_parallel_residual", False)),
     )
 
 
@@ -193,6 +203,9 @@ def _gated_mlp(mlp: Any, prefix: str) -> MlpStructure:
         if hasattr(mlp, up) and not hasattr(mlp, "gate_proj"):
             only(mlp, {up, down, *_ACTIVATIONS})
             ends = linear_structure(mlp, prefix, (up,)), linear_structure(mlp, prefix, (down,))
+            if all(hasattr(named, name) for name in _XIELU):
+                amounts = tuple(f"{prefix}{_named(mlp, _ACTIVATIONS)}.{name}" for name in _XIELU)
+                return MlpStructure(*ends, Activation.XIELU, plain=True, amounts=amounts)
             return MlpStructure(*ends, activation_of(named), plain=True)
     gate, up, down = next((names for names in _PROJECTIONS if hasattr(mlp, names[2])), _PROJECTIONS[0])
     only(mlp, _MLP | {gate, up, down})

@@ -120,7 +120,8 @@ class LayeredStock:
 
         places = {"position_ids": torch.arange(start, start + rows)[None]} if start else {}
         with self._layers(pass_on):
-            self.model.model(torch.arange(rows)[None], use_cache=False, **places)
+            decoder = getattr(self.model, self.prefix.partition(".")[0])
+            decoder(torch.arange(rows)[None], use_cache=False, **places)
         return calls
 
     @contextmanager
