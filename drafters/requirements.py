@@ -79,12 +79,13 @@ def check_weights(path: str, method: str) -> None:
     from drafters.heads.checkpoint import find_folder, read_config
     from engine.weights.gguf.source import source_of
     from engine.weights.hub import is_hub_id
+    from engine.weights.quantised import unquantised
 
     if method == METHOD and Path(path).is_file():
         return  # a GGUF file is checked when it is read
     if method == "sps" and is_hub_id(path) and not Path(path).is_dir():
         return  # the draft model is fetched as the target is
-    folder = find_folder(path, "drafter.path")
+    folder = unquantised(find_folder(path, "drafter.path"))
     read_config(folder, "drafter.path")
     in_gguf = method in ("sps", METHOD) and source_of(folder) is not None
     if not in_gguf and not any(file.suffix in (".safetensors", ".bin", ".pt") for file in folder.iterdir()):

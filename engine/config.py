@@ -58,17 +58,18 @@ class DrafterConfig(_Section):
     """Options of the drafter named by `method`; each method reads those that concern it.
 
     budget: maximum nodes of a tree, root included. path: the draft model or head, with {method} for the method's name;
-    auto: those that come with a model that Talon knows. threads: size of its torch pool, None: an even share of the
-    machine's cores; in sequential mode the verifier's are used. length: tokens of a drafted chain, None: 10 for pld and
-    5 for sps, whose tokens cost a forward each. branches: width of the SPS tree at each level, e.g. [3, 2, 1]; empty
-    drafts a chain. max_ngram, min_ngram: context lengths tried. growth: of draft heads. shared_noise: heads and
-    `suffix` rank candidates by the noise of the target's own draw. head, memories: the methods that `hybrid` merges,
-    one draft model and any number of retrieval drafters; head auto: mtp if the file of the path or else the model's own
-    brings such a head, otherwise the best that Talon has trained for the model. vocabulary: the most tokens that mtp
-    drafts. datastore: a folder made by "talon index build". answers: a datastore of the target's own answers, which
-    `suffix` treats like its earlier answers; auto: that of a model that Talon knows; null: none. share_answers: `talon
-    serve` drafts for every client from what others were answered; clients can then tell from the speed of an answer
-    what others were told.
+    auto: those that come with a model that Talon knows. tuned: a folder of heads, each in one of its method's name,
+    which come before those of path; auto: those that `talon tune` has made for the model, unless path names others.
+    threads: size of its torch pool, None: an even share of the machine's cores; in sequential mode the verifier's are
+    used. length: tokens of a drafted chain, None: 10 for pld and 5 for sps, whose tokens cost a forward each. branches:
+    width of the SPS tree at each level, e.g. [3, 2, 1]; empty drafts a chain. max_ngram, min_ngram: context lengths
+    tried. growth: of draft heads. shared_noise: heads and `suffix` rank candidates by the noise of the target's own
+    draw. head, memories: the methods that `hybrid` merges, one draft model and any number of retrieval drafters; head
+    auto: mtp if the file of the path or else the model's own brings such a head, otherwise the best that Talon has
+    trained for the model; one that was tuned comes first. vocabulary: the most tokens that mtp drafts. datastore: a
+    folder made by "talon index build". answers: a datastore of the target's own answers, which `suffix` treats like its
+    earlier answers; auto: that of a model that Talon knows; null: none. share_answers: `talon serve` drafts for every
+    client from what others were answered; clients can then tell from the speed of an answer what others were told.
     """
 
     budget: int = Field(60, ge=2, le=1024)
@@ -81,6 +82,7 @@ class DrafterConfig(_Section):
     growth: GrowthConfig = GrowthConfig()
     shared_noise: bool = True
     path: str | None = AUTO
+    tuned: str | None = AUTO
     threads: int | None = Field(None, ge=1)
     length: int | None = Field(None, ge=1, le=64)
     branches: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], Field(max_length=64)] = ()
@@ -96,6 +98,8 @@ class DrafterConfig(_Section):
         """Return the path of the weights of that head or draft model; None if not set, or while `auto` is
         not resolved.
         """
+        if self.tuned not in (None, AUTO) and (tuned := Path(str(self.tuned), method)).is_dir():
+            return str(tuned)
         return None if self.path is None or self.path == AUTO else self.path.replace("{method}", method)
 
     @model_validator(mode="after")

@@ -177,7 +177,7 @@ async def start_contestant(name: str, config: Config, heads: Path | None = None)
     check_name(name)
     settings = load(config, keys_of(name))
     if heads is not None:
-        settings = load(settings, {"drafter.path": str(heads / "{method}")})
+        settings = load(settings, {"drafter.path": str(heads / "{method}"), "drafter.tuned": None})
     return await TalonContestant.start(settings)
 
 

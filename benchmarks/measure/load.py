@@ -63,7 +63,7 @@ def settings_of(name: str, config: Config, heads: Path | None = None) -> Config:
         raise ConfigError(f"method={name!r}: answers one request at a time; leave it out with --concurrency")
     if name not in METHODS:
         check_name(name)
-    weights = {} if heads is None else {"drafter.path": str(heads / "{method}")}
+    weights = {} if heads is None else {"drafter.path": str(heads / "{method}"), "drafter.tuned": None}
     return load(config, keys_of(name, as_served=True) | weights | {"queue.full": "wait"})
 
 

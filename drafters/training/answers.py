@@ -62,7 +62,7 @@ def read_training_prompts(path: Path, tokenizer: Any, recipe: Recipe) -> list[Tr
     chosen: list[TrainingPrompt] = []
     for key in sorted(rows):
         row = rows[key]
-        prompt = chat(tokenizer, row.prompt)
+        prompt = chat(tokenizer, row.prompt) if row.prompt_tokens is None else row.prompt_tokens
         fits = len(prompt) <= room if row.tokens is None else len(prompt) + len(row.tokens) <= recipe.length
         if fits and row.tokens != []:
             _check_tokens(path, row, len(tokenizer))
@@ -78,7 +78,7 @@ def read_training_prompts(path: Path, tokenizer: Any, recipe: Recipe) -> list[Tr
 
 
 def _check_tokens(path: Path, row: PromptRow, vocab: int) -> None:
-    if row.tokens is not None and not all(0 <= token < vocab for token in row.tokens):
+    if not all(0 <= token < vocab for token in [*(row.prompt_tokens or ()), *(row.tokens or ())]):
         raise ConfigError(f"data={path}: tokens of {row.prompt[:30]!r} are not ids of this target: drop the field")
 
 

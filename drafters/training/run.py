@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn
 from rich.table import Column, Table
 from safetensors.torch import save as to_safetensors
 
@@ -20,7 +20,7 @@ from drafters.training.answers import Example, TrainingPrompt, answer_prompts, a
 from drafters.training.build import build
 from drafters.training.features import FeatureSource, KeptFeatures, features_name, kept_states, room_for
 from drafters.training.head_module import HeadModule
-from drafters.training.progress import Stage
+from drafters.training.progress import COLUMNS, Stage
 from drafters.training.recipe import Recipe
 from drafters.training.score import Score
 from drafters.training.target import chat, load_target, target_digest
@@ -29,11 +29,14 @@ from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
 from engine.files.answer_rows import open_answers
 from engine.files.prompt_file import read_prompts
+from engine.places import ROOT
 from engine.weights.resolve import resolve
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _HEAD_FILES = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
-RECIPES = Path(__file__).resolve().parents[2] / "configs" / "train"
+CURVE = Path("training", "curve.json")
+"""A run's held-out scores (`drafters.training.trainer.CurvePoint`), in the folder of its head."""
+RECIPES = ROOT / "configs" / "train"
 
 
 def train(
@@ -78,10 +81,9 @@ def train(
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out={out}: cannot be made ({error.strerror}): name another folder") from None
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
     # shown where there is space
     figures = TextColumn("{task.fields[figures]}", table_column=Column(ratio=1, no_wrap=True))
-    with Progress(*columns, figures, console=console, expand=True) as progress:
+    with Progress(*COLUMNS, figures, console=console, expand=True) as progress:
         digest, kept = target_digest(folder), answers or out.parent / "answers"
         examples = _examples(prompts_, model, tokenizer, digest, plan, kept, progress)
         if len(examples) < 2:
@@ -95,9 +97,14 @@ def train(
         if resume and checkpoint.is_file():
             trainer.load(checkpoint)
         console.print(f"{len(trainer.training)} answers to train on, {len(trainer.held_out)} to measure on")
-        stage = Stage(progress, "training", None if minutes else plan.steps, trainer.step)
+        if minutes is None:
+            stage = Stage(progress, "training", plan.steps, trainer.step)
+        else:
+            stage = Stage(progress, "training, seconds", round(60 * minutes), int(trainer.trained_s))
 
         def judged(score: Score, best: bool) -> None:
+            curve = json.dumps(trainer.curve).encode()
+            replace_file(out / CURVE, curve, "the checkpoint is intact")
             console.print(
                 f"step {trainer.step}, held out: {_figures(score)}  {score.chain_length():.3f} tokens a round"
             )
@@ -111,7 +118,8 @@ def train(
             checkpoint,
             save_minutes * 60,
             lambda step, score: stage(
-                step, lambda: f"loss {score.mean_loss():.2f}, {score.chain_length():.2f} tokens a round"
+                step if minutes is None else int(trainer.trained_s),
+                lambda: f"loss {score.mean_loss():.2f}, {score.chain_length():.2f} tokens a round",
             ),
             judged,
         )

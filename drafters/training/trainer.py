@@ -32,6 +32,8 @@ from engine.core.errors import ConfigError, ModelError
 from engine.files.whole_file import write_whole
 from engine.model.loading import has_native_bfloat16
 
+CurvePoint = tuple[int, float, list[float]]
+"""A held-out score: the steps and the seconds trained by then, and the acceptance by position."""
 EVALUATED_STEPS = 5  # draft positions in the acceptance table of heads that can draft any number
 
 
@@ -40,7 +42,7 @@ class Trainer:
     measure on; tokens: drafts that the module has seen already; limit_s: how long to train, instead of the recipe's
     steps. averaged: the head with the running mean of its weights, which is measured and kept: wherever a run stops, it
     is nearly as good as at the end of a schedule. best: the greatest held-out chain length, that of `best_state`.
-    trained_s: how long it has been trained.
+    trained_s: how long it has been trained. curve: every held-out score.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Trainer:
         self._epoch, self._batches = -1, list[list[int]]()
         self.best = 0.0
         self.best_state: dict[str, Tensor] = {}
+        self.curve: list[CurvePoint] = []
 
     def run(
         self,
@@ -109,6 +112,7 @@ class Trainer:
     def judge(self, judged: Callable[[Score, bool], None]) -> None:
         """Measure on held-out text, and keep the weights if they are the best."""
         score = self.evaluate()
+        self.curve.append((self.step, self.trained_s, score.acceptance()))
         best = score.chain_length() > self.best
         if best:
             self.best = score.chain_length()
@@ -148,6 +152,7 @@ class Trainer:
             "trained_s": self.trained_s,
             "best": self.best,
             "best_state": self.best_state,
+            "curve": self.curve,
             "recipe": self.recipe.model_dump_json(),
             "examples": self.features.digest(),
             "draft_ids": self.module.draft_ids,
@@ -173,7 +178,7 @@ class Trainer:
         self.averaged.load_state_dict(state["averaged"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens, self.trained_s = state["step"], state["tokens"], state.get("trained_s", 0.0)
-        self.best, self.best_state = state["best"], state["best_state"]
+        self.best, self.best_state, self.curve = state["best"], state["best_state"], state.get("curve", [])
 
     def _average(self) -> None:
         """Move the averaged weights towards the current ones; at first their mean is of all steps, then

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,11 +19,12 @@ from engine.frontend.tasks import keep_under_way
 
 if TYPE_CHECKING:
     from engine.api import Engine
+    from engine.frontend.prompts import Prompt
 
 
 async def answer_all(
     engine: Engine,
-    prompts: Sequence[str],
+    prompts: Iterable[tuple[str, Prompt]],
     out: Path,
     model: str,
     sampling: SamplingParams,
@@ -32,21 +33,23 @@ async def answer_all(
 ) -> dict[str, str]:
     """Append an AnswerRow to `out` for each prompt, in order of completion, `at_once` running at a time.
 
-    Returns the reason for each refused prompt (one beyond the model's context, say). model: as configured, for the
-    rows. report: called with how many are done.
+    Returns the reason for each refused prompt (one beyond the model's context, say), by its name. prompts: each with
+    the name that it has in the file, taken when there is room for another. model: as configured, for the rows. report:
+    called with how many are done.
     """
     refused: dict[str, str] = {}
     ended = 0
     with out.open("ab") as file:
 
-        async def answer_one(prompt: str) -> None:
+        async def answer_one(named: tuple[str, Prompt]) -> None:
             nonlocal ended
+            name, prompt = named
             try:
                 result = await engine.generate(prompt, sampling)
             except (RequestError, RequestFailed) as error:
-                refused[prompt] = str(error)
+                refused[name] = str(error)
             else:
-                row = AnswerRow.of(prompt, model, sampling, result.finish_reason, result.text, result.token_ids)
+                row = AnswerRow.of(name, model, sampling, result.finish_reason, result.text, result.token_ids)
                 file.write(msgspec.json.encode(row) + b"\n")
                 file.flush()
             ended += 1
@@ -90,7 +93,7 @@ def answer(
                 with shown() as bar:
                     refused = await answer_all(
                         engine,
-                        left,
+                        [(prompt, prompt) for prompt in left],
                         out,
                         settings.model,
                         sampling,

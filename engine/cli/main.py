@@ -39,6 +39,7 @@ _MEASUREMENTS = (
     *(("cli.checks", name) for name in ("check", "report", "qa")),
     *(("cli.studies", name) for name in ("acceptance", "profile")),
     ("cli.evidence", "evidence"),
+    ("cli.tune", "tune"),
 )
 """Commands of the benchmarks package, as (module, command)."""
 

@@ -124,9 +124,9 @@ def _add_norm(work: Any, residual: int, delta: int) -> None:
 
 
 class Activation(IntEnum):
-    """What a gate applies to its numbers. GELU: the approximation by tanh; ERF_GELU: the function. SQUARED_RELU:
-    max(x, 0)^2. CLAMPED: SiLU of `alpha` times the gate over `alpha`, of gates and ups that are cut at `limit`, with 1
-    added to the ups. XIELU: x / 2 + alpha * max(x, 0)^2 + (1 / 2 + beta) * (exp(y) - 1 - y), where y is min(x, 0).
+    """What a gate applies to `alpha` times its numbers. GELU: the approximation by tanh; ERF_GELU: the function.
+    SQUARED_RELU: max(x, 0)^2. CLAMPED: SiLU over `alpha`, of gates and ups that are cut at `limit`, with 1 added to the
+    ups. XIELU: x / 2 + above * max(x, 0)^2 + (1 / 2 + below) * (exp(y) - 1 - y), where y is min(x, 0).
     """
 
     SILU = 0
@@ -147,7 +147,7 @@ GATE = record_of(
     "inner",
     "width",
     "activation",
-    floats=("alpha", "limit", "beta"),
+    floats=("alpha", "limit", "above", "below"),
 )
 
 _GELU = np.float32(2 * (2 / np.pi) ** 0.5), np.float32(2 * (2 / np.pi) ** 0.5 * 0.044715)
@@ -170,6 +170,8 @@ def gate_kernel(address: Any) -> None:
             if work.activation == Activation.CLAMPED:
                 limit, lowest = splat(work.limit), splat(-work.limit)
                 x, factor = minimum(x, limit), add(maximum(lowest, minimum(factor, limit)), one)
+            else:
+                x = multiply(x, splat(work.alpha))
             y = multiply(x, splat(-work.alpha if work.activation == Activation.CLAMPED else np.float32(-1)))
             if work.activation == Activation.GELU:
                 y = multiply(y, fma(multiply(x, x), splat(_GELU[1]), splat(_GELU[0])))
@@ -213,10 +215,10 @@ def _erf_gelu(x: Any) -> Any:
 @njit
 def _xielu(work: Any, x: Any) -> Any:
     zero, one = splat(np.float32(0)), splat(np.float32(1))
-    above, below = maximum(x, zero), minimum(x, zero)
-    bent = add(exp(below), multiply(add(one, below), splat(np.float32(-1))))
-    made = fma(bent, splat(_HALF + work.beta), multiply(x, splat(_HALF)))
-    return fma(multiply(above, above), splat(work.alpha), made)
+    positive, negative = maximum(x, zero), minimum(x, zero)
+    bent = add(exp(negative), multiply(add(one, negative), splat(np.float32(-1))))
+    made = fma(bent, splat(_HALF + work.below), multiply(x, splat(_HALF)))
+    return fma(multiply(positive, positive), splat(work.above), made)
 
 
 ENTER = record_of(

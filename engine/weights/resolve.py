@@ -18,7 +18,7 @@ from engine.weights.gguf.described import DESCRIPTION_BYTES, describe, described
 from engine.weights.gguf.source import is_unchanged, read_source, remember, source_of
 from engine.weights.hub import fetched
 from engine.weights.quantised import quantised_folder
-from engine.weights.trained import trained_for, trained_for_name
+from engine.weights.trained import best_head, trained_for, trained_for_name
 
 
 def resolve(model: str, key: str = "model") -> str:
@@ -86,19 +86,24 @@ def with_own(config: Config) -> Config:
     downloaded for it.
     """
     drafter = config.drafter
-    if AUTO not in (drafter.answers, drafter.path, drafter.head):
+    if AUTO not in (drafter.answers, drafter.path, drafter.tuned, drafter.head):
         return config
     here = Path(config.model).exists()
     own = trained_for(Path(config.model)) if here else trained_for_name(config.model)
     if drafter.answers == AUTO:
         answers = None if own is None else own.answers
         drafter = drafter.model_copy(update={"answers": None if answers is None else str(answers)})
+    if drafter.tuned == AUTO:
+        found = own is not None and own.is_tuned and drafter.path == AUTO
+        drafter = drafter.model_copy(update={"tuned": str(own.tuned) if own is not None and found else None})
     if drafter.path == AUTO:
-        drafter = drafter.model_copy(update={"path": None if own is None else str(own.heads)})
+        heads = None if own is None else own.heads
+        drafter = drafter.model_copy(update={"path": None if heads is None else str(heads)})
     if drafter.head == AUTO:
         named = Path(config.model if drafter.path is None else drafter.path)
-        usual = "eagle3" if own is None else own.best_head
-        drafter = drafter.model_copy(update={"head": METHOD if brings_head(named) else usual})
+        tuned = None if drafter.tuned is None else Path(drafter.tuned)
+        usual = best_head([tuned, None if own is None else own.folder])
+        drafter = drafter.model_copy(update={"head": METHOD if drafter.tuned is None and brings_head(named) else usual})
     return config.model_copy(update={"drafter": drafter})
 
 

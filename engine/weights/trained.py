@@ -1,4 +1,5 @@
-"""What Talon has trained for a model, in `models/NAME`: draft heads and a datastore of the model's own answers.
+"""What has been trained for a model: draft heads and a datastore of its own answers, which come with Talon in
+`models/NAME`, and heads that `talon tune` has made here, in Talon's home, which come first.
 
 A model is known by its final norm, whatever its file is called: GGUF files keep norms unquantised, so every
 quantisation of a model has the same, and so has the directory that it was made from.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import numpy as np
 
 from engine.core.errors import ModelError
 from engine.places import ROOT
+from engine.weights.cache import home
 from engine.weights.gguf.file import GgufFile, read_gguf
 from engine.weights.gguf.source import open_gguf
 from engine.weights.quantised import unquantised
@@ -31,39 +34,56 @@ _LARGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
 
 @dataclass(frozen=True)
 class Trained:
-    """The folder of what comes with a model."""
+    """The folders of what there is for a model. folder: of what comes with Talon, None if nothing does. tuned: of the
+    heads that were made here, which need not be there.
+    """
 
-    folder: Path
+    folder: Path | None
+    tuned: Path
 
     @property
     def answers(self) -> Path | None:
         """The datastore of the model's own answers: see `Config.drafter.answers`."""
-        return found if (found := self.folder / "answers").is_dir() else None
+        return None if self.folder is None or not (found := self.folder / "answers").is_dir() else found
 
     @property
-    def best_head(self) -> str:
-        """The method of the head that drafts best, of those that are there."""
-        return next((name for name in _BEST if (self.folder / name).is_dir()), _BEST[-1])
+    def heads(self) -> Path | None:
+        """The path of the heads that come with Talon, with {method}: see `Config.drafter.path`."""
+        return None if self.folder is None else self.folder / "{method}"
 
     @property
-    def heads(self) -> Path:
-        """The path of the draft heads, with {method}: see `Config.drafter.path`."""
-        return self.folder / "{method}"
+    def is_tuned(self) -> bool:
+        """Whether a head was made here."""
+        return any((self.tuned / name).is_dir() for name in _BEST)
+
+
+def best_head(places: Iterable[Path | None]) -> str:
+    """Return the method of the head that drafts best, of those in the first of these folders that has any."""
+    return next((name for place in places if place for name in _BEST if (place / name).is_dir()), _BEST[-1])
 
 
 def trained_for_name(name: str) -> Trained | None:
-    """Return what comes with the model of that name, which need not be there yet; None if nothing does."""
-    return Trained(ROOT / "models" / name) if name in _TARGETS.values() else None
+    """Return what there is for the model of that name, which need not be there yet; None if Talon knows no such
+    model.
+    """
+    return next((_trained(norm) for norm, known in _TARGETS.items() if known == name), None)
 
 
 def trained_for(model: Path) -> Trained | None:
-    """Return what comes with the model in a GGUF file or directory; None if nothing does or it cannot be read."""
+    """Return what there is, and may be, for the model in a GGUF file or directory; None if it cannot be told from
+    others.
+    """
     try:
         norm = _norm_of_gguf(read_gguf(model, "model")) if model.is_file() else _norm_of_directory(model)
     except (OSError, ValueError, LookupError, TypeError, ModelError):
         return None  # whoever loads the model says what is wrong with it
-    name = None if norm is None else _TARGETS.get(hashlib.sha256(norm).hexdigest())
-    return None if name is None else Trained(ROOT / "models" / name)
+    return None if norm is None else _trained(hashlib.sha256(norm).hexdigest())
+
+
+def _trained(norm: str) -> Trained:
+    """Return the folders of a model by the hash of its norm."""
+    name = _TARGETS.get(norm)
+    return Trained(None if name is None else ROOT / "models" / name, home() / "heads" / norm[:32])
 
 
 def _norm_of_gguf(gguf: GgufFile) -> bytes | None:
@@ -86,4 +106,8 @@ def _norm_of_directory(folder: Path) -> bytes | None:
         about = json.loads(weights.read(length))[_NORM]
         first, end = about["data_offsets"]
         weights.seek(8 + length + first)
-        return weights.read(end - first) if about["dtype"] == "BF16" else None
+        stored = weights.read(end - first)
+    if about["dtype"] == "BF16":
+        return stored
+    wide = np.frombuffer(stored, {"F32": "<f4", "F16": "<f2"}[about["dtype"]]).astype("<f4")
+    return (wide.view("<u4") >> 16).astype("<u2").tobytes()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -27,11 +28,17 @@ from engine.kernels.attention.code_attention import code_kernel, scratch_of_quer
 from engine.kernels.attention.code_pair_attention import code_pair_kernel
 from engine.kernels.attention.lane_attention import VECTORS, lane_kernel
 from engine.kernels.attention.pair_attention import pair_kernel
-from engine.kernels.attention.paired_attention import scratch_of_own
+from engine.kernels.attention.paired_attention import STATE_BYTES, scratch_of_own
 from engine.kernels.attention.tile_attention import TILES, tile_kernel
 from engine.kernels.gemm.matmul import Unit, units
 from engine.kernels.simd import LANES
 from engine.kernels.threads import Kernel, address_of, int_fields
+
+MOST_QUERIES = 96
+"""Queries of a tile of AMX, at most: all of them use a block of keys or values while it is in the cache."""
+_UNITS = 4  # tiles with a KV head for each thread, at least, before tiles become larger
+_CHUNK = 32  # blocks that a long text is read in, which fit into the second level of cache with their scores
+_WHOLE_BYTES = 1 << 19  # scores of a tile that are kept whole
 
 
 def has_pairs(dtype: torch.dtype) -> bool:
@@ -91,7 +98,8 @@ class Attention:
         work["head_dim"], work["width"] = shape.head_dim, shape.dtype.itemsize
         self.kernel = _kernel(shape)
         self._queries = TILE_ROWS if shape.vnni or shape.q8_0 else VECTORS  # per tile
-        self._query_bytes = shape.dims * 4 + 4 + (scratch_of_query(shape.dims) if shape.q8_0 else 0)
+        self._most_queries = MOST_QUERIES if self.kernel is tile_kernel() else self._queries
+        self._query_bytes = shape.dims * 4 + STATE_BYTES + (scratch_of_query(shape.dims) if shape.q8_0 else 0)
         work["tile_sizes"] = TILES.ctypes.data
         self.queries = torch.zeros(0, dtype=shape.dtype if shape.vnni else torch.float32)
         self._of_batch, self._own_bytes = int_fields(work, "tables", "rows"), scratch_of_own.py_func(shape.dims)
@@ -101,14 +109,14 @@ class Attention:
     def begin(self, batch: Batch) -> BatchAddresses:
         """Set the batch for the next calls. Returns the addresses of its arrays, valid until the next batch."""
         shape, rows = self.pool.shape, len(batch)
-        of_tile = max(1, self._queries // self.q_per_kv)
+        of_tile = self._rows_of_tile(rows)
         tiles = batch.tiles(of_tile)
         self._tile_count = len(tiles) - 1
         if self.queries.numel() < (needed := rows * self.q_per_kv * shape.kv_heads * shape.dims):
             self.queries = self.queries.new_zeros(needed)
         vectors = min(of_tile, rows) * self.q_per_kv
-        # an odd number of cache lines, so that rows do not compete for the same ones
-        step = (-(-max(map(len, batch.tables_of)) // 2) | 1) * 2 * BLOCK
+        chunk, kept = self._blocks_kept(batch, vectors)
+        step = (-(-kept // 2) | 1) * 2 * BLOCK  # an odd number of cache lines, so that rows do not compete for the same
         bytes_each = vectors * (step * 6 + self._query_bytes) + self._own_bytes
         bytes_each = -(-bytes_each // 64) * 64 + 64
         if self._scratch.numel() < (needed := bytes_each * torch.get_num_threads()):
@@ -116,9 +124,23 @@ class Attention:
         first, tables = self._put([*batch.numbers, *tiles], batch.tables_of)
         at = BatchAddresses(*(first + 4 * start for start in batch.starts))
         seen = tables, at.table_of, at.prefix_lens, at.ancestor_ptr, at.ancestor_slots, at.tiles
-        room = self.queries.data_ptr(), self._scratch.data_ptr(), bytes_each, step
+        room = self.queries.data_ptr(), self._scratch.data_ptr(), bytes_each, step, chunk
         self._of_batch[:] = *seen, *room, self._tile_count, rows
         return at
+
+    def _rows_of_tile(self, rows: int) -> int:
+        """Return how many rows share their reading of keys and values, of a batch with so many."""
+        least, most = (max(1, queries // self.q_per_kv) for queries in (self._queries, self._most_queries))
+        enough: int = rows * self.pool.shape.kv_heads // (_UNITS * torch.get_num_threads())
+        return min(most, max(least, enough))
+
+    def _blocks_kept(self, batch: Batch, vectors: int) -> tuple[int, int]:
+        """Return how many blocks' scores so many queries of a tile keep at a time before their tail, and with it."""
+        blocks = max(map(len, batch.tables_of))
+        if self._most_queries == self._queries or vectors * blocks * BLOCK * 4 <= _WHOLE_BYTES:
+            return blocks, blocks
+        kept = _CHUNK + max(map(partial(_tail_blocks, batch), batch.spans))
+        return (_CHUNK, kept) if kept < blocks else (blocks, blocks)
 
     def _put(self, numbers: list[int], tables: Sequence[Int]) -> tuple[int, int]:
         """Store the numbers as int32, and the tables after them; returns both addresses. Asking an array for its
@@ -149,6 +171,17 @@ class Attention:
         record["sinks"] = 0 if rule.sinks is None else rule.sinks.data_ptr()
         record["out"] = out.data_ptr()
         return address_of(self._work, at)
+
+
+def _tail_blocks(batch: Batch, span: tuple[int, int]) -> int:
+    """Return the blocks that a request's rows with ancestors may reach, from the first that they do not share."""
+    first, end = span
+    begin, stop = batch.ancestor_ptr[[first, end]].tolist()
+    if begin == stop:
+        return 0
+    shortest, longest = batch.prefix_lens[first:end].min(), batch.prefix_lens[first:end].max()
+    last = max(int(longest) - 1, int(batch.ancestor_slots[begin:stop].max()))
+    return last // BLOCK + 1 - int(shortest) // BLOCK
 
 
 class LayerKeys(NamedTuple):

@@ -50,13 +50,14 @@ ATTENTION = np.dtype(
             # and sizes
             "scratch_bytes",
             "step",  # scores in a row of scratch, a multiple of 16
+            "chunk",  # blocks before the tail whose scores are kept at a time
             "tile_count",
             "rows",
             # of a layer: addresses
             "keys",  # one layer's part of the pool (`engine.model.kv_pool`)
             "values",
             "sinks",  # [heads] float32, or 0
-            "tile_sizes",  # AMX: [17, 64], the tile configuration for each number of queries
+            "tile_sizes",  # AMX: [2, 17, 64], tile configurations for scores and for sums, for each number of queries
             "out",  # [rows, heads * head_dim]
             # and sizes
             "kv_heads",
@@ -74,11 +75,7 @@ ATTENTION = np.dtype(
 @njit
 def first_seen(work: Any, row: int) -> Any:
     """Return the first position that the row sees."""
-    if work.window == 0:
-        return 0
-    seen = int_at(work.prefix_lens + 4 * row)
-    seen += int_at(work.ancestor_ptr + 4 * row + 4) - int_at(work.ancestor_ptr + 4 * row)
-    return max(0, seen - work.window)
+    return 0 if work.window == 0 else max(0, seen_end(work, row) - work.window)
 
 
 @njit
@@ -90,25 +87,82 @@ def last_slot(work: Any, row: int) -> Any:
 
 
 @njit
-def softmax(work: Any, row: int, head: int, scores: int, weights: int, width: int) -> Any:
-    """Write exp(score - largest) of each score that the row sees to `weights`, by position, and return their sum.
+def softmax(work: Any, row: int, head: int, scores: int) -> Any:
+    """Overwrite each score that the row sees with exp(score - largest), by position, and return their sum.
 
-    scores: by slot, overwritten. Weights are float32 or bfloat16, per `width`, and fill whole vectors of 16 positions.
+    scores: by slot. What is written fills whole vectors of 16 positions.
     """
-    start, seen = first_seen(work, row), _by_position(work, row, scores)
-    low, high = start // LANES * LANES, (seen + LANES - 1) // LANES * LANES
-    scale = work.scale
+    move_ancestors(work, row, scores)
+    low, high = seen_vectors(work, row, 0, 1 << 40)
+    finish_scores(work, row, scores, low, high)
+    top = greatest(work, head, largest_scores(scores, low, high, splat(np.float32(-np.inf))))
+    sums = weights_of(work, scores, low, high, top, scores, FLOAT32, splat(np.float32(0)))
+    return total(sums) + sink_weight(work, head, top)
+
+
+@njit
+def seen_end(work: Any, row: int) -> Any:
+    """Return one more than the last position that the row sees."""
+    seen = int_at(work.prefix_lens + 4 * row)
+    return seen + int_at(work.ancestor_ptr + 4 * row + 4) - int_at(work.ancestor_ptr + 4 * row)
+
+
+@njit
+def seen_vectors(work: Any, row: int, begin: int, stop: int) -> Any:
+    """Return the range of whole vectors of positions, in the blocks from begin to stop, that a row sees any of."""
+    low = max(begin * LANES, first_seen(work, row) // LANES * LANES)
+    return low, min(stop * LANES, (seen_end(work, row) + LANES - 1) // LANES * LANES)
+
+
+@njit
+def move_ancestors(work: Any, row: int, scores: int) -> None:
+    """Move the ancestors' scores to their positions."""
+    prefix, begin = int_at(work.prefix_lens + 4 * row), int_at(work.ancestor_ptr + 4 * row)
+    for i in range(int_at(work.ancestor_ptr + 4 * row + 4) - begin):  # their slots ascend, never before their positions
+        put_float(scores + 4 * (prefix + i), float_at(scores + 4 * int_at(work.ancestor_slots + 4 * (begin + i))))
+
+
+@njit
+def finish_scores(work: Any, row: int, scores: int, low: int, high: int) -> None:
+    """Cap the scores at the positions from low to high, and hide those that the row does not see. They may not have
+    their scale yet.
+    """
+    start, seen = first_seen(work, row), seen_end(work, row)
     if work.softcap != 0:
-        scale = np.float32(1)
-        _cap(work, scores, start, seen)
-    peak = splat(np.float32(-np.inf))
+        _cap(work, scores, low, high)
+    for position in range(low, min(start, high)):
+        put_float(scores + 4 * position, np.float32(-np.inf))
+    for position in range(max(low, seen), high):
+        put_float(scores + 4 * position, np.float32(-np.inf))
+
+
+@njit
+def largest_scores(scores: int, low: int, high: int, peak: Any) -> Any:
+    """Return, for each lane, the largest of `peak` and of the scores from low to high."""
     for position in range(low, high, LANES):
         peak = maximum(load(scores + 4 * position, FLOAT32), peak)
-    top = largest(peak) * scale
-    if work.sinks != 0:
-        top = max(top, float_at(work.sinks + 4 * head))
-    factor, negative = splat(scale * _LOG2_E), splat(-top * _LOG2_E)
-    sums = splat(np.float32(0))
+    return peak
+
+
+@njit
+def greatest(work: Any, head: int, peak: Any) -> Any:
+    """Return the largest score of a query, its sink included, with its scale."""
+    top = largest(peak) * _scale(work)
+    return max(top, float_at(work.sinks + 4 * head)) if work.sinks != 0 else top
+
+
+@njit
+def sink_weight(work: Any, head: int, top: Any) -> Any:
+    """Return the weight of the head's sink, if it has one."""
+    return largest(exp(splat(float_at(work.sinks + 4 * head) - top))) if work.sinks != 0 else np.float32(0)
+
+
+@njit
+def weights_of(work: Any, scores: int, low: int, high: int, top: Any, weights: int, width: int, sums: Any) -> Any:
+    """Write exp(score - top) of the scores from low to high to `weights`, by position, and return `sums` with them.
+    width: BFLOAT16 or FLOAT32.
+    """
+    factor, negative = splat(_scale(work) * _LOG2_E), splat(-top * _LOG2_E)
     for position in range(low, high, LANES):
         weight = exp2(fma(load(scores + 4 * position, FLOAT32), factor, negative))
         if width == BFLOAT16:
@@ -116,46 +170,23 @@ def softmax(work: Any, row: int, head: int, scores: int, weights: int, width: in
         else:
             store(weight, weights + 4 * position, FLOAT32)
         sums = add(sums, weight)
-    sum_of = total(sums)
-    if work.sinks != 0:
-        sum_of += largest(exp(splat(float_at(work.sinks + 4 * head) - top)))
-    return sum_of
+    return sums
 
 
 @njit
-def _by_position(work: Any, row: int, scores: int) -> Any:
-    """Move the ancestors' scores to their positions and mask what the row does not see; return its positions' end."""
-    prefix, begin = int_at(work.prefix_lens + 4 * row), int_at(work.ancestor_ptr + 4 * row)
-    seen = prefix + int_at(work.ancestor_ptr + 4 * row + 4) - begin
-    for i in range(seen - prefix):  # their slots ascend and are never before their positions
-        put_float(scores + 4 * (prefix + i), float_at(scores + 4 * int_at(work.ancestor_slots + 4 * (begin + i))))
-    start = first_seen(work, row)
-    for position in range(start // LANES * LANES, start):
-        put_float(scores + 4 * position, np.float32(-np.inf))
-    for position in range(seen, (seen + LANES - 1) // LANES * LANES):
-        put_float(scores + 4 * position, np.float32(-np.inf))
-    return seen
+def _scale(work: Any) -> Any:
+    """Return the scale of scores; one, where their cap has applied it."""
+    return np.float32(1) if work.softcap != 0 else work.scale
 
 
 @njit
-def _cap(work: Any, scores: int, start: int, seen: int) -> None:
+def _cap(work: Any, scores: int, low: int, high: int) -> None:
     """Compute scores = softcap * tanh(scale * scores / softcap)."""
     cap, one, ratio = splat(work.softcap), splat(np.float32(1)), splat(np.float32(2) * work.scale / work.softcap)
-    for position in range(start // LANES * LANES, seen, LANES):
+    for position in range(low, high, LANES):
         raised = exp(multiply(load(scores + 4 * position, FLOAT32), ratio))
         x = multiply(cap, fma(splat(np.float32(-2)), divide(one, add(raised, one)), one))
-        if position < start or position + LANES > seen:  # masked scores stay masked
-            x = _hide(x, scores + 4 * position, position, start, seen)
         store(x, scores + 4 * position, FLOAT32)
-
-
-@njit
-def _hide(x: Any, place: int, position: int, start: int, seen: int) -> Any:
-    store(x, place, FLOAT32)
-    for lane in range(LANES):
-        if position + lane < start or position + lane >= seen:
-            put_float(place + 4 * lane, np.float32(-np.inf))
-    return load(place, FLOAT32)
 
 
 @njit

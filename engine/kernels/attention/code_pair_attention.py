@@ -15,7 +15,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from engine.kernels.amx import pointer
-from engine.kernels.attention.attention_work import ATTENTION, first_seen
+from engine.kernels.attention.attention_work import ATTENTION, first_seen, seen_end
 from engine.kernels.attention.code_attention import FASTEST, next_codes, numbers, scoring
 from engine.kernels.attention.kv_codes import head_bytes, value_codes_at, value_scales_at
 from engine.kernels.attention.pair_attention import WEIGHED, add_block
@@ -24,11 +24,10 @@ from engine.kernels.attention.paired_attention import (
     WEIGHT_BYTES,
     attending,
     own_blocks,
-    scratch_of_own,
     slot_at,
 )
 from engine.kernels.quant.layouts import STEP as GROUP
-from engine.kernels.simd import BFLOAT16, FLOAT32, LANES, float16_at, int_at, splat, spread, store
+from engine.kernels.simd import BFLOAT16, LANES, float16_at, int_at, spread
 from engine.kernels.threads import kernel
 
 _WORD = ir.IntType(64)
@@ -37,53 +36,44 @@ _score = scoring(BFLOAT16, FASTEST)
 
 
 @njit
-def _score_all(work: Any, queries: int, count: int, table: int, head: int, low: int, high: int, scores: int) -> None:
-    room = scores + count * (work.step * 6 + work.dims * 4 + 4) + scratch_of_own(work.dims)
-    _score(work, queries, count, table, head, low, high, scores, room)
+def _score_all(work: Any, tile: Any, begin: int, stop: int, scores: int) -> None:
+    _score(work, tile.queries, tile.vectors, tile.table, tile.head, begin, stop, scores, tile.room)
 
 
 @njit
-def _weigh_all(
-    work: Any,
-    table: int,
-    head: int,
-    first: int,
-    end: int,
-    low: int,
-    common: int,
-    weights: int,
-    sums: int,
-    own: int,
-) -> None:
-    count, values = (end - first) * work.q_per_kv, own + 2 * WEIGHT_BYTES
-    for i in range(count * work.dims // LANES):
-        store(splat(np.float32(0)), sums + 4 * LANES * i, FLOAT32)
-    for block in range(low, common):
-        at = next_codes(work, work.values, table, block, common - 1, head)
+def _weigh_all(work: Any, tile: Any, begin: int, stop: int, weights: int) -> None:
+    values = tile.own + 2 * WEIGHT_BYTES
+    for block in range(begin, stop):
+        at = next_codes(work, work.values, tile.table, block, stop - 1, tile.head)
         for pair in range(LANES // 2):
             _join_values(work.dims, at, 2 * pair, 1, at, 2 * pair + 1, 1, values + 64 * pair)
-        for begin in range(0, count, WEIGHED):
-            add_block(work, begin, min(WEIGHED, count - begin), block, values, weights, sums)
-    for row in range(first, end):
-        begun, stop, seen = own_blocks(work, row, common)
-        start = first_seen(work, row)
-        for block in range(begun, stop):
+        for first in range(0, tile.vectors, WEIGHED):
+            add_block(work, first, min(WEIGHED, tile.vectors - first), block, values, weights, tile.sums)
+
+
+@njit
+def _weigh_own(work: Any, tile: Any, begin: int, stop: int, weights: int) -> None:
+    values = tile.own + 2 * WEIGHT_BYTES
+    for row in range(tile.first, tile.end):
+        start, seen = first_seen(work, row), seen_end(work, row)
+        low, high = own_blocks(work, row, begin, stop)
+        for block in range(low, high):
             for pair in range(LANES // 2):
                 even = block * LANES + 2 * pair
-                one, one_lane = _value_at(work, table, head, row, min(even, seen - 1))
-                two, two_lane = _value_at(work, table, head, row, min(even + 1, seen - 1))
+                one, one_lane = _value_at(work, tile, row, min(even, seen - 1))
+                two, two_lane = _value_at(work, tile, row, min(even + 1, seen - 1))
                 sees_one, sees_two = start <= even < seen, start <= even + 1 < seen
                 _join_values(work.dims, one, one_lane, sees_one, two, two_lane, sees_two, values + 64 * pair)
             for group in range(0, work.q_per_kv, WEIGHED):
-                some = min(WEIGHED, work.q_per_kv - group)
-                add_block(work, (row - first) * work.q_per_kv + group, some, block, values, weights, sums)
+                some, first = min(WEIGHED, work.q_per_kv - group), (row - tile.first) * work.q_per_kv + group
+                add_block(work, first, some, block, values, weights, tile.sums)
 
 
 @njit
-def _value_at(work: Any, table: int, head: int, row: int, position: int) -> Any:
+def _value_at(work: Any, tile: Any, row: int, position: int) -> Any:
     """Return the address of a head's values in the block of a row's position, and the lane there."""
     slot = slot_at(work, row, position)
-    block = work.values + (int_at(table + 4 * (slot // LANES)) * work.kv_heads + head) * head_bytes(work.dims)
+    block = work.values + (int_at(tile.table + 4 * (slot // LANES)) * work.kv_heads + tile.head) * head_bytes(work.dims)
     return block, slot % LANES
 
 
@@ -124,7 +114,7 @@ def _join_group(context: Any, even: Any, scale: Any, odd: Any, other: Any, place
     return types.void(types.int64, types.float32, types.int64, types.float32, types.int64), generate
 
 
-_attend_all = attending(_score_all, _weigh_all)
+_attend_all = attending(_score_all, _weigh_all, _weigh_own)
 
 
 @kernel(ATTENTION)

@@ -94,7 +94,7 @@ def attending(score: Any, weigh: Any) -> Any:
             for group in range(work.q_per_kv):
                 vector = (row - first) * work.q_per_kv + group
                 at = scores + vector * step
-                sum_of = softmax(work, row, head * work.q_per_kv + group, at, at, FLOAT32)
+                sum_of = softmax(work, row, head * work.q_per_kv + group, at)
                 for i in range(0, work.dims, LANES):
                     store(splat(np.float32(0)), sums + (vector * work.dims + i) * 4, FLOAT32)
                 put_float(sums + (count * work.dims + vector) * 4, sum_of)

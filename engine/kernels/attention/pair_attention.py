@@ -32,46 +32,36 @@ _WORD = ir.IntType(64)
 
 
 @njit
-def _score_all(work: Any, queries: int, count: int, table: int, head: int, low: int, high: int, scores: int) -> None:
+def _score_all(work: Any, tile: Any, begin: int, stop: int, scores: int) -> None:
     stride, step, steps = work.dims * 2, work.step * 4, work.dims // 32
-    for begin in range(0, count, _SCORED):
-        some, q = min(_SCORED, count - begin), queries + begin * stride
-        for block in range(low, high):
-            at = next_block(work, work.keys, table, block, high, head)
-            place = scores + begin * step + 4 * LANES * block
+    for first in range(0, tile.vectors, _SCORED):
+        some, q = min(_SCORED, tile.vectors - first), tile.queries + first * stride
+        for block in range(begin, stop):
+            at = next_block(work, work.keys, tile, block, stop)
+            place = scores + first * step + 4 * LANES * block
             sum_vectors(1, _SCORED, 1, some, q, stride, at, 0, steps, place, step)
 
 
 @njit
-def _weigh_all(
-    work: Any,
-    table: int,
-    head: int,
-    first: int,
-    end: int,
-    low: int,
-    common: int,
-    weights: int,
-    sums: int,
-    own: int,
-) -> None:
-    count = (end - first) * work.q_per_kv
-    for i in range(count * work.dims // LANES):
-        store(splat(np.float32(0)), sums + 4 * LANES * i, FLOAT32)
-    for begin in range(0, count, WEIGHED):
-        some = min(WEIGHED, count - begin)
-        for block in range(low, common):
-            at = next_block(work, work.values, table, block, common, head)
-            add_block(work, begin, some, block, at, weights, sums)
-    values = own + 2 * WEIGHT_BYTES
-    store(splat(np.float32(0)), own, FLOAT32)
-    for row in range(first, end):
-        begun, stop, seen = own_blocks(work, row, common)
-        for block in range(begun, stop):
-            gather(work, table, head, row, block * LANES, seen, 0, work.dims // LANES, values, own)
+def _weigh_all(work: Any, tile: Any, begin: int, stop: int, weights: int) -> None:
+    for first in range(0, tile.vectors, WEIGHED):
+        some = min(WEIGHED, tile.vectors - first)
+        for block in range(begin, stop):
+            at = next_block(work, work.values, tile, block, stop)
+            add_block(work, first, some, block, at, weights, tile.sums)
+
+
+@njit
+def _weigh_own(work: Any, tile: Any, begin: int, stop: int, weights: int) -> None:
+    zeros, values = tile.own, tile.own + 2 * WEIGHT_BYTES
+    store(splat(np.float32(0)), zeros, FLOAT32)
+    for row in range(tile.first, tile.end):
+        low, high = own_blocks(work, row, begin, stop)
+        for block in range(low, high):
+            gather(work, tile, row, block * LANES, 0, work.dims // LANES, values, zeros)
             for group in range(0, work.q_per_kv, WEIGHED):
-                some = min(WEIGHED, work.q_per_kv - group)
-                add_block(work, (row - first) * work.q_per_kv + group, some, block, values, weights, sums)
+                some, first = min(WEIGHED, work.q_per_kv - group), (row - tile.first) * work.q_per_kv + group
+                add_block(work, first, some, block, values, weights, tile.sums)
 
 
 @njit
@@ -130,7 +120,7 @@ def _add_values(
     return types.void(most, panels, *[types.int64] * 6), generate
 
 
-_attend_all = attending(_score_all, _weigh_all)
+_attend_all = attending(_score_all, _weigh_all, _weigh_own)
 
 
 @kernel(ATTENTION)

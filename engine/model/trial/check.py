@@ -17,6 +17,7 @@ from engine.model.reader.decoder import describe
 from engine.model.structure import DecoderStructure, OtherStructure
 from engine.weights.draft_head import brings_head
 from engine.weights.gguf.file import GgufFile
+from engine.weights.quantised_weights import QuantisedCheckpoint
 from engine.weights.resolve import resolve, with_own
 from engine.weights.stored_weights import Unreadable
 
@@ -29,13 +30,7 @@ def lines_of(model: str) -> Iterator[str]:
     config, stored = load_config(str(folder)), open_stored(folder)
     stock = skeleton(str(folder), config)
     parameters = sum(parameter.numel() for parameter in stock.parameters())
-    size, structure, reason = 2 * parameters, None, ""
-    try:
-        weights = None if stored is None else weights_of(stored, stock)
-        size = size if weights is None else weights.size
-        structure = describe(stock, weights)
-    except (Unreadable, OtherStructure, AttributeError) as error:  # a part of the structure is missing
-        reason = first_line(error)
+    size, structure, reason = _described(stock, stored)
     facts = facts_of(stock)
     yield f"family: {config.model_type}, {parameters / 1e9:.2f} billion parameters, {len(_layers(stock))} layers"
     yield f"types: {stored.kinds if isinstance(stored, GgufFile) else _type_of(config)}"
@@ -48,6 +43,27 @@ def lines_of(model: str) -> Iterator[str]:
         yield f"will take more memory than its file: {', '.join(sorted(unpacked))} become bfloat16"
     if structure is not None and (len(structure.key_sizes) > 1 or len(structure.attending) < len(structure.layers)):
         yield "will not work: a GPU, or a type other than bfloat16 and float32: the lean decoder alone runs it"
+
+
+def not_lean(folder: Path) -> str:
+    """Return why the lean decoder does not run the model of a directory; "" if its structure is known, and its logits
+    will be compared. Raises ModelError if the model cannot be read.
+    """
+    stock = skeleton(str(folder), load_config(str(folder)))
+    return _described(stock, open_stored(folder))[2]
+
+
+def _described(
+    stock: torch.nn.Module, stored: GgufFile | QuantisedCheckpoint | None
+) -> tuple[int, DecoderStructure | None, str]:
+    """Return the bytes of a model's weights, its structure if it is known, and what is unknown of it."""
+    size = 2 * sum(parameter.numel() for parameter in stock.parameters())
+    try:
+        weights = None if stored is None else weights_of(stored, stock)
+        size = size if weights is None else weights.size
+        return size, describe(stock, weights), ""
+    except (Unreadable, OtherStructure, AttributeError) as error:  # a part of the structure is missing
+        return size, None, first_line(error)
 
 
 def _layers(stock: torch.nn.Module) -> list[str]:
@@ -67,6 +83,8 @@ def _keys(structure: DecoderStructure) -> str:
 
 def _drafter(model: str) -> str:
     drafter = with_own(Config(model=model)).drafter
+    if drafter.tuned is not None:
+        return f"{drafter.head}, which talon tune made here: method={drafter.head} or hybrid"
     if brings_head(Path(model)):
         return "its own head: method=mtp or hybrid"
     if drafter.path is not None:

@@ -25,7 +25,7 @@ from drafters.heads.one_pass.block import BlockHead
 from drafters.heads.pooled_session import PooledSession
 from drafters.small_model import SmallModel
 from drafters.training import answers as answers_module
-from drafters.training.answers import Example, answer_prompts
+from drafters.training.answers import Example, answer_prompts, read_training_prompts
 from drafters.training.build import build
 from drafters.training.features import FeatureSource, KeptFeatures, kept_states
 from drafters.training.head_module import Texts
@@ -260,6 +260,19 @@ def test_prompts_that_come_with_their_answers_are_not_asked(
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ConfigError, match="are not ids of this target"):
         train("medusa", str(chatty), data, tmp_path / "other", recipe("medusa"))
+
+
+def test_a_prompt_that_comes_with_its_tokens_is_taken_as_it_is(chatty: Path, tmp_path: Path) -> None:
+    data, tokenizer = tmp_path / "chats.jsonl", load_target(chatty, "cpu")[1]
+    rows = [{"prompt": f"chat {i}", "prompt_tokens": [1, 5 + i, 2, 6, 2], "tokens": [9, 3]} for i in range(4)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plan = Recipe(method="block", **SMALL)
+    found = {one.text: (one.tokens, one.answer) for one in read_training_prompts(data, tokenizer, plan)}
+    assert found == {row["prompt"]: (row["prompt_tokens"], row["tokens"]) for row in rows}
+    rows[2]["prompt_tokens"] = [VOCAB]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match="tokens of 'chat 2' are not ids of this target"):
+        read_training_prompts(data, tokenizer, plan)
 
 
 def test_the_loss_and_its_gradients_are_those_written_out_in_full() -> None:

@@ -94,7 +94,13 @@ def test_the_lean_decoder_runs_it_and_agrees_with_the_stock_forward(
     assert (logits(target) - expected).norm() < 0.1 * expected.norm()
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - EXPERTS - STATES - STOCK - RENAMED - {"llama", "qwen2"}))
+@pytest.mark.parametrize(
+    "family",
+    [
+        *sorted(FAMILIES.keys() - EXPERTS - STATES - STOCK - RENAMED - {"llama", "qwen2"}),
+        *("granite 4", "nemotron-h", "falcon-h1"),
+    ],
+)
 def test_every_dense_family_of_the_lean_decoder_can_be_quantised(checkpoint: Callable[..., str], family: str) -> None:
     inputs = {"vocab_size_per_layer_input": VOCABULARY} if "inputs" in family else {}
     path = checkpoint(family, **inputs)

@@ -212,6 +212,43 @@ def test_what_was_trained_for_a_model_is_found_for_its_directory_in_one_file_or_
     assert own_of(tmp_path / "saved") == OWN
 
 
+def tuned_heads(model: Path) -> Path:
+    """Make the folder of heads that were made here for the model, with a block head in it; return it."""
+    found = trained.trained_for(model)
+    assert found is not None
+    (found.tuned / "block").mkdir(parents=True)
+    return found.tuned
+
+
+def test_a_head_that_was_made_here_comes_before_those_that_come_with_talon(
+    known_tiny: tuple[Path, LlamaForCausalLM], empty_home: Path
+) -> None:
+    tuned = tuned_heads(known_tiny[0])
+    assert tuned.parent == empty_home / "heads"
+    drafter = with_own(load({"model": str(known_tiny[0])})).drafter
+    assert drafter.weights("block") == str(tuned / "block") and drafter.head == "block"
+    assert drafter.weights("eagle3") == OWN[1].replace("block", "eagle3") and drafter.answers_folder == OWN[0]
+    for keys in ({"drafter.path": "/mine/{method}"}, {"drafter.tuned": None}):
+        other = with_own(load({"model": str(known_tiny[0])}, keys)).drafter
+        assert other.weights("block") == keys.get("drafter.path", OWN[1]).format(method="block")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_head_that_was_made_for_a_file_is_found_for_its_directory_of_any_type(
+    tmp_path: Path, empty_home: Path, dtype: torch.dtype
+) -> None:
+    norm = torch.linspace(0.5, 2, 64)[torch.randperm(64)].bfloat16()
+    model = write_gguf(tmp_path / "own.gguf", tensors={"output_norm.weight": norm.float().numpy()})
+    model.model.norm.weight.data = norm.float()
+    assert own_of(tmp_path / "own.gguf") == (None, None)
+    tuned = tuned_heads(tmp_path / "own.gguf")
+    model.to(dtype).save_pretrained(tmp_path / "saved")
+    for place in ("own.gguf", "saved"):
+        drafter = with_own(load({"model": str(tmp_path / place)})).drafter
+        assert (drafter.head, drafter.weights("block")) == ("block", str(tuned / "block"))
+        assert drafter.path is None and drafter.weights("eagle3") is None
+
+
 def test_nothing_is_found_for_other_weights_of_the_same_shape(
     known_tiny: tuple[Path, LlamaForCausalLM], tmp_path: Path
 ) -> None:

@@ -268,3 +268,42 @@ def test_a_node_has_the_bits_of_its_path_read_as_text(rule: Rule, kernel: Kernel
         slots = [*range(request.past), *(request.past + other for other in path)]
         text.keys, text.values, text.queries = request.keys[slots], request.values[slots], request.queries[path]
         assert torch.equal(attend([text], rule, kernel)[0][-1], out[node])
+
+
+PAIRED = [param for param, kernel in zip(KERNELS, every_attention_kernel(), strict=True) if kernel.vnni]
+
+
+@pairs(
+    kernel=PAIRED,
+    rule=[*RULES, Rule(0.125, 0, 2.0, torch.linspace(-2, 4, 6))],
+    number=[0.5, *NUMBERS],
+    chunk=[1, 2, 5],
+    tile_rows=[1, 3, 16],
+)
+def test_a_long_text_read_in_chunks_has_the_bits_of_one_read_whole(
+    kernel: Kernel, rule: Rule, number: float, chunk: int, tile_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever rows share a chunk; also where a value is no number."""
+    requests = [Request(16, 150, BUSHY), Request(17, 70, None, 40), Request(18, 3, BUSHY)]
+    for request in requests:
+        request.values[request.past // 2 + 1, :, 5] = number
+    whole = attend(requests, rule, kernel)
+    monkeypatch.setattr(Attention, "_rows_of_tile", lambda self, rows: tile_rows)
+    monkeypatch.setattr(Attention, "_blocks_kept", lambda self, batch, vectors: (chunk, chunk + 2))
+    for one, other in zip(whole, attend(requests, rule, kernel), strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
+
+
+def test_a_tile_of_a_long_text_keeps_a_chunk_of_scores_and_its_tail_and_one_of_a_short_text_all() -> None:
+    """A tail reaches as far as the slots of ancestors that an earlier forward computed."""
+    pool = KVPool(KVShape(1, KV_HEADS, 64, torch.bfloat16, True), 400)
+    attention, cache = Attention(pool, 6), KVCache(pool)
+    attention._most_queries = 2 * attention._queries
+    cache.reserve(5000)
+    chain = TokenTree.from_lists([*range(60)], [-1, 0, *range(58)], [1.0] * 60)
+    trees = {None: (32, 32), BUSHY: (32, 33), chain: (32, 36)}
+    for tree, kept in trees.items():
+        cache.length = 4900
+        segment = Segment.of_text([0] * 8, cache) if tree is None else Segment.of_tree(tree, cache, len(tree) - 2)
+        assert attention._blocks_kept(Batch.of([segment]), 96) == kept
+        assert attention._blocks_kept(Batch.of([segment]), 6) == (len(cache.table), len(cache.table))

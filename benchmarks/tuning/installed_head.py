@@ -1,0 +1,51 @@
+"""The head in Talon's home, where the engine finds it by the model's weights (`engine.weights.trained`).
+
+It appears as a whole: a head is copied beside the old one, and a link, which the engine follows, is then turned to it.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from engine.core.errors import ModelError
+from engine.files.removal import removed
+from engine.files.whole_file import write_whole
+
+METHOD = "block"
+_CARD = "tuned.json"
+_FILES = ("config.json", "model.safetensors", "training.json")
+
+
+def install(head: Path, tuned: Path, model: str, identity: str) -> Path:
+    """Put the head into the folder `tuned` in the place of an older one, and return where it is. model: its name;
+    identity: of its weights. Raises ModelError where it cannot be written; the older one then stays.
+    """
+    place, link = tuned / METHOD, tuned / f".{METHOD}.link"
+    try:
+        tuned.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{METHOD}-", dir=tuned))
+        for name in _FILES:
+            write_whole(made / name, (head / name).read_bytes())
+        write_whole(made / _CARD, json.dumps({"model": model, "identity": identity}).encode())
+        link.unlink(missing_ok=True)
+        link.symlink_to(made.name)
+        link.replace(place)
+    except OSError as error:
+        raise ModelError(
+            f"head={place}: cannot be written ({error.strerror or error}): make room and run the same command again"
+        ) from None
+    for older in tuned.glob(f".{METHOD}-*"):
+        if older != made:
+            removed(older)
+    return place
+
+
+def made_for(tuned: Path) -> tuple[str, str] | None:
+    """Return the name and the identity of the model that the head there was made for; None if that is not known."""
+    try:
+        card = json.loads((tuned / METHOD / _CARD).read_text(encoding="utf8"))
+        return str(card["model"]), str(card["identity"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None

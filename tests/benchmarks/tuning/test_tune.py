@@ -1,0 +1,333 @@
+"""`talon tune` from end to end, stopped at every stage, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from benchmarks.report.figures import Row
+from benchmarks.tuning import measuring
+from benchmarks.tuning import tune as tune_module
+from benchmarks.tuning.installed_head import install, made_for
+from benchmarks.tuning.journal import Progressed, worked_on_alone
+from benchmarks.tuning.measuring import NEW, OLD, Gain
+from benchmarks.tuning.prompts import OPEN_PROMPTS, TuningPrompt, read_tuning_prompts
+from drafters.training.recipe import Recipe
+from drafters.training.trainer import Trainer
+from engine import Engine, SamplingParams
+from engine.config import load
+from engine.files.answer_rows import AnswerRow
+from engine.files.prompt_file import read_chats
+from engine.weights.resolve import with_own
+from engine.weights.tokenizer import load_tokenizer
+from tests.benchmarks.tuning.conftest import PROMPTS, RECIPE, Tune, text_from
+from tests.command import talon
+
+
+def run_of(home: Path) -> Path:
+    """Return the folder of the one tuning."""
+    [run] = (home / "tuning").glob("*/run-*")
+    return run
+
+
+def told(done: Any) -> str:
+    """Return the one line with which the command refused."""
+    assert done.exit_code == 2, done.output
+    lines = [line for line in done.stderr.splitlines() if line.startswith("talon: ")]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def head_of(model: str) -> str | None:
+    return with_own(load({"model": model})).drafter.weights("block")
+
+
+async def test_a_head_that_pays_is_installed_and_the_engine_finds_it(
+    tune: Tune, walker: str, home: Path, tmp_path: Path
+) -> None:
+    done = await asyncio.to_thread(tune)
+    assert done.exit_code == 0, done.output
+    first, line = done.stdout.splitlines()[-2:]
+    assert first.startswith("The head pays: with it answers come ") and " as fast as " in first
+    sets = f"--set model={walker} --set transport=inproc --set verifier.simulated_latency_ms=25"
+    assert line == f"talon serve {sets} --method hybrid"
+    run = run_of(home)
+    assert (run / "curve.png").stat().st_size > 10_000
+    assert not [*run.glob("features-*")] and not (run / "head" / "training").exists()
+    copied = tmp_path / "elsewhere"  # whatever the model is called
+    shutil.copytree(walker, copied)
+    assert head_of(str(copied)) is not None
+    settings = {"model": str(copied), "transport": "inproc"}
+    texts, tokens_a_round = [], []
+    for method in ("none", "block"):
+        async with await Engine.start(settings, method=method, **{"verifier.cut": False}) as engine:
+            result = await engine.generate(text_from(9, 30)[:5], SamplingParams(max_tokens=20))
+            texts.append(result.token_ids)
+            tokens_a_round.append(result.metrics.mean_accepted_tokens)
+    assert texts[0] == texts[1] and len(texts[0]) == 20
+    assert tokens_a_round[1] > 2.5
+
+
+class Killed(BaseException):
+    """In the place of a kill: nothing of ours catches it."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, call: int, reason: str = "") -> None:
+    """Let a function end everything at its call of that number."""
+    usual, calls = getattr(owner, name), []
+
+    def dies(*arguments: Any, **named: Any) -> Any:
+        calls.append(0)
+        if len(calls) == call:
+            raise Killed(reason)
+        return usual(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, dies)
+
+
+class Stage(NamedTuple):
+    owner: object
+    name: str
+    call: int
+
+
+STAGES = {
+    "answering": Stage(AnswerRow, "of", 9),
+    "training": Stage(Trainer, "train_step", 8),
+    "drawing": Stage(tune_module, "draw", 1),
+    "measuring": Stage(measuring, "compared", 10),
+    "installing": Stage(tune_module, "install", 1),
+}
+
+
+def test_a_tuning_that_is_stopped_in_every_stage_goes_on_each_time(
+    tune: Tune, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered, steps = [], []
+    for name, stage in STAGES.items():
+        with monkeypatch.context() as patch, pytest.raises(Killed, match=name):
+            kill_at(patch, *stage, reason=name)
+            patch.setattr(tune_module, "_KEPT_MINUTES", 0.0)
+            tune()
+        answers = next((home / "tuning").glob("*/answers-*")).read_bytes().splitlines()
+        answered.append([json.loads(line)["prompt"] for line in answers])
+        if (curve := run_of(home) / "head" / "training" / "curve.json").is_file():
+            steps.append([point[0] for point in json.loads(curve.read_bytes())])
+    assert 8 <= len(answered[0]) < len(answered[1]) and len(set(answered[-1])) == len(answered[-1])
+    assert answered[1] == answered[-1]
+    assert steps[-1][: len(steps[0])] == steps[0] == [5] and steps[-1] == sorted(set(steps[-1]))
+    rows = [msgspec.json.decode(line, type=Row) for line in (run_of(home) / "results.jsonl").read_bytes().splitlines()]
+    asked = [(row.question_id, row.method) for row in rows]
+    assert len(asked) == len(set(asked))
+    done = tune()
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-1].endswith("--method hybrid")
+    monkeypatch.setattr(tune_module, "train", None)  # not called again
+    again = tune()
+    assert again.stdout.splitlines()[-2:] == done.stdout.splitlines()[-2:] and "--again" in again.stderr
+
+
+def row(method: str, prompt: int, seconds: float) -> Row:
+    empty = dict.fromkeys(
+        ("rounds", "mean_accepted_tokens", "time_to_first_token_s", "verifier_busy", "draft_hit_rate", "output_equal",
+         "round_ms_p50", "round_ms_p95", "verify_ms", "draft_ms", "nodes")
+    )  # fmt: skip
+    kept = {"loops": False, "accepted": {}, "temperature": 0.0, "repeat": 0, "tokens": 100}
+    return Row(suite="held out", question_id=str(prompt), method=method, seconds=seconds, **kept, **empty)
+
+
+def rows_of(seconds: dict[str, float]) -> list[Row]:
+    return [row(name, prompt, s * (1 + 0.01 * prompt)) for prompt in range(8) for name, s in seconds.items()]
+
+
+def test_a_head_pays_if_it_is_surely_faster_than_the_best_of_the_others() -> None:
+    gain = Gain.of(rows_of({"none": 4.0, "suffix": 2.0, NEW: 1.6, OLD: 3.0}))
+    assert (gain.other, gain.pays, gain.prompts) == ("suffix", True, 8)
+    assert (gain.ratio, gain.plain) == (pytest.approx(1.25), pytest.approx(2.5))
+    assert str(gain) == "1.25x as fast as suffix (95%: 1.25 to 1.25), 2.50x plain decoding, 8 prompts"
+    assert not Gain.of(rows_of({"none": 4.0, "suffix": 2.0, NEW: 1.6, OLD: 1.5})).pays
+    assert not Gain.of(rows_of({"none": 1.0, "suffix": 2.0, NEW: 1.0})).pays
+    chance = [row(name, n, s) for n in range(8) for name, s in (("none", 2.0), (NEW, 1.7 if n < 5 else 2.6))]
+    assert (gain := Gain.of(chance)).ratio > 1.1 and gain.low < 1 and not gain.pays
+
+
+def test_a_head_that_does_not_pay_is_not_installed_and_the_old_one_goes_on(
+    tune: Tune, walker: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tune_module._known(load({"model": walker}), Path(walker))
+    old = tmp_path / "old"
+    old.mkdir()
+    for name in ("config.json", "model.safetensors", "training.json"):
+        (old / name).write_text("old")
+    install(old, own.tuned, "walker.gguf", "of other weights")
+
+    async def measured(configs: dict[str, Any], *rest: Any) -> list[Row]:
+        assert list(configs) == ["none", "suffix", NEW, OLD]
+        assert configs[OLD].drafter.weights("block") == str(own.tuned / "block")
+        return rows_of({"none": 4.0, "suffix": 2.0, NEW: 1.6, OLD: 1.5})
+
+    monkeypatch.setattr(tune_module, "measure", measured)
+    done = tune("--hours", "0.001")
+    assert done.exit_code == 0, done.output
+    assert "made for another version of this model (walker.gguf): it goes on until a better one is there" in done.stderr
+    first, line = done.stdout.splitlines()[-2:]
+    assert first == (
+        "The head is not installed, since it does not surely pay: with it answers come 0.94x as fast as hybrid, old "
+        "head (95%: 0.94 to 0.94), 2.50x plain decoding, 8 prompts."
+    )
+    assert line.endswith("--method hybrid")
+    assert (own.tuned / "block" / "config.json").read_text() == "old"
+
+
+def test_a_newer_head_takes_the_place_of_the_old_one_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = tmp_path / "heads"
+    for number in ("1", "2"):
+        head = tmp_path / number
+        head.mkdir()
+        for name in ("config.json", "model.safetensors", "training.json"):
+            (head / name).write_text(number)
+    assert made_for(tuned) is None
+    place = install(tmp_path / "1", tuned, "model", "one")
+    for name, call in (("symlink_to", 1), ("replace", 5)):  # four files are replaced before the link is
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            kill_at(patch, Path, name, call)
+            install(tmp_path / "2", tuned, "model", "two")
+        assert (place / "model.safetensors").read_text() == "1" and made_for(tuned) == ("model", "one")
+    install(tmp_path / "2", tuned, "model", "two")
+    assert (place / "model.safetensors").read_text() == "2" and made_for(tuned) == ("model", "two")
+    assert len([*tuned.iterdir()]) == 2  # the link and its folder
+
+
+def test_prompts_to_measure_with_are_never_trained_on_whatever_the_order_of_the_file(
+    walker: str, prompts: Path
+) -> None:
+    tokenizer = load_tokenizer(walker)
+    found = read_tuning_prompts(prompts, tokenizer, 12)
+    assert (len(found.trained), len(found.measured)) == (PROMPTS - 8, 8)
+    assert not {tuple(one.tokens) for one in found.trained} & {tuple(one.tokens) for one in found.measured}
+    assert {len(one.tokens) for one in found.trained} == {5}
+    lines = prompts.read_text().splitlines(True)
+    prompts.write_text("".join([*reversed(lines), *lines[:9]]))
+    assert read_tuning_prompts(prompts, tokenizer, 12) == found
+    prompts.write_text("".join(lines[1:]))
+    assert read_tuning_prompts(prompts, tokenizer, 12).digest != found.digest
+
+
+def test_too_few_prompts_are_refused(tune: Tune, prompts: Path) -> None:
+    prompts.write_text("".join(prompts.read_text().splitlines(True)[:31]))
+    assert "31 of its 31 prompts have at most 12 tokens: give at least 32" in told(tune())
+    prompts.write_text(json.dumps({"prompt": "w5 " * 40}) + "\n")
+    assert "0 of its 1 prompts have at most 12 tokens" in told(tune())
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ({"text": "w5"}, 'line 1 is not a JSON object with a "prompt"'),
+        ({"prompt": "w5", "messages": [{"role": "user", "content": "w5"}]}, "needs a prompt or messages"),
+        ({"messages": [{"role": "user"}]}, "prompt 1 cannot be asked"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(tune: Tune, prompts: Path, line: dict[str, Any], reason: str) -> None:
+    prompts.write_text(json.dumps(line) + "\n")
+    assert reason in told(tune())
+
+
+def test_a_model_that_does_not_run_lean_is_refused(tune: Tune, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    monkeypatch.setattr(tune_module, "not_lean", lambda folder: "its norms are unknown")
+    assert "does not run lean (its norms are unknown): no head is tuned for it" in told(tune())
+    assert not (home / "tuning").exists()
+
+
+def test_a_disk_without_room_is_told_before_anything_is_answered_and_the_old_head_stays(
+    tune: Tune, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune_module.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 5_000_000}))
+    assert "tune: needs 200 MB in" in (line := told(tune())) and "5 MB are left: make room" in line
+    assert not [*(home / "tuning").glob("*/answers-*")]
+
+
+def test_a_home_that_cannot_be_written_is_told(tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TALON_HOME", str(tmp_path / "file" / "home"))
+    assert "cannot be written (Not a directory): set TALON_HOME" in told(tune())
+
+
+def test_a_new_head_that_cannot_be_started_is_not_measured(
+    tune: Tune, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(method: str, target: str, data: Path, out: Path, *rest: Any, **named: Any) -> None:
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+
+    monkeypatch.setattr(tune_module, "train", broken)
+    monkeypatch.setattr(tune_module, "draw", lambda *given: None)
+    assert "head: cannot be started, as told above" in told(done := tune())
+    assert "left out: hybrid, new head: drafter.path=" in done.stderr
+    assert not (home / "heads").exists()
+
+
+def test_a_second_tuning_of_the_same_model_waits_its_turn(
+    tune: Tune, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune_module, "made_for", lambda tuned: (_ for _ in ()).throw(Killed))
+    with pytest.raises(Killed):
+        tune()
+    with worked_on_alone(run_of(home)):
+        assert "another process works in" in told(tune())
+
+
+def test_a_journal_that_is_damaged_is_named_and_begun_again(
+    tune: Tune, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune_module, "made_for", lambda tuned: (_ for _ in ()).throw(Killed))
+    with pytest.raises(Killed):
+        tune()
+    (run_of(home) / "journal.json").write_text("{")
+    assert "journal.json: cannot be read" in told(tune())
+    with pytest.raises(Killed):
+        tune("--again")
+    assert not (run_of(home) / "journal.json").exists()
+
+
+def test_the_time_is_shared_and_what_answers_leave_is_for_training(
+    tune: Tune, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill_at(monkeypatch, tune_module, "train", 1)
+    with pytest.raises(Killed):
+        tune("--hours", "0.05")
+    done = msgspec.json.decode((run_of(home) / "journal.json").read_bytes(), type=Progressed)
+    assert done.training_minutes == pytest.approx(3 * 0.85 - done.answering_s / 60) and done.answering_s > 0
+    monkeypatch.setattr(tune_module, "Engine", None)  # which answers that are there do not need
+    kill_at(monkeypatch, tune_module, "train", 1)
+    with pytest.raises(Killed):
+        tune("--hours", "0.06")
+    others = [msgspec.json.decode(file.read_bytes(), type=Progressed) for file in (home / "tuning").glob("*/*/*.json")]
+    assert sorted(one.training_minutes or 0 for one in others) == [done.training_minutes, pytest.approx(3.6 * 0.85)]
+
+
+def test_no_prompt_is_asked_when_the_time_is_over_but_for_the_few_that_training_needs() -> None:
+    prompts = [TuningPrompt(str(number), [number]) for number in range(50)]
+    assert [*tune_module._in_time(prompts, 0, math.inf)] == [(one.name, one.tokens) for one in prompts]
+    assert len([*tune_module._in_time(prompts, 5, -math.inf)]) == tune_module._LEAST_ANSWERS - 5
+
+
+def test_the_open_prompts_are_chats_tools_and_questions_and_take_little_room() -> None:
+    rows = [*read_chats(OPEN_PROMPTS, "prompts")]
+    assert len({row.name for row in rows}) == len(rows) > 1400 and OPEN_PROMPTS.stat().st_size < 300_000
+    assert sum(bool(row.tools) for row in rows) >= 100 and sum(len(row.messages or ()) > 2 for row in rows) >= 100
+
+
+def test_the_recipe_of_the_command_is_valid_and_its_help_teaches(tune: Tune) -> None:
+    assert Recipe.load(tune_module.TUNE_RECIPE, "block").answer_tokens > RECIPE["answer_tokens"]
+    shown = talon("tune", "--help").stdout
+    assert "goes on where it stopped" in " ".join(shown.split()) and "--prompts" in shown
