@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from engine.config import Activations
 from engine.core.state_shape import StateShape
@@ -202,7 +203,8 @@ class Layer:
         """The MLP, and the matrices that a row is multiplied with."""
         silu = mlp.activation is Activation.SILU and not mlp.plain and mlp.gate_scale == 1  # products apply that
         gate_up, down = joined(mlp.gate_up, self._parameters, self._activations, gated=silu), self._joined(mlp.down)
-        kind = mlp.activation, mlp.plain, mlp.gate_scale
+        amounts = [float(softplus(self._parameters.vector(name).detach().float())) for name in mlp.amounts]
+        kind = mlp.activation, mlp.plain, mlp.gate_scale, amounts or (0.0, 0.0)
         return GatedMlp(gate_up, down, down.inputs, gate_up.gated, *kind), [gate_up, down]
 
     def _layer_input(self, added: LayerInputStructure) -> tuple[LayerInput, list[Product]]:

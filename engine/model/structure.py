@@ -48,13 +48,14 @@ class NormStructure(msgspec.Struct, frozen=True):
 
 
 class MlpStructure(msgspec.Struct, frozen=True, tag=True):
-    """See `GatedMlp`."""
+    """See `GatedMlp`. amounts: parameters of the activation, of one number each."""
 
     gate_up: LinearStructure
     down: LinearStructure
     activation: Activation
     plain: bool = False
     gate_scale: float = 1.0
+    amounts: tuple[str, ...] = ()
 
 
 class ExpertsStructure(msgspec.Struct, frozen=True, tag=True):

@@ -314,15 +314,24 @@ class LayerProgram:
         self.product(added.out, "layer_gated", "delta", self.residual.shape[1])
 
     def _act(
-        self, gate: str, up: int, up_stride: int, goal: str, inner: int, activation: Activation, scale: float = 1.0
+        self,
+        gate: str,
+        up: int,
+        up_stride: int,
+        goal: str,
+        inner: int,
+        activation: Activation,
+        scale: float = 1.0,
+        amounts: Sequence[float] = (0.0, 0.0),
     ) -> None:
         """goal = act(scale * gate) * up. gate: the name of a buffer that begins with it. up: an address, rows so far
-        apart.
+        apart. amounts: of XIELU.
         """
         x, out = self.buffers[gate], self.buffer(goal, inner)
         fields = {"gate": x.data_ptr(), "gate_stride": x.stride(0) * x.itemsize, "up": up, "up_stride": up_stride}
         fields |= {"out": out.data_ptr(), "inner": inner, "width": x.itemsize, "activation": activation}
-        self._steps.add(gate_kernel(), self._gates.add(alpha=scale, **fields))
+        record = self._gates.add(alpha=scale, above=amounts[0], below=amounts[1], **fields)
+        self._steps.add(gate_kernel(), record)
 
     def _act_on_units(self, mlp: ExpertMlp, both: Tensor, inner: Tensor) -> None:
         """inner = act(gate) * up of the packed rows of experts, or act(gate). both: [units, 2 * inner], or [units,
@@ -345,7 +354,8 @@ class LayerProgram:
             rows = self.buffers[both]
             up = 0 if mlp.plain else rows.data_ptr() + mlp.inner * rows.itemsize
             stride = rows.stride(0) * rows.itemsize
-            self._act(both, up, stride, inner, mlp.inner, mlp.activation, mlp.gate_scale)
+            kind = mlp.activation, mlp.gate_scale, mlp.amounts
+            self._act(both, up, stride, inner, mlp.inner, *kind)
         self.product(mlp.down, inner, goal, self.residual.shape[1])
 
     def _experts_of(self, mlp: ExpertMlp) -> None:

@@ -26,7 +26,7 @@ class Norm:
 @dataclass(frozen=True)
 class GatedMlp:
     """down(act(gate_scale * gate) * up), or down(act(gate)) if it is `plain`. gate_up: hidden to 2 * inner or, where it
-    is plain, or the product is `gated` and applies SiLU itself, to inner.
+    is plain, or the product is `gated` and applies SiLU itself, to inner. amounts: the two of XIELU.
     """
 
     gate_up: Multiplies
@@ -36,6 +36,7 @@ class GatedMlp:
     activation: Activation = Activation.SILU
     plain: bool = False
     gate_scale: float = 1.0
+    amounts: Sequence[float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)

@@ -39,26 +39,34 @@ _NORMS = (  # names of a layer's norms: before the mixer, of its result, before 
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    ("attention_layernorm", "", "feedforward_layernorm", ""),
     ("operator_norm", "", "ffn_norm", ""),
     ("input_layernorm", "", "pre_ff_layernorm", ""),
     ("input_layernorm", "", "", ""),  # whose MLP gets the same as attention
     ("norm", "", "", ""),  # of a mixer or an MLP alone
 )
 _ALONE = "mixer"  # of layers that have a mixer or an MLP alone, which of the two
-_MIXERS = ("self_attn", "linear_attn", "conv", "mamba", _ALONE)
+_MIXERS = ("self_attn", "attention", "linear_attn", "conv", "mamba", _ALONE)
 _MLPS = ("block_sparse_moe", "mlp", "feed_forward", "shared_mlp", _ALONE)
-_EMBEDDINGS = ("embed_tokens", "embeddings")
+_EMBEDDINGS = ("embed_tokens", "embeddings", "embed_in")
 _SHARED_MLP = "shared_mlp"  # beside experts, every row's
-_LAST_NORMS = ("norm", "embedding_norm", "final_layernorm", "norm_f")
+_LAST_NORMS = ("norm", "embedding_norm", "final_layernorm", "norm_f", "final_layer_norm")
 _ROTARIES = ("rotary_emb", "pos_emb")
 _PROJECTIONS = (  # gate, up, down, and what the first two are called if they are one
     ("gate_proj", "up_proj", "down_proj", "gate_up_proj"),
     ("w1", "w3", "w2", ""),
     ("gate", "up", "output_linear", "input_linear"),
 )
-_PLAIN = (("up_proj", "down_proj"), ("c_fc", "c_proj"), ("fc1", "fc2"))  # up, down, of MLPs without a gate
+_PLAIN = (  # up, down, of MLPs without a gate
+    ("up_proj", "down_proj"),
+    ("c_fc", "c_proj"),
+    ("fc1", "fc2"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+)
 _ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 _DROPOUTS = {"resid_attn_dropout", "resid_mlp_dropout", "resid_dropout", "dropout", "embed_dropout"}
+_DROPOUTS |= {"emb_dropout", "post_attention_dropout", "post_mlp_dropout"}
+_XIELU = ("alpha_p", "alpha_n")  # of which softplus is taken; the rest of it is proved
 _SHARED = (("shared_expert", "shared_expert_gate"), ("shared_experts", ""))  # and their gates
 _LAYER_INPUTS = ("per_layer_model_projection", "per_layer_projection_norm", "embed_tokens_per_layer")
 _LAYER_INPUT = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm", "act_fn")
@@ -85,7 +93,7 @@ def _described(model: Any, stored: StoredWeights | None) -> DecoderStructure:
         raise OtherStructure("no model with lm_head")
     last_norm, rotary, embed = (_named(base, names) for names in (_LAST_NORMS, _ROTARIES, _EMBEDDINGS))
     embedding = getattr(base, embed)
-    only(model, {"model", "lm_head"})
+    only(model, {prefix.partition(".")[0], "lm_head"})
     beside = _LAYER_INPUTS if hasattr(base, _LAYER_INPUTS[0]) else ()
     only(base, {embed, "layers", last_norm, rotary, *beside} | _DROPOUTS)
     layer_types = getattr(config, "layer_types", None)
@@ -191,7 +199,7 @@ def _layer(layer: Any, prefix: str, mixer: Mixer | None, config: Any, stored: St
         scales=_scales(layer, getattr(layer, _named(layer, _MLPS))),
         layer_input=_layer_input(layer, prefix) if gets_input else None,
         scale=f"{prefix}layer_scalar" if hasattr(layer, "layer_scalar") else "",
-        parallel=names[1:] == ("", "", "") and not alone,
+        parallel=(names[1:] == ("", "", "") and not alone) or bool(getattr(layer, "use_parallel_residual", False)),
         beside=beside,
     )
 
@@ -250,6 +258,9 @@ def _gated_mlp(mlp: Any, prefix: str, stored: StoredWeights | None = None) -> Ml
         if hasattr(mlp, up) and not hasattr(mlp, "gate_proj"):
             only(mlp, {up, down, *_ACTIVATIONS})
             ends = linear_structure(mlp, prefix, (up,)), linear_structure(mlp, prefix, (down,))
+            if all(hasattr(named, name) for name in _XIELU):
+                amounts = tuple(f"{prefix}{_named(mlp, _ACTIVATIONS)}.{name}" for name in _XIELU)
+                return MlpStructure(*ends, Activation.XIELU, plain=True, amounts=amounts)
             return MlpStructure(*ends, activation_of(named), plain=True)
     gate, up, down, both = next((names for names in _PROJECTIONS if hasattr(mlp, names[2])), _PROJECTIONS[0])
     only(mlp, {gate, up, down, both, *_ACTIVATIONS})

@@ -26,7 +26,9 @@ from engine.model.structure import (
 )
 from engine.weights.stored_weights import OWN, StoredWeights
 
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "qkv_proj", "rotary_emb", "v_norm"}
+_OF_HEADS = "query_key_value"
+"""A matrix that has the outputs of each head together: its query, its key and its value."""
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "qkv_proj", "rotary_emb", "v_norm", _OF_HEADS}
 _OUT = ("o_proj", "out_proj", "dense")
 _ROTATE_IN_WINDOWS = ("cohere2",)
 """Families whose layers rotate only if they have a window. Their code says it, and no module."""
@@ -57,8 +59,11 @@ def attention_structure(
         parts = (*parts, "q_proj")
         query, gate = (Picked(2 * head_dim, tuple(range(at, at + head_dim))) for at in (0, head_dim))
         orders = (query, None, None, gate)
+    if hasattr(attention, _OF_HEADS):
+        parts = (_OF_HEADS,) * 3
+        orders = tuple(Picked(3 * head_dim, tuple(range(at * head_dim, (at + 1) * head_dim))) for at in range(3))
     if _interleaved(attention):
-        if norms or gated:
+        if norms or gated or orders:
             raise OtherStructure("norms or gates of heads whose neighbouring dimensions are rotated")
         order = Picked(head_dim, (*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, head_dim)))
         orders = (order, order, None)
@@ -100,7 +105,7 @@ def head_sizes(config: Any) -> tuple[int, int, int]:
 
 def _keys_of(attention: Any, earlier: Mapping[int, Any]) -> int | None:
     """The layer whose keys and values it reads: the last one of its type that has some."""
-    if hasattr(attention, "k_proj") or hasattr(attention, "qkv_proj"):
+    if any(hasattr(attention, name) for name in ("k_proj", "qkv_proj", _OF_HEADS)):
         return None
     kind = getattr(attention, "layer_type", None)
     found = [at for at, one in earlier.items() if hasattr(one, "k_proj") and one.layer_type == kind]
@@ -112,7 +117,8 @@ def _keys_of(attention: Any, earlier: Mapping[int, Any]) -> int | None:
 def _kv_heads(attention: Any, heads: int, head_dim: int) -> int:
     if hasattr(attention, "k_proj"):
         return int(attention.k_proj.out_features) // head_dim
-    return (int(attention.qkv_proj.out_features) // head_dim - heads) // 2
+    every = getattr(attention, "qkv_proj", None) or getattr(attention, _OF_HEADS)
+    return (int(every.out_features) // head_dim - heads) // 2
 
 
 def _value_epsilon(attention: Any, query_norm: NormStructure | None) -> float:

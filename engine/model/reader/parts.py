@@ -14,13 +14,16 @@ from engine.kernels.fused import Activation
 from engine.kernels.simd import LANES
 from engine.model.structure import LinearStructure, NormStructure, OtherStructure, Picked
 
+_BASES = ("model", "gpt_neox")
+
 
 def text_part(model: Any) -> tuple[Any, str]:
     """The decoder of a model that may also read images, and how the names of its parameters begin."""
-    base: Any = getattr(model, "model", None)
+    name = next((name for name in _BASES if hasattr(model, name)), _BASES[0])
+    base: Any = getattr(model, name, None)
     if hasattr(base, "language_model"):
-        return base.language_model, "model.language_model."
-    return base, "model."
+        return base.language_model, f"{name}.language_model."
+    return base, f"{name}."
 
 
 def only(module: Any, names: set[str]) -> None:
@@ -102,4 +105,5 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: F.silu,
     Activation.GELU: partial(F.gelu, approximate="tanh"),
     Activation.SQUARED_RELU: lambda x: F.relu(x).square(),
+    Activation.ERF_GELU: F.gelu,
 }

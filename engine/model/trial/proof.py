@@ -128,7 +128,7 @@ def _vector(stored: _StoredVector) -> Tensor:
 
 
 def _stored_vector(vector: Tensor) -> _StoredVector:
-    bits = vector.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    bits = vector.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
     return _StoredVector(bits, [*vector.shape], vector.dtype == torch.float32)
 
 

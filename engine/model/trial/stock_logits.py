@@ -126,7 +126,8 @@ class LayeredStock:
         places = {"position_ids": torch.arange(start, start + rows)[None]} if start else {}
         with self._layers(pass_on):
             try:
-                made = self.model.model(torch.arange(rows)[None], use_cache=False, **places)
+                decoder = getattr(self.model, self.prefix.partition(".")[0])
+                made = decoder(torch.arange(rows)[None], use_cache=False, **places)
                 if made.last_hidden_state.dim() == 3:
                     return calls
             except _TakesFirst:

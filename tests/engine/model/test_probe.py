@@ -39,6 +39,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 COMMON_STRUCTURE = [
+    "ApertusConfig",
     "ArceeConfig",
     "CohereConfig",
     "Cohere2Config",

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import Config
 from engine.core.errors import ConfigError, ModelError
 from engine.core.params import SamplingParams
+from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.gemm.product import multiplies
 from engine.model.decoder import LeanDecoder
 from engine.model.loading import load_model
@@ -25,10 +26,12 @@ from engine.weights.checkpoint import CheckpointTensor
 from engine.weights.quantised import quantised_folder
 from engine.weights.quantised_weights import open_quantised
 from tests.conftest import VOCABULARY, save_tiny_llama, tiny_tokenizer
-from tests.engine.test_exact import EXPERTS, build
+from tests.engine.test_exact import EXPERTS, FAMILIES, STATES, STOCK, build
 from tests.engine.tiny_engine import PROMPTS, tiny_engine
 
 pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
+RENAMED = {"gpt_neox", "gpt_neox, one after the other"}
+"""Families whose checkpoints have other names than transformers' model."""
 KINDS = ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 CPU = torch.device("cpu")
 TEXT = list(range(5, 45))
@@ -94,16 +97,19 @@ def test_the_lean_decoder_runs_it_and_agrees_with_the_stock_forward(
 @pytest.mark.parametrize(
     "family",
     [
-        *("qwen3", "phi3", "smollm3", "gemma2", "gemma3", "olmo2", "granite", "glm4", "mistral with a window"),
+        *sorted(FAMILIES.keys() - EXPERTS - STATES - STOCK - RENAMED - {"llama", "qwen2"}),
         *("granite 4", "nemotron-h", "falcon-h1"),
     ],
 )
 def test_every_dense_family_of_the_lean_decoder_can_be_quantised(checkpoint: Callable[..., str], family: str) -> None:
-    path = checkpoint(family)
-    target = loaded(path)
-    assert isinstance(target.forward, LeanDecoder) and target.exact
+    inputs = {"vocab_size_per_layer_input": VOCABULARY} if "inputs" in family else {}
+    path = checkpoint(family, **inputs)
     expected = stock_logits(quantised_folder(path, "q8_0"))
-    assert (logits(target) - expected).norm() < 0.1 * expected.norm()
+    for activations in ("bfloat16", "int8"):
+        target = loaded(path, activations=activations)
+        assert isinstance(target.forward, LeanDecoder) and target.exact
+        assert target.activations == activations or not instruction_sets()
+        assert (logits(target) - expected).norm() < 0.1 * expected.norm()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -149,7 +155,7 @@ def test_rows_of_8_bits_multiply_it_too(checkpoint: Callable[..., str]) -> None:
     assert target.exact and 0 < (logits(target) - expected).norm() < 0.1 * expected.norm()
 
 
-@pytest.mark.parametrize("family", [*sorted(EXPERTS), "gpt_neox"])
+@pytest.mark.parametrize("family", [*sorted(EXPERTS | RENAMED), "olmo"])
 def test_other_structures_are_refused_in_one_line(checkpoint: Callable[..., str], family: str) -> None:
     path = checkpoint(family)
     with pytest.raises(

@@ -15,9 +15,9 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     GPTNeoConfig,
-    GPTNeoXConfig,
     LlamaConfig,
     MambaConfig,
+    OlmoConfig,
     Phi3Config,
     T5Config,
 )
@@ -53,6 +53,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {"num_key_value_heads": 2}),
     "gemma2": ("Gemma2Config", {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 12}),
     "gpt_neox": ("GPTNeoXConfig", {}),
+    "olmo": ("OlmoConfig", {}),
 }
 
 
@@ -231,7 +232,7 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
         Target.load(str(tmp_path / "nowhere"))
 
 
-@pytest.mark.parametrize("family", [LlamaConfig, GPTNeoXConfig], ids=["lean", "stock"])
+@pytest.mark.parametrize("family", [LlamaConfig, OlmoConfig], ids=["lean", "stock"])
 def test_the_memory_of_weights_is_known(family: Any) -> None:
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = AutoModelForCausalLM.from_config(family(vocab_size=256, **small)).to(torch.bfloat16)
