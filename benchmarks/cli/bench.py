@@ -30,6 +30,7 @@ from .options import (
     rivals_in,
 )
 
+_READ_BYTES = 1 << 30  # of memory, to see how fast it is read: more than any cache holds
 _OF_ITS_OWN = (
     "these were six prompts of its own, of which two ask for an edit of a text that they give, where drafts pay most: "
     "--questions takes yours"
@@ -145,6 +146,9 @@ def bench(
             return failed
 
     async def measure_quickly() -> int:
+        from engine.kernels.gemm.matmul import units
+        from engine.model.loading import find_device
+
         from ..inputs.sample_prompts import write_sample_prompts
         from ..measure.plan import MeasurementPlan
         from ..report.recommendation import SERVED, activations_told, recommendation
@@ -173,6 +177,8 @@ def bench(
         options = [] if config == configuration.DEMO else ["--config", str(config)]
         options += [part for one in set_ or [] for part in ("--set", one)]
         Console().print(recommendation(rows, options), highlight=False, markup=False, soft_wrap=True)
+        if find_device(settings.device).type == "cpu" and units():
+            console.print(_most_like(), highlight=False, markup=False, soft_wrap=True)
         if not questions:
             console.print(_OF_ITS_OWN, highlight=False, soft_wrap=True)
         return failed
@@ -189,6 +195,22 @@ def bench(
 
     if run(main()):
         raise typer.Exit(1)
+
+
+def _most_like() -> str:
+    """Return which of the published processors this one is most like, after a look at its memory."""
+    import torch
+
+    from engine.core.processor import cores
+    from engine.kernels.gemm.matmul import units
+
+    from ..measure.machine_limits import Limits
+    from ..report.published import most_like
+
+    torch.set_num_threads(cores())
+    limits = Limits(_READ_BYTES, torch.bfloat16, torch.device("cpu"))
+    limits.measure()
+    return most_like(units()[0], cores(), limits.bytes_per_s / 1e9)
 
 
 def _has_choice(settings: configuration.Config) -> bool:

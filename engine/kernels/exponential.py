@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
+from numba import njit
 from numba.extending import intrinsic
 
-from engine.kernels.simd import INTS, VECTOR, constant, fused, integers, vector
+from engine.kernels.simd import INTS, VECTOR, add, constant, divide, fused, integers, multiply, splat, vector
 
 
 def power_of_two(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
@@ -54,3 +56,9 @@ def exp(context: Any, x: Any) -> Any:
 def exp2(context: Any, x: Any) -> Any:
     """Return 2 ** x, for x <= 0."""
     return vector(vector), lambda context, builder, signature, args: power_of_two(builder, args[0])
+
+
+@njit
+def silu(x: Any) -> Any:
+    """Return x / (1 + exp(-x))."""
+    return divide(x, add(splat(np.float32(1)), exp(multiply(x, splat(np.float32(-1))))))

@@ -124,8 +124,8 @@ def _add_norm(work: Any, residual: int, delta: int) -> None:
 
 
 class Activation(IntEnum):
-    """What a gate applies to its numbers. GELU: the approximation by tanh. SQUARED_RELU: max(x, 0)^2. CLAMPED: SiLU of
-    `alpha` times the gate over `alpha`, of gates and ups that are cut at `limit`, with 1 added to the ups.
+    """What a gate applies to `alpha` times its numbers. GELU: the approximation by tanh. SQUARED_RELU: max(x, 0)^2.
+    CLAMPED: SiLU over `alpha`, of gates and ups that are cut at `limit`, with 1 added to the ups.
     """
 
     SILU = 0
@@ -167,6 +167,8 @@ def gate_kernel(address: Any) -> None:
             if work.activation == Activation.CLAMPED:
                 limit, lowest = splat(work.limit), splat(-work.limit)
                 x, factor = minimum(x, limit), add(maximum(lowest, minimum(factor, limit)), one)
+            else:
+                x = multiply(x, splat(work.alpha))
             y = multiply(x, splat(-work.alpha if work.activation == Activation.CLAMPED else np.float32(-1)))
             if work.activation == Activation.GELU:
                 y = multiply(y, fma(multiply(x, x), splat(_GELU[1]), splat(_GELU[0])))

@@ -3,8 +3,8 @@
 The cache notices changes only of the file that defines a function. A function of another file that is compiled into it
 would stay there as it was, also after an update. So the name in the cache has the checksum of all files that it can be
 in: those that the function's file imports, directly or not, and those of functions that were handed to it, as far as
-numba compiles anything of them: they import it, or decorate with one of our own decorators. A change of any other file
-compiles nothing again.
+numba compiles anything of them: they import it, or decorate with one of our own decorators, or such a file reads a
+constant of theirs, which is compiled as the number that it was. A change of any other file compiles nothing again.
 
 Two processes that compile at once would give two functions one file: numba reads the index, chooses a name that is
 free, and writes both, and closures of one function share an index. So writers take turns here. Whatever else fails
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
@@ -37,6 +37,7 @@ _IMPORT = re.compile(
     re.MULTILINE,
 )
 _COMPILED = re.compile(rb"numba|^@(?:kernel|inlined)\b", re.MULTILINE)
+_CONSTANT = re.compile(rb"\b_?[A-Z][A-Z0-9_]+\b")
 _TOLD = set[str]()  # why kernels cannot be kept
 
 
@@ -72,12 +73,18 @@ def _homes(part: Any, seen: set[int]) -> Iterator[str]:
 @cache
 def _version_of(homes: frozenset[str]) -> int:
     """Return the checksum of all compiled sources that these modules reach."""
-    reached, waiting = set[str](), [*homes]
+    compiled = filter(_is_compiled, _reached(homes, _imported))
+    return crc32(b"".join(map(_source, sorted(_reached(compiled, _read_at_compile_time)))))
+
+
+def _reached(modules: Iterable[str], further: Callable[[str], list[str]]) -> set[str]:
+    """Return these modules and what is reached from them. further: the modules next to one."""
+    reached, waiting = set[str](), [*modules]
     while waiting:
         if (module := waiting.pop()) not in reached:
             reached.add(module)
-            waiting += _imported(module)
-    return crc32(repr([_checksum(module) for module in sorted(reached)]).encode())
+            waiting += further(module)
+    return reached
 
 
 @cache
@@ -107,15 +114,29 @@ def _imported(module: str) -> list[str]:
 
 
 @cache
-def _checksum(module: str) -> int:
-    """Return the checksum of a module's source, 0 if numba compiles nothing of it."""
-    return crc32(source) if _COMPILED.search(source := _source(module)) else 0
+def _read_at_compile_time(module: str) -> list[str]:
+    """Return the modules of ours whose constants a module imports, by their names in capitals or with the module."""
+    found = []
+    for source, names in _IMPORT.findall(_source(module)):
+        package = source.decode()
+        parts = [f"{package}.{name}" for name in re.findall(r"\w+", names.decode())]
+        found += [part for part in parts if _file(part) is not None]
+        if not names or _CONSTANT.search(names):
+            found.append(package)
+    return found
+
+
+@cache
+def _is_compiled(module: str) -> bool:
+    """Return whether numba compiles anything of a module."""
+    return _COMPILED.search(_source(module)) is not None
 
 
 def machine_code() -> str:
     """Return what decides the machine code of our kernels: their sources, their compiler, and the processor."""
-    files = [file for package in _PACKAGES for file in sorted((_ROOT / package).rglob("*.py"))]
-    sources = crc32(b"".join(source for file in files if _COMPILED.search(source := file.read_bytes())))
+    files = [file.relative_to(_ROOT) for package in _PACKAGES for file in (_ROOT / package).rglob("*.py")]
+    modules = frozenset(".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files)
+    sources = _version_of(modules)
     compiler = [f"{name} {version(name)}" for name in ("numba", "llvmlite")]
     features = sorted(llvm.get_host_cpu_features().items())
     return f"{sources:x} {compiler} {llvm.get_host_cpu_name()} {features}"

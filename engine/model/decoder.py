@@ -11,6 +11,7 @@ forward's 1,500.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -71,7 +72,8 @@ class LeanDecoder:
 
     def take_rules(self, rules: dict[int, Rule]) -> None:
         """Attend by these rules from now on."""
-        self.rules = [rules[i] for i, layer in enumerate(self.layers) if layer.attends]
+        attending = self.structure.attending.items()
+        self.rules = [replace(rules[at], scale=rules[at].scale * of.score_scale) for at, of in attending]
         self._program = self._program_for(1)
 
     def take_pool(self, pool: KVPool) -> None:
@@ -211,7 +213,10 @@ class LeanDecoder:
                 outputs = layer.products[0].outputs
                 program.product(mixer.qkv, "x", made := f"qkv {outputs}", outputs)
                 of = LayerKeys(attention, place.layer, rule, use, place.own)
-                program.attention_and_mlp(layer.weights, of, made)
+                beside = None if layer.weights.beside is None else next(places)
+                program.attention_and_mlp(layer.weights, of, made, beside)
+            elif mixer is None:
+                program.mlp_alone(layer.weights)
             else:
                 program.state_and_mlp(layer.weights, next(places))
         program.norm(self.norm)
@@ -220,9 +225,9 @@ class LeanDecoder:
 
     @property
     def _with_state(self) -> list[StateLayer]:
-        """What mixes rows in the layers with a state."""
-        mixers = [layer.weights.mixer for layer in self.layers]
-        return [mixer for mixer in mixers if not isinstance(mixer, AttentionWeights)]
+        """What mixes rows and has a state, in the order of layers."""
+        mixers = [mixer for layer in self.layers for mixer in (layer.weights.mixer, layer.weights.beside)]
+        return [mixer for mixer in mixers if mixer is not None and not isinstance(mixer, AttentionWeights)]
 
     def _new_walk(self) -> Walk | None:
         """What layers with a state are told of a forward; None if there are none. Raises OtherStructure if the pool

@@ -15,18 +15,20 @@ from engine.kernels.gemm.product import Product
 from engine.kernels.layer.weights import AttentionWeights, ExpertMlp, GatedMlp, LayerInput, LayerWeights, Norm
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.state.delta import GatedDelta, delta_sizes
+from engine.kernels.state.mamba import Mamba, mamba_sizes
 from engine.kernels.state.short_convolution import ShortConvolution, short_convolution_sizes
 from engine.kernels.state.walk import StateLayer
 from engine.kernels.state.windows import taps_of
 from engine.model.reader.parts import rms_structure
 from engine.model.structure import (
-    AttentionStructure,
     DecoderStructure,
     ExpertsStructure,
     GatedDeltaStructure,
     LayerInputStructure,
     LayerStructure,
     LinearStructure,
+    MambaStructure,
+    Mixer,
     MlpStructure,
     NormStructure,
     OtherStructure,
@@ -82,10 +84,11 @@ class Layer:
     def __init__(self, layer: LayerStructure, parameters: Parameters, activations: Activations, dtype: torch.dtype):
         self.idle_bytes, self._parameters, self._activations = 0, parameters, activations
         self._width = dtype.itemsize
-        mixer, of_mixer = self._mixer(layer.mixer)
-        mlp, of_mlp = self._mlp(layer.mlp) if isinstance(layer.mlp, MlpStructure) else self._experts(layer.mlp)
+        mixer, of_mixer = (None, []) if layer.mixer is None else self._mixer(layer.mixer)
+        mlp, of_mlp = (None, []) if layer.mlp is None else self._mlp_or_experts(layer.mlp)
         added, of_added = (None, []) if layer.layer_input is None else self._layer_input(layer.layer_input)
-        self.products: tuple[Product, ...] = (*of_mixer, *of_mlp, *of_added)
+        beside, of_beside = (None, []) if layer.beside is None else self._mamba(layer.beside)
+        self.products: tuple[Product, ...] = (*of_mixer, *of_mlp, *of_added, *of_beside)
         self.weights = LayerWeights(
             mixer=mixer,
             mlp=mlp,
@@ -93,21 +96,17 @@ class Layer:
             out_norm=self._norm(layer.out_norm),
             inner_norm=self._norm(layer.inner_norm),
             down_norm=self._norm(layer.down_norm),
-            residual_scale=layer.residual_scale,
+            scales=layer.scales,
+            beside=beside,
             layer_input=added,
             parallel=layer.parallel,
             scale=float(parameters.vector(layer.scale)) if layer.scale else 1.0,
         )
 
-    @property
-    def attends(self) -> bool:
-        """Whether it has keys and values, and no state."""
-        return isinstance(self.weights.mixer, AttentionWeights)
-
-    def _mixer(
-        self, mixer: AttentionStructure | GatedDeltaStructure | ShortConvolutionStructure
-    ) -> tuple[AttentionWeights | StateLayer, list[Product]]:
+    def _mixer(self, mixer: Mixer) -> tuple[AttentionWeights | StateLayer, list[Product]]:
         """What mixes rows, and the matrices that a row is multiplied with."""
+        if isinstance(mixer, MambaStructure):
+            return self._mamba(mixer)
         if isinstance(mixer, GatedDeltaStructure):
             return self._delta(mixer)
         if isinstance(mixer, ShortConvolutionStructure):
@@ -130,14 +129,13 @@ class Layer:
     def _delta(self, mixer: GatedDeltaStructure) -> tuple[GatedDelta, list[Product]]:
         vector, norm = self._parameters.vector, made_norm(mixer.norm, self._parameters.vector(mixer.norm.weight))
         inputs, gates, out = (self._joined(linear) for linear in (mixer.inputs, mixer.gates, mixer.out))
-        decay = vector(mixer.decay).detach().float()
         delta = GatedDelta(
             inputs=inputs,
             gates=gates,
             out=out,
             taps=taps_of(vector(mixer.convolution)),
-            decay=(-decay.exp() if mixer.decay_is_log else decay).contiguous(),
-            dt_bias=vector(mixer.dt_bias).detach().float().contiguous(),
+            decay=self._decay(mixer),
+            dt_bias=self._numbers(mixer.dt_bias),
             norm=norm.weight,
             epsilon=norm.epsilon,
             key_heads=mixer.key_heads,
@@ -152,8 +150,44 @@ class Layer:
     def _short_convolution(self, mixer: ShortConvolutionStructure) -> tuple[ShortConvolution, list[Product]]:
         inputs, out = self._joined(mixer.inputs), self._joined(mixer.out)
         taps = taps_of(self._parameters.vector(mixer.convolution))
-        bias = self._parameters.vector(mixer.bias).detach().float() if mixer.bias else torch.zeros(taps.shape[1])
-        return ShortConvolution(inputs, out, taps, bias.contiguous(), self._width), [inputs, out]
+        bias = self._numbers(mixer.bias) if mixer.bias else torch.zeros(taps.shape[1])
+        return ShortConvolution(inputs, out, taps, bias, self._width), [inputs, out]
+
+    def _mamba(self, mixer: MambaStructure) -> tuple[Mamba, list[Product]]:
+        inputs, out = self._joined(mixer.inputs), self._joined(mixer.out)
+        norm, taps = self._norm(mixer.norm), taps_of(self._parameters.vector(mixer.convolution))
+        of_gate, *of_channels, of_step = mixer.scales
+        counts = torch.tensor([mixer.heads * mixer.head_dim, *[mixer.groups * mixer.state_dim] * 2])
+        mamba = Mamba(
+            inputs=inputs,
+            out=out,
+            taps=(taps * torch.tensor(of_channels).repeat_interleave(counts)).contiguous(),
+            bias=self._numbers(mixer.bias) if mixer.bias else torch.zeros(taps.shape[1]),
+            decay=self._decay(mixer),
+            dt_bias=self._numbers(mixer.dt_bias),
+            skip=self._numbers(mixer.skip),
+            norm=None if norm is None else norm.weight,
+            gate_last=mixer.gate_last,
+            epsilon=0.0 if norm is None else norm.epsilon,
+            heads=mixer.heads,
+            groups=mixer.groups,
+            head_dim=mixer.head_dim,
+            state_dim=mixer.state_dim,
+            steps=mixer.steps,
+            gate_scale=of_gate,
+            step_scale=of_step,
+            width=self._width,
+        )
+        return mamba, [inputs, out]
+
+    def _decay(self, mixer: GatedDeltaStructure | MambaStructure) -> Tensor:
+        """What multiplies a step of each head in the exponent of the share that is kept."""
+        decay = self._numbers(mixer.decay)
+        return -decay.exp() if mixer.decay_is_log else decay
+
+    def _numbers(self, name: str) -> Tensor:
+        """A vector as kernels read it."""
+        return self._parameters.vector(name).detach().float().contiguous()
 
     def _joined(self, linear: LinearStructure) -> Product:
         return joined(linear, self._parameters, self._activations)
@@ -161,11 +195,15 @@ class Layer:
     def _norm(self, norm: NormStructure | None) -> Norm | None:
         return None if norm is None else norm_from(norm, self._parameters)
 
+    def _mlp_or_experts(self, mlp: MlpStructure | ExpertsStructure) -> tuple[GatedMlp | ExpertMlp, list[Product]]:
+        return self._mlp(mlp) if isinstance(mlp, MlpStructure) else self._experts(mlp)
+
     def _mlp(self, mlp: MlpStructure) -> tuple[GatedMlp, list[Product]]:
         """The MLP, and the matrices that a row is multiplied with."""
-        silu = mlp.activation is Activation.SILU and not mlp.plain  # which products apply themselves
+        silu = mlp.activation is Activation.SILU and not mlp.plain and mlp.gate_scale == 1  # products apply that
         gate_up, down = joined(mlp.gate_up, self._parameters, self._activations, gated=silu), self._joined(mlp.down)
-        return GatedMlp(gate_up, down, down.inputs, gate_up.gated, mlp.activation, mlp.plain), [gate_up, down]
+        kind = mlp.activation, mlp.plain, mlp.gate_scale
+        return GatedMlp(gate_up, down, down.inputs, gate_up.gated, *kind), [gate_up, down]
 
     def _layer_input(self, added: LayerInputStructure) -> tuple[LayerInput, list[Product]]:
         gate, out = self._joined(added.gate), self._joined(added.out)
@@ -174,7 +212,8 @@ class Layer:
 
     def _experts(self, mlp: ExpertsStructure) -> tuple[ExpertMlp, list[Product]]:
         """The experts, and the matrices that a row is multiplied with."""
-        parameters, take, gated = self._parameters, self._activations, mlp.activation is Activation.SILU
+        parameters, take, parts = self._parameters, self._activations, 1 if mlp.plain else 2
+        gated = mlp.activation is Activation.SILU and not mlp.plain
         gate_up, down = (
             [
                 Product(matrix, bias, gated and part == 2, take)
@@ -182,13 +221,11 @@ class Layer:
                     parameters.experts(name, part if mlp.in_turn else 0), self._biases(of, part, mlp), strict=True
                 )
             ]
-            for name, of, part in ((mlp.gate_up, mlp.gate_up_bias, 2), (mlp.down, mlp.down_bias, 1))
+            for name, of, part in ((mlp.gate_up, mlp.gate_up_bias, parts), (mlp.down, mlp.down_bias, 1))
         )
         multiplied = [[p.matmul for p in products if p.matmul is not None] for products in (gate_up, down)]
         if not all(len(matmuls) == mlp.count for matmuls in multiplied):
             raise OtherStructure("experts, which this processor cannot multiply apart")
-        if not all(product.gated == gated for product in gate_up):
-            raise OtherStructure("experts whose gate and up projections are stored as different types")
         router = joined(mlp.router, parameters, "bfloat16")
         shared, of_shared = (None, []) if mlp.shared is None else self._mlp(mlp.shared)
         self.idle_bytes = sum(product.bytes for product in [*gate_up[mlp.top_k :], *down[mlp.top_k :]])
@@ -200,7 +237,7 @@ class Layer:
             top_k=mlp.top_k,
             normalised=mlp.normalised,
             sigmoid=mlp.sigmoid,
-            bias=parameters.vector(mlp.bias).detach().float().contiguous() if mlp.bias else None,
+            bias=self._numbers(mlp.bias) if mlp.bias else None,
             scale=mlp.scale,
             shared=shared,
             shared_gate=mlp.shared_gate,
@@ -208,6 +245,7 @@ class Layer:
             activation=mlp.activation,
             alpha=mlp.alpha,
             limit=mlp.limit,
+            plain=mlp.plain,
         )
         return mixed, [router, *gate_up[: mlp.top_k], *down[: mlp.top_k], *of_shared]
 
@@ -221,13 +259,15 @@ class Layer:
 def state_shape(structure: DecoderStructure, dtype: torch.dtype) -> StateShape | None:
     """What the layers with a state keep of a request; None if all layers have keys and values. dtype: of rows."""
     sizes = []
-    for layer in structure.layers:
-        mixer = layer.mixer
+    for mixer in (mixer for layer in structure.layers for mixer in (layer.mixer, layer.beside)):
         if isinstance(mixer, GatedDeltaStructure):
             heads = mixer.key_heads, mixer.value_heads, mixer.key_dim, mixer.value_dim
             sizes.append(delta_sizes(*heads, mixer.width, dtype.itemsize))
         elif isinstance(mixer, ShortConvolutionStructure):
             sizes.append(short_convolution_sizes(structure.hidden, mixer.width, dtype.itemsize))
+        elif isinstance(mixer, MambaStructure):
+            heads = mixer.heads, mixer.groups, mixer.head_dim, mixer.state_dim
+            sizes.append(mamba_sizes(*heads, mixer.width, dtype.itemsize))
     return StateShape(tuple(state for state, _ in sizes), tuple(row for _, row in sizes)) if sizes else None
 
 

@@ -29,10 +29,8 @@ from engine.weights.stored_weights import Place, StoredWeights
 
 # Threads as workers load target and draft model at once; `transformers` was seen to leave out tied weights then.
 _LOADING = threading.Lock()
-_WITH_STATE = {"linear_attention", "conv"}
-"""Kinds of layers, as configurations name them, that have a state of the text instead of its keys and values."""
-_RECURRENT = {"hybrid", "hybrid_sliding"}
-"""Kinds whose states the lean decoder does not know."""
+_WITH_STATE = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+"""Kinds of layers, as configurations name them, that have a state of the text, instead of keys and values or beside."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -137,10 +135,11 @@ def unfilled(config: Any) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for module in model.modules():
-        if buffers := dict(module.named_buffers(recurse=False)):
-            for name, buffer in buffers.items():
-                stored = name not in module._non_persistent_buffers_set
-                module.register_buffer(name, torch.zeros_like(buffer, device="cpu"), persistent=stored)
+        for name, buffer in dict(module.named_buffers(recurse=False)).items():
+            stored = name not in module._non_persistent_buffers_set
+            module.register_buffer(name, torch.zeros_like(buffer, device="cpu"), persistent=stored)
+    for module in model.modules():
+        if any(True for _ in module.buffers()):
             model._init_weights(module)  # as transformers itself fills what no checkpoint holds
     return model
 
@@ -223,11 +222,6 @@ def load_config(path: str) -> Any:
         ) from error
     if config.is_encoder_decoder:
         raise ModelError(f"model={path}: {config.model_type} is an encoder-decoder; use a decoder-only model")
-    if recurrent := sorted(_RECURRENT.intersection(getattr(config.get_text_config(), "layer_types", None) or ())):
-        raise ModelError(
-            f"model={path}: {config.model_type} has recurrent layers ({', '.join(recurrent)}), whose state cannot go "
-            "back to before a draft that was not accepted; use a model whose layers all attend"
-        )
     return config
 
 

@@ -46,8 +46,10 @@ class Frequencies(msgspec.Struct, frozen=True):
 
 def frequencies_of(rotary: Any) -> dict[str, Frequencies] | None:
     """Return the frequencies of a stock rotary module, keyed by layer type; "" if there is only one. None if its
-    cosines and sines are not those of `RotaryTables`, to the bit.
+    cosines and sines are not those of `RotaryTables`, to the bit. A model without such a module rotates nothing.
     """
+    if rotary is None:
+        return {"": Frequencies((), 1.0)}
     kinds: list[str] = [*rotary.rope_type] if isinstance(getattr(rotary, "rope_type", None), dict) else [""]
     found = {}
     for kind in kinds:

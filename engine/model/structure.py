@@ -54,13 +54,14 @@ class MlpStructure(msgspec.Struct, frozen=True, tag=True):
     down: LinearStructure
     activation: Activation
     plain: bool = False
+    gate_scale: float = 1.0
 
 
 class ExpertsStructure(msgspec.Struct, frozen=True, tag=True):
     """See `ExpertMlp`. gate_up, down: the parameters that hold the matrices of all experts, `count` of them. router:
     its outputs are one for each expert, then the gate of the shared one, if there is one. bias: of the router's choice,
     "" if there is none. gate_up_bias, down_bias: [experts, outputs], "" if there are none. in_turn: the parameters have
-    inputs before outputs, and the outputs of gate and up in turn.
+    inputs before outputs, and the outputs of gate and up in turn. plain: there is no gate; gate_up is up alone.
     """
 
     router: LinearStructure
@@ -81,12 +82,14 @@ class ExpertsStructure(msgspec.Struct, frozen=True, tag=True):
     gate_up_bias: str = ""
     down_bias: str = ""
     in_turn: bool = False
+    plain: bool = False
 
 
 class AttentionStructure(msgspec.Struct, frozen=True, tag=True):
     """See `AttentionWeights`. gated: the outputs of `qkv` are queries, keys, values, and a gate for each query, whose
     sigmoid multiplies what attention gives. value_epsilon: of a norm of values without weights, 0 if there is none.
-    keys_of: the layer whose keys and values this one reads, None if they are its own.
+    keys_of: the layer whose keys and values this one reads, None if they are its own. score_scale: multiplies the scale
+    of its rule.
     """
 
     qkv: LinearStructure
@@ -103,6 +106,7 @@ class AttentionStructure(msgspec.Struct, frozen=True, tag=True):
     values_are_keys: bool = False
     norms_last: bool = False
     keys_of: int | None = None
+    score_scale: float = 1.0
 
 
 class GatedDeltaStructure(msgspec.Struct, frozen=True, tag=True):
@@ -130,6 +134,35 @@ class GatedDeltaStructure(msgspec.Struct, frozen=True, tag=True):
     key_head_of: tuple[int, ...]
 
 
+class MambaStructure(msgspec.Struct, frozen=True, tag=True):
+    """Mamba-2: see `engine.kernels.state.mamba`.
+
+    inputs: its outputs are z and x of each head, B and C of each group, and a step of each head. convolution: [channels
+    of x, B and C, width]; bias: of it, "" if there is none. decay, dt_bias, skip: one for each head. decay_is_log: it
+    stands for -exp(decay). norm: of the numbers of a group, if there is one; gate_last: z multiplies what the norm
+    gives, and not what it gets. steps: the limits of the softplus of a step. scales: what multiplies z, x, B, C and the
+    step.
+    """
+
+    inputs: LinearStructure
+    convolution: str
+    bias: str
+    decay: str
+    decay_is_log: bool
+    dt_bias: str
+    skip: str
+    norm: NormStructure | None
+    gate_last: bool
+    out: LinearStructure
+    heads: int
+    groups: int
+    head_dim: int
+    state_dim: int
+    width: int
+    steps: tuple[float, float]
+    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+
+
 class ShortConvolutionStructure(msgspec.Struct, frozen=True, tag=True):
     """A gated short convolution: see `engine.kernels.state.short_convolution`.
 
@@ -142,6 +175,9 @@ class ShortConvolutionStructure(msgspec.Struct, frozen=True, tag=True):
     bias: str
     out: LinearStructure
     width: int
+
+
+Mixer = AttentionStructure | GatedDeltaStructure | ShortConvolutionStructure | MambaStructure
 
 
 class PerLayerInputsStructure(msgspec.Struct, frozen=True):
@@ -164,20 +200,21 @@ class LayerInputStructure(msgspec.Struct, frozen=True):
 
 
 class LayerStructure(msgspec.Struct, frozen=True):
-    """See `LayerWeights`. mixer: what makes a row of itself and the rows before it. scale: the name of a number; "" if
-    there is none.
+    """See `LayerWeights`. mixer: what makes a row of itself and the rows before it. A layer may have a mixer or an MLP
+    alone. scale: the name of a number; "" if there is none.
     """
 
-    mixer: AttentionStructure | GatedDeltaStructure | ShortConvolutionStructure
-    mlp: MlpStructure | ExpertsStructure
+    mixer: Mixer | None
+    mlp: MlpStructure | ExpertsStructure | None
     input_norm: NormStructure | None
     out_norm: NormStructure | None
     inner_norm: NormStructure | None
     down_norm: NormStructure | None
-    residual_scale: float
+    scales: tuple[float, float, float]
     layer_input: LayerInputStructure | None = None
     scale: str = ""
     parallel: bool = False
+    beside: MambaStructure | None = None
 
 
 class KeyPlace(NamedTuple):

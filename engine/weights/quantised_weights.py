@@ -26,6 +26,8 @@ from engine.weights.quantised import QuantisedSource, quantised_source_of
 from engine.weights.stored_weights import Place, StoredWeights, Unreadable, held, is_vector, named, stored_buffers
 
 _AT_ONCE = 1 << 18  # numbers that a thread quantises at a time
+_RENAMED = ("model.", "backbone.")
+"""How names of parameters begin, and how those of some families' tensors do (Nemotron-H)."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,14 @@ class QuantisedWeights(StoredWeights):
 
 def matched(checkpoint: QuantisedCheckpoint, model: Any) -> tuple[dict[str, Place], dict[str, Tensor]]:
     """Return where the matrices of a stock model on the meta device are, and the values of its other parameters, by
-    name: the parameters have the names of the checkpoint's tensors. Raises Unreadable otherwise.
+    name: the parameters have the names of the checkpoint's tensors, but for how they may begin. Raises Unreadable
+    otherwise.
     """
     places: dict[str, Place] = {}
     vectors: dict[str, Tensor] = {}
     for first, same in (named(model) | stored_buffers(model)).items():
-        name = next((name for name in same if name in checkpoint.tensors), None)
+        stored = [*same, *(name.replace(*_RENAMED, 1) for name in same)]
+        name = next((name for name in stored if name in checkpoint.tensors), None)
         if name is None:
             raise Unreadable(f"{first} is not stored under its name")
         tensor = checkpoint.tensors[name]

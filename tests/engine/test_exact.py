@@ -52,6 +52,45 @@ DELTA = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 16,
 }
+MAMBA = {
+    "layer_types": LINEAR,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "embedding_multiplier": 3.0,
+    "shared_intermediate_size": 96,
+    "initializer_range": 0.1,
+}
+BLOCKS = {
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+    "initializer_range": 0.1,
+}
+FALCON = {
+    "head_dim": 16,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.5,
+    "mlp_multipliers": [0.7, 1.3],
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8,
+    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+    "ssm_in_multiplier": 1.1,
+    "ssm_out_multiplier": 0.9,
+    "initializer_range": 0.1,
+}
 GEMMA4 = SLIDING | {
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "full_attention"] * 3,
@@ -158,11 +197,42 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_dense_layers": 1,
         },
     ),
+    "granite 4": ("GraniteMoeHybridConfig", MAMBA | {"num_local_experts": 0}),
+    "granite 4 with experts": (
+        "GraniteMoeHybridConfig",
+        MAMBA | {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
+    ),
+    "nemotron-h": (
+        "NemotronHConfig",
+        BLOCKS | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+    ),
+    "nemotron 3 with experts": (
+        "NemotronHConfig",
+        BLOCKS
+        | {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 4,
+            "moe_shared_expert_intermediate_size": 96,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "bamba": (
+        "BambaConfig",
+        {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 32, "attn_layer_indices": [1]},
+    ),
+    "falcon-h1": ("FalconH1Config", FALCON),
+    "falcon-h1 with norms": (
+        "FalconH1Config",
+        FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
+    ),
 }
 STOCK = {"gpt_neox"}
-SURE, ROUTERS = {"gpt-oss", "mellum", "glm4 with experts"}, ("mlp.gate.weight", "router.weight")
+SURE = {"gpt-oss", "mellum", "glm4 with experts", "granite 4 with experts", "nemotron 3 with experts"}
+ROUTERS = ("mlp.gate.weight", "router.weight", "mixer.gate.weight")
 EXPERTS = {"gpt-oss", "mellum", "glm4 with experts", "qwen3 with experts", "mixtral", "qwen3.5's shared experts"}
-STATES = {"qwen3.5", "qwen3.5 with experts", "qwen3-next", "lfm2", "lfm2 with experts"}
+STATES = {"qwen3.5", "qwen3.5 with experts", "qwen3-next", "lfm2", "lfm2 with experts", "granite 4", "bamba"}
+STATES |= {"granite 4 with experts", "nemotron-h", "nemotron 3 with experts", "falcon-h1", "falcon-h1 with norms"}
 OWN_KEYS = {"gemma4", "gemma4 with inputs of layers", "gemma4 whose keys are values"}
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 every_family = pytest.mark.parametrize("family", FAMILIES)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Lfm2Config, Lfm2ForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+import transformers
+from transformers import AutoModelForCausalLM
 
 from tests.conftest import VOCABULARY, tiny_tokenizer
 
@@ -30,18 +31,28 @@ _DELTA: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-KINDS = ("qwen3.5", "lfm2")
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "shared_intermediate_size": 64,
+    "num_local_experts": 0,
+}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5": ("Qwen3_5TextConfig", _DELTA | _LINEAR),
+    "lfm2": ("Lfm2Config", _CONVOLUTIONS),
+    "granite 4": ("GraniteMoeHybridConfig", _MAMBA | _LINEAR),
+}
+"""A class of configurations of each kind, and its options."""
 
 
 def save_tiny_hybrid(folder: Path, kind: str, seed: int = 0) -> str:
     """Save a model of that kind, with the tiny tokenizer."""
     torch.manual_seed(seed)
-    if kind == "lfm2":
-        types = ["conv", "full_attention", "conv"]
-        model: Any = Lfm2ForCausalLM(Lfm2Config(**_SIZES, layer_types=types, block_auto_adjust_ff_dim=False))
-    else:
-        types = ["linear_attention", "full_attention", "linear_attention"]
-        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_SIZES, **_DELTA, layer_types=types))
+    name, options = KINDS[kind]
+    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**_SIZES | options))
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return str(folder)

@@ -120,7 +120,7 @@ class Matmul:
 
     weight: the matrix, or the parts of a file that hold its outputs one after the other, as bfloat16; they lie in
     memory in their own layouts. gated: the matrix is a gate and then an up projection, of a multiple of 16 outputs each
-    and of one layout, and the result is silu(gate) * up.
+    and of one layout or of one each, and the result is silu(gate) * up.
     """
 
     def __init__(
@@ -137,7 +137,8 @@ class Matmul:
         self._itemsize = 4 if wide else 2
         self.gated = gated
         self.outputs: int = outputs // (2 if gated else 1)
-        self._bias = bias_of(bias, outputs, gated)
+        self.in_turn = gated and not isinstance(weight, Tensor) and gate_apart(weight)
+        self._bias = bias_of(bias, outputs, gated and not self.in_turn)
         self.tiled: list[TiledMatrix] = []
         self._tiles: Tensor | None = None  # of float32
         if wide:
@@ -146,7 +147,7 @@ class Matmul:
         else:
             stored = [StoredMatrix.of_numbers(weight)] if isinstance(weight, Tensor) else in_panels(weight)
             arrangement = Arrangement.WORDS if self.unit is Unit.VECTORS else Arrangement.PAIRS
-            self.tiled = tiled_parts(stored, gated, arrangement)
+            self.tiled = tiled_parts(stored, gated and not self.in_turn, arrangement)
         self._parts = self._records()
         self.kernel = product_kernel()
 
@@ -194,6 +195,10 @@ class Matmul:
         groups = self.padded // min((matrix.layout.group for matrix in self.tiled), default=STEP)
         return rows * groups * 4 if self.coded and self.unit is Unit.VECTORS else 0
 
+    def gate_bytes(self, rows: int) -> int:
+        """Return the bytes of scratch in which gates of so many rows wait for the up projection."""
+        return 4 * rows * self.outputs if self.in_turn else 0
+
     def record(self, rows: int, x: int, out: int) -> np.ndarray[Any, Any]:
         """Return a record for the kernel, without its scratch, for `rows` rows or fewer, at least one. x: address of
         [rows, padded]; out: of [rows, outputs].
@@ -205,6 +210,7 @@ class Matmul:
         record["inputs"], record["outputs"] = self.padded, self.outputs * (2 if self.gated else 1)
         record["gated"], record["x"], record["out"], record["width"] = self.gated, x, out, self._itemsize
         record["scratch_bytes"], record["shared_bytes"] = self.scratch_bytes(rows), self.shared_bytes(rows)
+        record["gate_bytes"] = self.gate_bytes(rows)
         record["rows"], record["tiles"] = row_words(rows)
         return made
 
@@ -252,8 +258,8 @@ NO_SCRATCH = torch.empty(0, dtype=torch.uint8)
 
 def give_scratch(records: np.ndarray[Any, Any], held: Tensor) -> Tensor:
     """Give the records their scratch, which must be kept while they run: `held` if it is large enough."""
-    each, shared = int(records["scratch_bytes"].max()), int(records["shared_bytes"].max())
-    needed = shared + torch.get_num_threads() * each
+    each = torch.get_num_threads() * records["scratch_bytes"]
+    needed = int((each + records["shared_bytes"] + records["gate_bytes"]).max())
     scratch = held if len(held) >= needed else held.new_empty(needed)
     records["scratch"] = scratch.data_ptr()
     return scratch
@@ -284,6 +290,17 @@ def part_records(tiled: Sequence[TiledMatrix], kernel_of: Callable[[QuantLayout]
         record["panel_bytes"] = matrix.panel_bytes
         first += len(matrix.tiles)
     return made
+
+
+def gate_and_up(parts: Sequence[StoredMatrix]) -> bool:
+    """Whether the halves of these outputs can be gated at once: they are whole panels, and each has one layout."""
+    one_layout = len({part.layout for part in parts}) == 1
+    return shape_of(parts)[0] % (2 * LANES) == 0 and (one_layout or gate_apart(parts))
+
+
+def gate_apart(parts: Sequence[StoredMatrix]) -> bool:
+    """Whether the first part is all of a gate, the second its up projection, and each has a layout of its own."""
+    return len(parts) == 2 and parts[0].shape == parts[1].shape and parts[0].layout != parts[1].layout
 
 
 def bias_of(bias: Tensor | None, outputs: int, gated: bool) -> Tensor | None:

@@ -62,7 +62,7 @@ MATMUL = np.dtype(
             "parts",  # [count] PART
             "count",
             "scratch",  # [shared_bytes] for all threads, then [threads, scratch_bytes]: where codes are unpacked, or
-            "shared_bytes",  # rows widened or rounded
+            "shared_bytes",  # rows widened or rounded. Then gates
             "scratch_bytes",
             "bias",  # [panels * 16] float32, or 0
             "out",  # [rows, outputs]; gated: [rows, outputs / 2]
@@ -70,6 +70,7 @@ MATMUL = np.dtype(
             "inputs",  # a multiple of 32
             "outputs",
             "gated",  # 1: panels of gate and up alternate, and the result is silu(gate) * up
+            "gate_bytes",  # gated, but the whole gate is a part, and up the next: of [rows, outputs / 2] float32, or 0
         )
     ]
 )
@@ -137,8 +138,9 @@ def product_kernel(address: Any) -> None:
 @njit
 def own_panels(work: Any, part: Any) -> Any:
     """Return where this thread's panels of a part begin and end. A gate panel and its up panel are never separated."""
-    together = 2 if work.gated != 0 else 1
-    begin, end = share_of(part.panels // together, part.first // together, thread_id(), num_threads())
+    together = 2 if work.gated != 0 and work.gate_bytes == 0 else 1
+    first = 0 if work.gate_bytes != 0 else part.first // together
+    begin, end = share_of(part.panels // together, first, thread_id(), num_threads())
     return begin * together, end * together
 
 
@@ -454,10 +456,11 @@ def put_sums(work: Any, first: int, rows: int, panel: int, width: int, room: int
         for i in range(width):
             column, sums = (panel + i) * LANES, room + i * apart
             x = _biased(work, sums, column)
-            if work.gated != 0:
+            if work.gate_bytes != 0:
+                _put_in_turn(work, x, row, column)
+            elif work.gated != 0:
                 if i % 2 == 0:
-                    swish = divide(x, add(splat(np.float32(1)), exp(multiply(x, splat(np.float32(-1))))))
-                    x = multiply(swish, _biased(work, sums + apart, column + LANES))
+                    x = multiply(_swish(x), _biased(work, sums + apart, column + LANES))
                     put_numbers(x, work.out + (row * work.outputs + column) // 2 * work.width, work.width)
             elif column + LANES <= work.outputs:
                 put_numbers(x, work.out + (row * work.outputs + column) * work.width, work.width)
@@ -467,6 +470,25 @@ def put_sums(work: Any, first: int, rows: int, panel: int, width: int, room: int
                     place = work.out + (row * work.outputs + column + lane) * work.width
                     put_number(place, float_at(sums + 4 * lane), work.width)
         room += row_bytes
+
+
+@njit
+def _put_in_turn(work: Any, x: Any, row: int, column: int) -> None:
+    """Keep a row's sums with a panel of the gate, or write those with a panel of up, by the thread that kept those of
+    the gate.
+    """
+    half = work.outputs // 2
+    place = row * half + column % half
+    gate = work.scratch + work.shared_bytes + num_threads() * work.scratch_bytes + 4 * place
+    if column < half:
+        store(x, gate, FLOAT32)
+    else:
+        put_numbers(multiply(_swish(load(gate, FLOAT32)), x), work.out + place * work.width, work.width)
+
+
+@njit
+def _swish(x: Any) -> Any:
+    return divide(x, add(splat(np.float32(1)), exp(multiply(x, splat(np.float32(-1))))))
 
 
 @njit

@@ -16,7 +16,7 @@ from engine.config import Activations
 from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.gemm.int8.layout import has_integer_codes
 from engine.kernels.gemm.int8.matmul import Int8Matmul
-from engine.kernels.gemm.matmul import Matmul, shape_of, units
+from engine.kernels.gemm.matmul import Matmul, gate_and_up, shape_of, units
 from engine.kernels.gemm.onednn import (
     ANY_ROWS,
     MOST_TRIED,
@@ -60,12 +60,11 @@ class Product:
         self.rows: RowRange | None = ANY_ROWS
         if isinstance(weight, Tensor):
             self.outputs, self.inputs = weight.shape
-            self._itemsize, own, one_layout = weight.itemsize, can_multiply(weight), True
+            self._itemsize, own, halves = weight.itemsize, can_multiply(weight), self.outputs % (2 * LANES) == 0
         else:
             self.outputs, self.inputs = shape_of(weight)
-            self._itemsize, own = dtype.itemsize, multiplies(torch.bfloat16)
-            one_layout = len({part.layout for part in weight}) == 1
-        self.gated = gated and self.outputs % (2 * LANES) == 0 and (own or self.matmul is not None) and one_layout
+            self._itemsize, own, halves = dtype.itemsize, multiplies(torch.bfloat16), gate_and_up(weight)
+        self.gated = gated and halves and (own or self.matmul is not None)
         if self.matmul is None and own:
             self.matmul = Matmul(weight, bias, self.gated)
         if self.matmul is None:
@@ -105,14 +104,13 @@ class Product:
 def int8_matmul(
     parts: Sequence[StoredMatrix], bias: Tensor | None, gated: bool, dtype: torch.dtype
 ) -> Int8Matmul | None:
-    """Return the product with rows of 8 bits; None where there is none. gated: if both halves are whole panels of one
-    type.
+    """Return the product with rows of 8 bits; None where there is none. gated: if each half is of whole panels and of
+    one type.
     """
     panels = all(part.shape[0] % LANES == 0 for part in parts[:-1])
     if not (instruction_sets() and panels and all(has_integer_codes(part.layout) for part in parts)):
         return None
-    halves = len({part.layout for part in parts}) == 1 and shape_of(parts)[0] % (2 * LANES) == 0
-    return Int8Matmul(parts, bias, gated and halves, dtype)
+    return Int8Matmul(parts, bias, gated and gate_and_up(parts), dtype)
 
 
 class PackedLinear(nn.Module):

@@ -246,7 +246,8 @@ class ExpertRecords:
         fields |= {"records": records[0], "tiles": row_words(0)[1], "experts": experts, "top_k": mlp.top_k}
         fields |= {"made": made.data_ptr(), "made_size": made.shape[1]}
         fields |= {"inner_size": mlp.inner, "width": x.itemsize, "normalised": mlp.normalised}
-        fields |= {"shared": self.products["shared_bytes"].any(), "logit_count": logits.shape[1]}
+        common = self.products["shared_bytes"] + self.products["gate_bytes"]
+        fields |= {"shared": common.any(), "logit_count": logits.shape[1]}
         fields |= {"sigmoid": mlp.sigmoid, "bias": 0 if mlp.bias is None else mlp.bias.data_ptr(), "scale": mlp.scale}
         fields |= {"shared_out": 0 if shared_out is None else shared_out.data_ptr()}
         fields |= {"shared_gate": shared_out is not None and mlp.shared_gate}

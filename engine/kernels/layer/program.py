@@ -239,42 +239,67 @@ class LayerProgram:
         fields |= {"gate": place, "stride": gate.stride(0) * gate.itemsize}
         self.add(row_gate_kernel(), self._row_gates.add(**fields))
 
-    def attention_and_mlp(self, weights: LayerWeights, of: LayerKeys, source: str) -> None:
-        """All of a layer that comes after its queries, keys and values were made of its input, in `source`."""
+    def attention_and_mlp(
+        self, weights: LayerWeights, of: LayerKeys, source: str, place: LayerPlace | None = None
+    ) -> None:
+        """All of a layer that comes after its queries, keys and values were made of its input, in `source`. place: of
+        what is beside attention, if anything.
+        """
         assert isinstance(weights.mixer, AttentionWeights)
         self.enter(of, source, weights.mixer)
         attended = self.attend(of)
         if weights.mixer.gated:
             self._gate(attended, source)
-        self._after_mixer(weights, attended)
+        self._after_mixer(weights, attended, place)
 
     def state_and_mlp(self, weights: LayerWeights, place: LayerPlace) -> None:
         """All of a layer with a state that comes after the norm of its input."""
-        assert not isinstance(weights.mixer, AttentionWeights)
+        assert weights.mixer is not None and not isinstance(weights.mixer, AttentionWeights)
         self._after_mixer(weights, weights.mixer.build(self, place))
+
+    def mlp_alone(self, weights: LayerWeights) -> None:
+        """All of a layer without a mixer that comes after the norm of its input."""
+        assert weights.mlp is not None
+        self._mlp_of(weights, weights.mlp)
 
     def step(self, kernel: Kernel, records: np.ndarray[Any, Any]) -> None:
         """A step of a layer with a state. records: one, which the program keeps."""
         self._others.append(records)
         self._steps.add(kernel, address_of(records))
 
-    def _after_mixer(self, weights: LayerWeights, made: str) -> None:
-        """made: the buffer that the mixer's last product multiplies."""
+    def _after_mixer(self, weights: LayerWeights, made: str, place: LayerPlace | None = None) -> None:
+        """made: the buffer that the mixer's last product multiplies. place: of what is beside it, if anything."""
+        of_mixer, of_beside, _ = weights.scales
+        assert weights.mixer is not None
         self.product(weights.mixer.out, made, "delta", self.residual.shape[1])
+        if weights.beside is not None:
+            assert place is not None
+            self.delta(weights.out_norm, of_mixer)
+            self.norm(None, "sum")
+            made = weights.beside.build(self, place)
+            self.product(weights.beside.out, made, "delta", self.residual.shape[1])
+            of_mixer = of_beside
+        if weights.mlp is None:
+            self.delta(weights.out_norm, of_mixer)
+            return
         if weights.parallel:
             if weights.inner_norm is not None:
                 self.norm(weights.inner_norm)
-            self.delta(weights.out_norm, weights.residual_scale)
+            self.delta(weights.out_norm, of_mixer)
             self.norm(None, "sum")
         else:
-            self.delta(weights.out_norm, weights.residual_scale)
+            self.delta(weights.out_norm, of_mixer)
             self.norm(weights.inner_norm)
-        if isinstance(weights.mlp, GatedMlp):
-            self._mlp(weights.mlp, f"inner {weights.mlp.inner}", "delta")
+        self._mlp_of(weights, weights.mlp)
+
+    def _mlp_of(self, weights: LayerWeights, mlp: GatedMlp | ExpertMlp) -> None:
+        """The layer's MLP or experts, of x, and what comes after them."""
+        if isinstance(mlp, GatedMlp):
+            self._mlp(mlp, f"inner {mlp.inner}", "delta")
         else:
-            self._experts_of(weights.mlp)
+            self._experts_of(mlp)
         added = weights.layer_input
-        self.delta(weights.down_norm, weights.residual_scale, 1.0 if added is not None else weights.scale)
+        self.delta(weights.down_norm, weights.scales[2], 1.0 if added is not None else weights.scale)
         if added is not None:
             self._layer_input(added, len(self._layer_norms) - 1)
             self.delta(added.norm, whole_scale=weights.scale)
@@ -288,18 +313,25 @@ class LayerProgram:
         self._act("layer_gate", up, inputs.stride(0) * inputs.itemsize, "layer_gated", width, added.activation)
         self.product(added.out, "layer_gated", "delta", self.residual.shape[1])
 
-    def _act(self, gate: str, up: int, up_stride: int, goal: str, inner: int, activation: Activation) -> None:
-        """goal = act(gate) * up. gate: the name of a buffer that begins with it. up: an address, rows so far apart."""
+    def _act(
+        self, gate: str, up: int, up_stride: int, goal: str, inner: int, activation: Activation, scale: float = 1.0
+    ) -> None:
+        """goal = act(scale * gate) * up. gate: the name of a buffer that begins with it. up: an address, rows so far
+        apart.
+        """
         x, out = self.buffers[gate], self.buffer(goal, inner)
         fields = {"gate": x.data_ptr(), "gate_stride": x.stride(0) * x.itemsize, "up": up, "up_stride": up_stride}
         fields |= {"out": out.data_ptr(), "inner": inner, "width": x.itemsize, "activation": activation}
-        self._steps.add(gate_kernel(), self._gates.add(**fields))
+        self._steps.add(gate_kernel(), self._gates.add(alpha=scale, **fields))
 
     def _act_on_units(self, mlp: ExpertMlp, both: Tensor, inner: Tensor) -> None:
-        """inner = act(gate) * up of the packed rows of experts. both: [units, 2 * inner]."""
+        """inner = act(gate) * up of the packed rows of experts, or act(gate). both: [units, 2 * inner], or [units,
+        inner].
+        """
         stride, self._units_each = both.stride(0) * both.itemsize, mlp.top_k
         fields = {"gate": both.data_ptr(), "gate_stride": stride, "up_stride": stride, "out": inner.data_ptr()}
-        fields |= {"up": both.data_ptr() + mlp.inner * both.itemsize, "inner": mlp.inner, "width": both.itemsize}
+        up = 0 if mlp.plain else both.data_ptr() + mlp.inner * both.itemsize
+        fields |= {"up": up, "inner": mlp.inner, "width": both.itemsize}
         record = self._unit_gates.add(activation=mlp.activation, alpha=mlp.alpha, limit=mlp.limit, **fields)
         self._steps.add(gate_kernel(), record)
 
@@ -313,7 +345,7 @@ class LayerProgram:
             rows = self.buffers[both]
             up = 0 if mlp.plain else rows.data_ptr() + mlp.inner * rows.itemsize
             stride = rows.stride(0) * rows.itemsize
-            self._act(both, up, stride, inner, mlp.inner, mlp.activation)
+            self._act(both, up, stride, inner, mlp.inner, mlp.activation, mlp.gate_scale)
         self.product(mlp.down, inner, goal, self.residual.shape[1])
 
     def _experts_of(self, mlp: ExpertMlp) -> None:
@@ -325,7 +357,8 @@ class LayerProgram:
             self._mlp(mlp.shared, "shared_inner", "shared")
         ends = self.buffers["x"], self.buffers["router"], self.buffer("delta", hidden)
         packed, inner = self.buffer("packed", hidden, mlp.top_k), self.buffer("packed_inner", mlp.inner, mlp.top_k)
-        made = inner if mlp.gated else self.buffer("packed_gate_up", 2 * mlp.inner, mlp.top_k)
+        both = inner.shape[1] * (1 if mlp.plain else 2)
+        made = inner if mlp.gated else self.buffer("packed_gate_up", both, mlp.top_k)
         shared = self.buffers["shared"] if mlp.shared is not None else None
         experts = ExpertRecords(mlp, *ends, packed, made, inner, shared)
         self._experts.append(experts)

@@ -25,8 +25,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class GatedMlp:
-    """down(act(gate) * up), or down(act(gate)) if it is `plain`. gate_up: hidden to 2 * inner or, where it is plain, or
-    the product is `gated` and applies SiLU itself, to inner.
+    """down(act(gate_scale * gate) * up), or down(act(gate)) if it is `plain`. gate_up: hidden to 2 * inner or, where it
+    is plain, or the product is `gated` and applies SiLU itself, to inner.
     """
 
     gate_up: Multiplies
@@ -35,6 +35,7 @@ class GatedMlp:
     gated: bool
     activation: Activation = Activation.SILU
     plain: bool = False
+    gate_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class ExpertMlp:
     gate_up, down: of each expert, gated. normalised: the shares of the `top_k` that are chosen sum to 1. sigmoid: a
     share is the sigmoid of an expert's logit, and not the softmax of all. bias: [experts] float32, added to what
     experts are chosen by. scale: of all shares. shared: an MLP of every row, times the sigmoid of its gate if
-    `shared_gate`. gated: whether gate_up applies SiLU itself; otherwise the activation comes after it.
+    `shared_gate`. gated: whether gate_up applies SiLU itself; otherwise the activation comes after it. plain: as of
+    `GatedMlp`.
     """
 
     router: Multiplies
@@ -61,6 +63,7 @@ class ExpertMlp:
     activation: Activation = Activation.SILU
     alpha: float = 1.0
     limit: float = 0.0
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,22 +118,24 @@ class LayerInput:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A norm that is None is left out.
+    """What is None is left out.
 
-    mixer: what makes a row of itself and the rows before it. input_norm, inner_norm: before the mixer and before the
-    MLP; out_norm, down_norm: of what the mixer and the MLP add to the residual, with the epsilon of the norm after
-    them; residual_scale: by which it is multiplied where there is no such norm. layer_input: what else is added, if
-    anything; scale: by which the residual is multiplied at the end. parallel: the MLP gets the input norm of the
-    residual, or `inner_norm` of it, without what the mixer adds.
+    mixer: what makes a row of itself and the rows before it; mlp: comes after it, or alone. input_norm, inner_norm:
+    before the mixer and before the MLP; out_norm, down_norm: of what the mixer and the MLP add to the residual, with
+    the epsilon of the norm after them. beside: what adds to the residual what it makes of the mixer's input. scales: of
+    what the mixer, that, and the MLP add, where there is no such norm. layer_input: what else is added, if anything;
+    scale: by which the residual is multiplied at the end. parallel: the MLP gets the input norm of the residual, or
+    `inner_norm` of it, without what the mixer adds.
     """
 
-    mixer: AttentionWeights | StateLayer
-    mlp: GatedMlp | ExpertMlp
+    mixer: AttentionWeights | StateLayer | None
+    mlp: GatedMlp | ExpertMlp | None
     input_norm: Norm | None
     inner_norm: Norm | None
     out_norm: Norm | None = None
     down_norm: Norm | None = None
-    residual_scale: float = 1.0
+    scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
     layer_input: LayerInput | None = None
     scale: float = 1.0
     parallel: bool = False
+    beside: StateLayer | None = None

@@ -20,8 +20,7 @@ import numpy as np
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.amx import fetch
-from engine.kernels.exponential import exp
+from engine.kernels.exponential import silu
 from engine.kernels.fused import record_of
 from engine.kernels.gemm.matmul import Multiplies
 from engine.kernels.simd import (
@@ -29,7 +28,6 @@ from engine.kernels.simd import (
     LANES,
     add,
     copy_half,
-    divide,
     float_at,
     fma,
     int_at,
@@ -48,6 +46,7 @@ from engine.kernels.state.walk import (
     BuildsSteps,
     LayerPlace,
     batch_row,
+    fetch_part,
     kept_row,
     read_slot,
     row_count,
@@ -56,6 +55,7 @@ from engine.kernels.state.walk import (
     save_range,
     scratch_of,
     segment_count,
+    share_of,
     state_of,
     step_at,
     step_range,
@@ -63,7 +63,7 @@ from engine.kernels.state.walk import (
     tiles_of,
     window_room,
 )
-from engine.kernels.state.windows import convolved, copy, find_window, input_of, keep_window
+from engine.kernels.state.windows import convolved, copy, find_window, input_of, keep_window, window_bytes
 from engine.kernels.threads import kernel, num_threads, thread_id
 
 _FORGOTTEN = 1e-18  # a share that is lost in rounding, and would make numbers so small that processors are slow
@@ -100,13 +100,9 @@ def delta_sizes(
     """Bytes of a layer's state, and of what is kept of a row. width: bytes of a number of its inputs."""
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     return (
-        _window_bytes(channels, taps, width) + 4 * value_heads * key_dim * value_dim,
+        window_bytes(channels, taps, width) + 4 * value_heads * key_dim * value_dim,
         (channels + 2 * value_heads) * width,
     )
-
-
-def _window_bytes(channels: int, taps: int, width: int) -> int:
-    return -(-(taps - 1) * channels * width // 64) * 64
 
 
 @dataclass(frozen=True)
@@ -180,7 +176,7 @@ class GatedDelta:
             "tap_count": len(self.taps),
             "channels": channels,
             "width": self.width,
-            "window_bytes": _window_bytes(channels, len(self.taps), self.width),
+            "window_bytes": window_bytes(channels, len(self.taps), self.width),
             "epsilon": self.epsilon,
             "query_scale": 1 / math.sqrt(self.key_dim),
         }
@@ -236,7 +232,7 @@ def _activated(work: Any, places: int, channel: int) -> Any:
         places, work.tap_count, channel * work.width, work.width, work.taps + 4 * channel, work.channels,
         splat(np.float32(0)),
     )  # fmt: skip
-    return divide(x, add(splat(np.float32(1)), exp(multiply(x, splat(np.float32(-1))))))
+    return silu(x)
 
 
 # The scratch, in float32. Numbers of a head lie together for all rows, which a thread takes one after the other.
@@ -356,7 +352,7 @@ def delta_kernel(address: Any) -> None:
     """
     work = carray(address, 1)[0]
     tiles, size = work.value_dim // LANES, 4 * work.key_dim * LANES
-    begin, stop = _share(work.value_heads * tiles)
+    begin, stop = share_of(work.value_heads * tiles)
     levels = tiles_of(work.walk, thread_id())
     for segment in range(segment_count(work.walk)):
         first, end = step_range(work.walk, segment)
@@ -364,7 +360,7 @@ def delta_kernel(address: Any) -> None:
             head, state_at = tile // tiles, work.state_at + work.window_bytes + tile * size
             key_head = int_at(work.key_head_of + 4 * head)
             column = 4 * LANES * (tile % tiles)
-            _fetch_tile(state_of(work.walk, read_slot(work.walk, segment)) + state_at + size, size)
+            fetch_part(state_of(work.walk, read_slot(work.walk, segment)) + state_at + size, size)
             before, state, key_before = 0, 0, 0  # of the row whose update is due; before is 0 if none is
             decay, delta = np.float32(0), splat(np.float32(0))
             for step in range(first, end):
@@ -380,19 +376,6 @@ def delta_kernel(address: Any) -> None:
                 state = levels + goal * size if goal >= 0 else state_of(work.walk, ~goal) + state_at
             if before != 0:
                 _update(before, state, key_before, decay, delta, work.key_dim)
-
-
-@njit
-def _share(count: int) -> Any:
-    """The first of this thread's units of `count`, and one past the last: neighbours, whose states lie together."""
-    thread, threads = np.int64(thread_id()), np.int64(num_threads())
-    return thread * count // threads, (thread + 1) * count // threads
-
-
-@njit
-def _fetch_tile(address: int, size: int) -> None:
-    for at in range(address, address + size, 64):
-        fetch(at)
 
 
 @njit
@@ -451,7 +434,7 @@ def _update(before: int, state: int, key: int, decay: Any, delta: Any, count: in
 def delta_out_kernel(address: Any) -> None:
     """out = RMSNorm(o) * w * SiLU(z), for each row and value head."""
     work = carray(address, 1)[0]
-    one, made = splat(np.float32(1)), work.value_heads * work.value_dim
+    made = work.value_heads * work.value_dim
     for unit in range(thread_id(), row_count(work.walk) * work.value_heads, num_threads()):
         row, head = unit // work.value_heads, unit % work.value_heads
         at = batch_row(work.walk, row)
@@ -468,5 +451,4 @@ def delta_out_kernel(address: Any) -> None:
         for i in range(0, work.value_dim, LANES):
             z = numbers_at(gate + i * work.width, work.width)
             numbers = multiply(multiply(load(x + 4 * i, FLOAT32), scale), load(work.norm + 4 * i, FLOAT32))
-            z = divide(z, add(one, exp(multiply(z, splat(np.float32(-1))))))
-            put_numbers(multiply(numbers, z), out + i * work.width, work.width)
+            put_numbers(multiply(numbers, silu(z)), out + i * work.width, work.width)

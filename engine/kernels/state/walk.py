@@ -24,9 +24,10 @@ from numba import njit
 from torch import Tensor
 
 from engine.core.state_shape import StateShape
+from engine.kernels.amx import fetch
 from engine.kernels.gemm.matmul import Multiplies
 from engine.kernels.simd import long_at
-from engine.kernels.threads import Kernel
+from engine.kernels.threads import Kernel, num_threads, thread_id
 
 LEAF = 1 << 40
 """In the place of a step's goal: the state after the row is needed by no other."""
@@ -315,3 +316,19 @@ def window_room(walk: int, thread: int) -> Any:
 def tiles_of(walk: int, thread: int) -> Any:
     """Return the address of a thread's scratch for parts of states."""
     return window_room(walk, thread) + 8 * MOST_TAPS
+
+
+@njit
+def share_of(count: int) -> Any:
+    """Return the first of this thread's units of `count`, and one past the last: neighbours, whose states lie
+    together.
+    """
+    thread, threads = np.int64(thread_id()), np.int64(num_threads())
+    return thread * count // threads, (thread + 1) * count // threads
+
+
+@njit
+def fetch_part(address: int, size: int) -> None:
+    """Prefetch the part of a state that a thread takes rows through next."""
+    for at in range(address, address + size, 64):
+        fetch(at)

@@ -21,6 +21,11 @@ def taps_of(convolution: Tensor) -> Tensor:
     return convolution.detach().reshape(len(convolution), -1).t().float().contiguous()
 
 
+def window_bytes(channels: int, taps: int, width: int) -> int:
+    """Return the bytes of a state's window, in whole cache lines. width: bytes of a number of rows."""
+    return -(-(taps - 1) * channels * width // 64) * 64
+
+
 @njit
 def input_of(walk: int, row: int, inputs: int, stride: int, kept_at: int) -> Any:
     """Return the address of a row's inputs. inputs: of the new rows, `stride` bytes apart; kept_at: where they are in a

@@ -1,13 +1,15 @@
-"""Reads what makes a row of itself and the rows before it: attention, gated delta nets, short convolutions."""
+"""Reads what makes a row of itself and the rows before it: attention, gated delta nets, short convolutions, Mamba-2."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import nn
 
 from engine.kernels.simd import LANES
 from engine.kernels.state.walk import MOST_TAPS
@@ -16,6 +18,7 @@ from engine.model.structure import (
     AttentionStructure,
     GatedDeltaStructure,
     LinearStructure,
+    MambaStructure,
     NormStructure,
     OtherStructure,
     Picked,
@@ -132,11 +135,7 @@ def gated_delta_structure(net: Any, prefix: str, stored: StoredWeights | None) -
     if net.conv1d.bias is not None or net.activation != "silu":
         raise OtherStructure("a gated delta net whose convolution has a bias or an activation of its own")
 
-    def held(name: str) -> str:
-        """The parameter as the file holds it, if that differs from the stock model's."""
-        own = f"{OWN}{prefix}{name}"
-        return own if stored is not None and stored.holds(own) else f"{prefix}{name}"
-
+    held = partial(held_as, prefix, stored)
     each, decay, out = value_heads // key_heads, held("A_log"), held("out_proj.weight")
     tiled = out.startswith(OWN)
     return GatedDeltaStructure(
@@ -155,6 +154,12 @@ def gated_delta_structure(net: Any, prefix: str, stored: StoredWeights | None) -
         width=net.conv1d.weight.shape[-1],
         key_head_of=tuple(head % key_heads if tiled else head // each for head in range(value_heads)),
     )
+
+
+def held_as(prefix: str, stored: StoredWeights | None, name: str) -> str:
+    """The parameter of that name as the file holds it, if that differs from the stock model's."""
+    own = f"{OWN}{prefix}{name}"
+    return own if stored is not None and stored.holds(own) else f"{prefix}{name}"
 
 
 def _inputs(net: Any, prefix: str, held: Callable[[str], str]) -> LinearStructure:
@@ -192,6 +197,60 @@ def short_convolution_structure(layer: Any, prefix: str) -> ShortConvolutionStru
         out=linear_structure(layer, prefix, ("out_proj",)),
         width=layer.conv.weight.shape[-1],
     )
+
+
+def mamba_structure(net: Any, prefix: str, config: Any, stored: StoredWeights | None) -> MambaStructure:
+    """config: of the model. stored: the weights of a file, which may hold parameters in its own way."""
+    only(net, {"act", "conv1d", "in_proj", "norm", "out_proj"})
+    heads, groups, head_dim, state_dim = net.num_heads, net.n_groups, net.head_dim, net.ssm_state_size
+    _check_taps(net.conv1d.weight.shape[-1])
+    if head_dim % LANES or state_dim % LANES or heads % groups:
+        raise OtherStructure(
+            f"Mamba-2 with {heads} heads of {head_dim} in {groups} groups of {state_dim}: kernels run groups of equal "
+            "size, and sizes that 16 divides"
+        )
+    if net.activation != "silu":
+        raise OtherStructure(f"Mamba-2 with the activation {net.activation}")
+    decay = held_as(prefix, stored, "A_log")
+    return MambaStructure(
+        inputs=linear_structure(net, prefix, ("in_proj",)),
+        convolution=f"{prefix}conv1d.weight",
+        bias="" if net.conv1d.bias is None else f"{prefix}conv1d.bias",
+        decay=decay,
+        decay_is_log=not decay.startswith(OWN),
+        dt_bias=f"{prefix}dt_bias",
+        skip=f"{prefix}D",
+        norm=_mamba_norm(net, f"{prefix}norm."),
+        gate_last=bool(getattr(net.norm, "norm_before_gate", False)),
+        out=linear_structure(net, prefix, ("out_proj",)),
+        heads=heads,
+        groups=groups,
+        head_dim=head_dim,
+        state_dim=state_dim,
+        width=net.conv1d.weight.shape[-1],
+        steps=(float(net.time_step_limit[0]), float(net.time_step_limit[1])),
+        scales=_mamba_scales(net, config),
+    )
+
+
+def _mamba_scales(net: Any, config: Any) -> tuple[float, float, float, float, float]:
+    """What multiplies z, x, B, C and the step."""
+    of_input, of_parts = float(getattr(net, "ssm_in_multiplier", 1.0)), getattr(config, "ssm_multipliers", [1.0] * 5)
+    if of_input != 1 and net.in_proj.bias is not None:
+        raise OtherStructure("Mamba-2 with biases and an input that is multiplied")
+    z, x, b, c, step = (of_input * float(factor) for factor in of_parts)
+    return z, x, b, c, step
+
+
+def _mamba_norm(net: Any, prefix: str) -> NormStructure | None:
+    """The norm of a group's numbers, None if there is none."""
+    if isinstance(net.norm, nn.Identity):
+        return None
+    inner = net.num_heads * net.head_dim
+    size = getattr(net.norm, "group_size", None) or inner // getattr(net.norm, "n_groups", 1)
+    if size * net.n_groups != inner:
+        raise OtherStructure(f"Mamba-2 with {net.n_groups} groups, whose norm is of {size} numbers")
+    return NormStructure(f"{prefix}weight", float(net.norm.variance_epsilon), False)
 
 
 def _check_taps(width: int) -> None:

@@ -31,6 +31,10 @@ _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size":
 _SHARED = _EXPERTS | {"shared_expert_intermediate_size": 32}
 _DELTA = {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
 _DELTA |= {"linear_value_head_dim": 16}
+_GRANITE4 = {"mamba_n_heads": 8, "mamba_d_state": 16, "layer_types": ["linear_attention", "full_attention"] * 2}
+_NEMOTRON = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "mamba_num_heads": 8}
+_BAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "attn_layer_indices": [1]}
+_FALCON = {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_state": 16}
 _GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16}
 
 
@@ -65,6 +69,14 @@ FAMILIES = (
     Family("Phi-3, Phi-4", "Phi3Config", {}, ("phi3",), "GGUF: not with factors for long texts"),
     Family("Phi-1, Phi-2", "PhiConfig"),
     Family("Granite 3", "GraniteConfig", {}, ("granite",)),
+    Family("Granite 4", "GraniteMoeHybridConfig", _GRANITE4, ("granitehybrid",), "Mamba-2; with experts and without"),
+    Family("Bamba", "BambaConfig", _BAMBA, (), "Mamba-2"),
+    Family("Nemotron-H", "NemotronHConfig", _NEMOTRON, ("nemotron_h",), "Mamba-2"),
+    Family("Nemotron 3 with experts", "NemotronHConfig",
+           _NEMOTRON | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+                        "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64},
+           ("nemotron_h_moe",), "no experts over latents, no own draft head"),
+    Family("Falcon-H1", "FalconH1Config", _FALCON, ("falcon-h1",), "Mamba-2 beside attention in every layer"),
     Family("GLM-4 (0414)", "Glm4Config", {"head_dim": 16}, ("glm4",), "no images"),
     Family("GLM-4.5 and later", "Glm4MoeConfig", {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2,
                                                   "moe_intermediate_size": 64, "first_k_dense_replace": 1}),

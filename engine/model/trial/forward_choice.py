@@ -8,6 +8,7 @@ matrices stay in a file's blocks can only be run by the lean decoder, and is com
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ class ForwardChoice:
         """For a model in memory. Raises ModelError if its attention can take neither our function nor a mask."""
         if self.accelerated:
             forbid_split_sums()
+        self._check_parts()
         trial = ModelProbe(self.model, self.name, self.context, WholeStock(self.model, self.name))
         hold_frequencies(self.model)
         chosen = self._try_exact(trial)
@@ -94,6 +96,7 @@ class ForwardChoice:
         OtherStructure if the lean decoder cannot run it, or differs from the stock forward.
         """
         weights.fill_small(self.model)
+        self._check_parts()
         stock = LayeredStock(self.model, weights)
         trial = ModelProbe(self.model, self.name, self.context, stock)
         rules = stock.passed[-1]
@@ -114,6 +117,11 @@ class ForwardChoice:
             return Chosen(served, _BESIDE)
         proof.write(ProvedModel(facts, structure, rules, weights.places, weights.own_vectors))
         return Chosen(served, "")
+
+    def _check_parts(self) -> None:
+        """Raise ModelError for a model whose structure is known, and whose parts do not go together."""
+        with suppress(OtherStructure, AttributeError):
+            describe(self.model)
 
     def _runner(self, forward: Forward | MaskedForward, pool: KVPool | None) -> Runner:
         return Runner(forward, pool, self.model.config.get_text_config().vocab_size, self.model.dtype)

@@ -90,6 +90,7 @@ class LayeredStock:
         self.model, self.weights = model, weights
         self.base, self.prefix = text_part(model)
         self.passed: list[dict[int, Rule]] = []
+        self._several = False  # whether layers return a tuple
 
     def __call__(self, tokens: list[int], starts: Sequence[int]) -> list[Tensor]:
         with self._embeddings_of(tokens):
@@ -106,7 +107,8 @@ class LayeredStock:
                 _run(layer, weights, marked[index], states[0])
             states = [_run(layer, weights, call[index], state) for call, state in zip(calls, states, strict=True)]
         self.passed.append(rules)
-        with self._embeddings_of(tokens), self._layers(lambda *_, **__: torch.cat(states)), self._head_in_slices():
+        last = self._made(torch.cat(states))
+        with self._embeddings_of(tokens), self._layers(lambda *_, **__: last), self._head_in_slices():
             ids = torch.arange(len(tokens)).expand(len(starts), -1)
             return [*self.model(ids, use_cache=False).logits.float()]
 
@@ -114,17 +116,29 @@ class LayeredStock:
         """What each layer is called with for a text that begins at this position."""
         calls: list[_Call] = []
 
-        def pass_on(state: Tensor, *args: Any, **options: Any) -> Tensor:
+        def pass_on(state: Tensor, *args: Any, **options: Any) -> Tensor | tuple[Tensor]:
+            if state.dim() < 3:
+                raise _TakesFirst
             calls.append(_Call((state, *args), options))
-            return state
+            return self._made(state)
 
         places = {"position_ids": torch.arange(start, start + rows)[None]} if start else {}
         with self._layers(pass_on):
-            self.model.model(torch.arange(rows)[None], use_cache=False, **places)
-        return calls
+            try:
+                made = self.model.model(torch.arange(rows)[None], use_cache=False, **places)
+                if made.last_hidden_state.dim() == 3:
+                    return calls
+            except _TakesFirst:
+                pass
+        self._several = True
+        return self._calls(rows, start)
+
+    def _made(self, state: Tensor) -> Tensor | tuple[Tensor]:
+        """What a layer returns, some families' as the first of several."""
+        return (state,) if self._several else state
 
     @contextmanager
-    def _layers(self, forward: Callable[..., Tensor]) -> Iterator[None]:
+    def _layers(self, forward: Callable[..., Tensor | tuple[Tensor]]) -> Iterator[None]:
         """In this context, all layers do that instead of their own forward."""
         for layer in self.base.layers:
             layer.forward = forward
@@ -175,14 +189,18 @@ class LayeredStock:
             del head.forward
 
 
+class _TakesFirst(Exception):
+    """The model takes the first of what a layer returns, so it takes a tuple."""
+
+
 class _Call(NamedTuple):
     args: tuple[Any, ...]
     options: dict[str, Any]
 
 
 def _run(layer: nn.Module, weights: dict[str, Tensor], call: _Call, state: Tensor) -> Tensor:
-    made: Tensor = functional_call(layer, weights, (state, *call.args[1:]), call.options)
-    return made
+    made: Tensor | tuple[Tensor] = functional_call(layer, weights, (state, *call.args[1:]), call.options)
+    return made[0] if isinstance(made, tuple) else made
 
 
 class _Observer:

@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+from engine.core.errors import ModelError
+from engine.weights.gguf.mamba import mamba_sizes
+
+_SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
+GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+"""Factors in the metadata, and the configuration's names for them."""
 
 
 class _Keys:
@@ -91,5 +101,108 @@ def _gpt_oss(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, An
     }
 
 
-CONFIGURATIONS = {"gemma4": _gemma4, "gpt-oss": _gpt_oss}
+def _granitehybrid(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
+    """A layer without heads of keys is Mamba-2. The MLP of a dense model is the shared one of a model with experts."""
+    value = _Keys(metadata, "granitehybrid")
+    sizes, hidden, inner = mamba_sizes(metadata, "granitehybrid"), value("embedding_length"), value("ssm.inner_size")
+    kv_heads, experts = value("attention.head_count_kv"), value("expert_count", 0)
+    if not isinstance(kv_heads, list) or len(kv_heads) != value("block_count") or not max(kv_heads):
+        raise ModelError("granitehybrid.attention.head_count_kv does not say which layers attend; get the file again")
+    if inner % hidden:
+        raise ModelError(f"granitehybrid.ssm.inner_size is {inner}, no multiple of embedding_length ({hidden})")
+    factors = {name: value(key) for key, name in GRANITE.items() if value(key)}
+    factors.setdefault("attention_multiplier", (hidden // value("attention.head_count")) ** -0.5)
+    theta = value("rope.freq_base", 10_000.0)
+    return (
+        value.common(tensors, "granitemoehybrid", "GraniteMoeHybridForCausalLM")
+        | sizes
+        | factors
+        | {
+            "layer_types": [_FULL if heads else _LINEAR for heads in kv_heads],
+            "num_key_value_heads": max(kv_heads),
+            "attention_bias": any(name.endswith("attn_q.bias") for name in tensors),
+            "mamba_expand": inner // hidden,
+            "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in tensors),
+            "intermediate_size": value("feed_forward_length"),
+            "shared_intermediate_size": value(
+                "expert_shared_feed_forward_length" if experts else "feed_forward_length"
+            ),
+            "num_local_experts": experts,
+            "num_experts_per_tok": value("expert_used_count", 0),
+            "position_embedding_type": "rope" if value("rope.scaling.finetuned", True) else None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        }
+    )
+
+
+def _nemotron_h(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
+    """A layer is one of three: attention, an MLP, or Mamba-2 where it has neither heads of keys nor an inner size."""
+    return _of_blocks(_Keys(metadata, "nemotron_h"), tensors, "mlp")
+
+
+def _nemotron_h_moe(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
+    """The same with experts in the place of MLPs."""
+    value = _Keys(metadata, "nemotron_h_moe")
+    if value("nextn_predict_layers"):
+        raise ModelError("nemotron_h_moe.nextn_predict_layers: a draft head of this family is not read")
+    return _of_blocks(value, tensors, "moe") | {
+        "n_routed_experts": value("expert_count"),
+        "num_experts_per_tok": value("expert_used_count"),
+        "moe_intermediate_size": value("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": value("expert_shared_feed_forward_length"),
+        "moe_latent_size": value("moe_latent_size"),
+        "norm_topk_prob": value("expert_weights_norm", True),
+        "routed_scaling_factor": value("expert_weights_scale", 1.0),
+        "n_group": value("expert_group_count", 1),
+    }
+
+
+def _of_blocks(value: _Keys, tensors: tuple[str, ...], with_inner: str) -> dict[str, Any]:
+    """with_inner: what a layer with an inner size is."""
+    sizes = mamba_sizes(value.metadata, value.architecture)
+    kv_heads, inner = value("attention.head_count_kv"), value("feed_forward_length")
+    for key, each in (("attention.head_count_kv", kv_heads), ("feed_forward_length", inner)):
+        if not isinstance(each, list) or len(each) != value("block_count") or not max(each):
+            raise ModelError(f"{value.architecture}.{key} is not of {value('block_count')} layers; get the file again")
+    kinds = {(True, False): _FULL, (False, True): with_inner, (False, False): _LINEAR}
+    names = {"ssm_state_size": "d_state", "mamba_num_heads": "n_heads", "mamba_head_dim": "d_head"}
+    names |= {"n_groups": "n_groups", "conv_kernel": "d_conv"}
+    return value.common(tensors, "nemotron_h", "NemotronHForCausalLM") | {
+        **{name: sizes[f"mamba_{size}"] for name, size in names.items()},
+        "layers_block_type": [kinds[heads > 0, size > 0] for heads, size in zip(kv_heads, inner, strict=True)],
+        "num_key_value_heads": max(kv_heads),
+        "head_dim": value("attention.key_length"),
+        "intermediate_size": max(inner),
+        "layer_norm_epsilon": value("attention.layer_norm_rms_epsilon"),
+        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in tensors),
+    }
+
+
+def _falcon_h1(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
+    """The factors of the configuration are in the file's matrices."""
+    value = _Keys(metadata, "falcon-h1")
+    return (
+        value.common(tensors, "falcon_h1", "FalconH1ForCausalLM")
+        | mamba_sizes(metadata, "falcon-h1")
+        | {
+            "num_key_value_heads": value("attention.head_count_kv"),
+            "head_dim": value("attention.key_length"),
+            "intermediate_size": value("feed_forward_length"),
+            "mamba_d_ssm": value("ssm.inner_size"),
+            "mamba_rms_norm": any(name.endswith("ssm_norm.weight") for name in tensors),
+            "mamba_norm_before_gate": False,
+            "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in tensors),
+            "rope_parameters": {"rope_type": "default", "rope_theta": value("rope.freq_base")},
+        }
+    )
+
+
+CONFIGURATIONS = {
+    "falcon-h1": _falcon_h1,
+    "gemma4": _gemma4,
+    "gpt-oss": _gpt_oss,
+    "granitehybrid": _granitehybrid,
+    "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h_moe,
+}
 """By the architecture that files name. transformers' own reader knows less of these families than ours."""

@@ -28,24 +28,18 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from engine.core.errors import ModelError, shown
-from engine.weights.gguf.configurations import CONFIGURATIONS
+from engine.weights.gguf.configurations import CONFIGURATIONS, GRANITE
 from engine.weights.gguf.file import GgufFile
 from engine.weights.gguf.header import GgufTensor
-from engine.weights.gguf.hybrids import HYBRIDS, check_hybrid, delta_parameters, draft_block, teach_hybrids
+from engine.weights.gguf.hybrids import HYBRIDS, check_hybrid, draft_block, layer_readers, teach_hybrids
 from engine.weights.stored_weights import Place, Unreadable, held, is_vector, named, stored_buffers
 
 _COMMON = GGUF_CONFIG_MAPPING["qwen2"]
-_GRANITE = {
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-}
 _KEYS: dict[str, dict[str, str | None]] = {
     "qwen3": {"attention.key_length": "head_dim"},
     "qwen3_moe": {"expert_feed_forward_length": "moe_intermediate_size"},
     "phi3": {"attention.sliding_window": "sliding_window"},
-    "granite": _COMMON | _GRANITE,
+    "granite": _COMMON | GRANITE,
     "olmo2": _COMMON,
     "glm4": _COMMON | {"attention.key_length": "head_dim"},
     "smollm3": _COMMON,
@@ -53,16 +47,26 @@ _KEYS: dict[str, dict[str, str | None]] = {
 """Names in the configuration, by transformers' name of the family and the key of the metadata."""
 _OWN = ("granite", "olmo2", "glm4", "smollm3")
 """Families that transformers reads from no GGUF file. Their names are those of the architectures too."""
-_NEIGHBOURS = ("granite", "smollm3")
-"""Of these, those whose heads llama.cpp stores with neighbouring dimensions rotated, as Llama's."""
+_NEIGHBOURS = ("granite", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+"""Those whose heads llama.cpp stores with neighbouring dimensions rotated, as Llama's."""
 _SCALED_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
 """Gemmas of 27 B, known by their layers as llama.cpp knows them: their queries are scaled by hidden size over heads."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
-_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 """Parameters that hold the matrices of all experts of a layer, and the tensors that hold their outputs in turn."""
 _IN_TURN = ("gpt-oss",)
 """Architectures whose experts transformers holds with inputs before outputs, and the outputs of gate and up in turn."""
+_CALLED = {
+    "block_sparse_moe.router": "mlp.gate",
+    "block_sparse_moe.experts": "mlp.experts",
+    "mixer.experts": "mlp.experts",
+    "mixer.gate": "mlp.gate",
+    "e_score_correction_bias": "e_score_correction.bias",
+}
+"""Parts of transformers' names, and what the package `gguf` has for them."""
+_WIDE = (".expert_bias", ".e_score_correction_bias")
+"""How the names of vectors end that stay float32."""
 _ALONE = {"expert_bias": "bias", "layer_scalar": "weight", "sinks": "weight"}
 """Names of parameters that are not parts of a linear layer, and how the names of their tensors end."""
 
@@ -100,11 +104,10 @@ def located(file: GgufFile, model: Any) -> tuple[dict[str, Place], dict[str, Ten
     read: set[str] = set()
     places: dict[str, Place] = {}
     vectors: dict[str, Tensor] = {}
-    for layer in (i for i, one in enumerate(model.model.layers) if hasattr(one, "linear_attn")):
-        net = delta_parameters(file, config, layer)
-        places |= net.places
-        vectors |= net.vectors
-        read |= net.tensors
+    for layer in layer_readers(file, model):
+        places |= layer.places
+        vectors |= layer.vectors
+        read |= layer.read
     for name, same in _rest(model, {*places, *vectors}).items():
         found = next((there for one in reversed(same) if (there := _find(one, names, tensors))), None)
         if found is None:
@@ -117,7 +120,7 @@ def located(file: GgufFile, model: Any) -> tuple[dict[str, Place], dict[str, Ten
             vectors |= dict.fromkeys(same, torch.stack(of_parts, dim=-1).flatten(1).to(model.dtype))
         elif is_vector(parameter):
             values = _values(file, found[0], processor, parameter.shape)
-            vectors |= dict.fromkeys(same, values if name.endswith(".expert_bias") else values.to(model.dtype))
+            vectors |= dict.fromkeys(same, values if name.endswith(_WIDE) else values.to(model.dtype))
         else:
             places |= dict.fromkeys(same, _place(found, processor, tuple(parameter.shape), in_turn))
     ignored = ("rope_", *filter(None, [draft_block(file)]), *_unused(model, names))
@@ -144,8 +147,11 @@ def _unused(model: Any, names: TensorNameMap) -> list[str]:
 
 def _find(name: str, names: TensorNameMap, tensors: Mapping[str, GgufTensor]) -> list[GgufTensor]:
     """Return the tensors that hold a parameter, in their order; none if one of them is not there."""
+    for usual, called in _CALLED.items():
+        name = name.replace(usual, called)
     module, _, suffix = name.rpartition(".")
-    sought = [f"{names.get_name(module)}.{suffix}"]
+    known = names.get_name(module) or names.get_name(module.replace("model.", "backbone.", 1))
+    sought = [f"{known}.{suffix}" if known else f"{names.get_name(name)}"]
     if suffix in _ALONE:
         sought = [f"{names.get_name(name)}.{_ALONE[suffix]}"]
     if module.endswith(".experts"):

@@ -9,22 +9,32 @@ order, and maps heads (`GatedDeltaStructure.key_head_of`); only the stock forwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from gguf import dequantize
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, GGUFTensor, TensorProcessor
 
 from engine.core.errors import ModelError
 from engine.weights.gguf.file import GgufFile
-from engine.weights.stored_weights import OWN, Place, Unreadable
+from engine.weights.gguf.layer_reader import LayerReader
+from engine.weights.gguf.mamba import MambaReader, SharedMlpReader
+from engine.weights.stored_weights import OWN, Place
 
-HYBRIDS = ("qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe")
+HYBRIDS = (
+    "qwen35",
+    "qwen35moe",
+    "qwen3next",
+    "lfm2",
+    "lfm2moe",
+    "granitehybrid",
+    "nemotron_h",
+    "nemotron_h_moe",
+    "falcon-h1",
+)
 """Architectures that GGUF files name."""
 _TILED = ("qwen35", "qwen35moe")
 _DELTA = (*_TILED, "qwen3next")
@@ -122,28 +132,28 @@ def draft_block(file: GgufFile) -> str:
     return f"blk.{file.metadata[f'{file.architecture}.block_count'] - 1}." if heads else ""
 
 
-class DeltaParameters(NamedTuple):
-    """The parameters of one gated delta net, and the tensors that hold them."""
+def layer_readers(file: GgufFile, model: Any) -> Iterator[LayerReader]:
+    """Read the parts of layers that files hold in another way than transformers' tables say. model: on the meta device.
+    Raises Unreadable if a tensor is not there.
+    """
+    for index, layer in enumerate(model.model.layers):
+        prefix, block = f"model.layers.{index}.", f"blk.{index}."
+        if hasattr(layer, "linear_attn"):
+            yield DeltaReader(file, model.config.get_text_config(), f"{prefix}linear_attn.", block)
+        for name in ("mamba", "mixer"):
+            if hasattr(net := getattr(layer, name, None), "ssm_state_size"):
+                yield MambaReader(file, net, f"{prefix}{name}.", block)
+        if hasattr(layer, "shared_mlp"):
+            experts = getattr(layer, "block_sparse_moe", None) is not None
+            yield SharedMlpReader(file, layer.shared_mlp, f"{prefix}shared_mlp.", block, experts)
 
-    places: Mapping[str, Place]
-    vectors: Mapping[str, Tensor]
-    tensors: frozenset[str]
 
-
-def delta_parameters(file: GgufFile, config: Any, layer: int) -> DeltaParameters:
-    """Return the parameters of that layer. config: of the model. Raises Unreadable if a tensor is not there."""
-    reader = _DeltaReader(file, config, f"model.layers.{layer}.linear_attn.", f"blk.{layer}.")
-    return DeltaParameters(reader.places, reader.vectors, frozenset(reader.read))
-
-
-class _DeltaReader:
-    """prefix, block: before the names of parameters and of tensors."""
+class DeltaReader(LayerReader):
+    """The parameters of a gated delta net."""
 
     def __init__(self, file: GgufFile, config: Any, prefix: str, block: str):
-        self.file, self.prefix, self.block = file, prefix, block
-        self.places: dict[str, Place] = {}
-        self.vectors: dict[str, Tensor] = {}
-        self.read: set[str] = set()
+        """config: of the model."""
+        super().__init__(file, prefix, block)
         self.hidden, self.key_heads = config.hidden_size, config.linear_num_key_heads
         self.each = config.linear_num_value_heads // self.key_heads
         self.value_dim = config.linear_value_head_dim
@@ -169,7 +179,7 @@ class _DeltaReader:
         return np.ascontiguousarray(places.reshape(shape).swapaxes(0, 1)).reshape(-1)
 
     def _matrix(self, name: str, tensor: str, order: NDArray[np.int64]) -> None:
-        stored, parameter = self._found(f"{tensor}.weight", (self.hidden, len(order))), f"{self.prefix}{name}.weight"
+        stored, parameter = self.found(f"{tensor}.weight", (self.hidden, len(order))), f"{self.prefix}{name}.weight"
         shape = (len(order), self.hidden)
         self.places[parameter] = Place((stored,), shape, _permutation(order))
         if self.tiled:
@@ -178,8 +188,8 @@ class _DeltaReader:
     def _whole(self) -> None:
         """Read Qwen3-Next's matrices: transformers has one matrix, with q, k, v and z of each key head together."""
         channels, inputs = 2 * self.keys + self.values, self.hidden
-        qkv = self._found("attn_qkv.weight", (inputs, channels))
-        z = self._found("attn_gate.weight", (inputs, self.values))
+        qkv = self.found("attn_qkv.weight", (inputs, channels))
+        z = self.found("attn_gate.weight", (inputs, self.values))
         starts = np.split(np.arange(channels + self.values), [self.keys, 2 * self.keys, channels])
         order = np.concatenate([part.reshape(self.key_heads, -1) for part in starts], axis=1).reshape(-1)
         self.places[f"{self.prefix}in_proj_qkvz.weight"] = Place((qkv, z), (len(order), inputs), _permutation(order))
@@ -188,7 +198,7 @@ class _DeltaReader:
         self._matrix("in_proj_ba", "ssm_ba", np.arange(2 * self.key_heads * self.each))
 
     def _out(self) -> None:
-        stored, parameter = self._found("ssm_out.weight", (self.values, self.hidden)), f"{self.prefix}out_proj.weight"
+        stored, parameter = self.found("ssm_out.weight", (self.values, self.hidden)), f"{self.prefix}out_proj.weight"
         shape = (self.hidden, self.values)
         self.places[parameter] = Place((stored,), shape, b"", _permutation(self._grouped(self.value_dim)))
         if self.tiled:
@@ -199,38 +209,14 @@ class _DeltaReader:
         number.
         """
         heads, prefix = self.key_heads * self.each, self.prefix
-        decay, bias = self._numbers("ssm_a", heads), self._numbers("ssm_dt.bias", heads)
-        convolution = self._numbers("ssm_conv1d.weight", len(self._channels))
-        if not bool((decay < 0).all()):
-            raise ModelError(f"model={self.file.path}: tensor {self.block}ssm_a is not negative; get the file again")
+        decay, bias = self.decay(heads), self.numbers("ssm_dt.bias", heads)
+        convolution = self.numbers("ssm_conv1d.weight", len(self._channels))
         order, channels = torch.from_numpy(self._grouped(1)), torch.from_numpy(self._channels)
         self.vectors |= {f"{prefix}A_log": (-decay).log()[order], f"{OWN}{prefix}A_log": decay}
         self.vectors |= {f"{prefix}dt_bias": bias[order], f"{prefix}conv1d.weight": convolution[channels][:, None]}
         if self.tiled:
             self.vectors |= {f"{OWN}{prefix}dt_bias": bias, f"{OWN}{prefix}conv1d.weight": convolution[:, None]}
-        self.vectors[f"{prefix}norm.weight"] = self._numbers("ssm_norm.weight", self.value_dim).to(torch.bfloat16)
-
-    def _numbers(self, name: str, count: int) -> Tensor:
-        """Return a tensor as float32, [count, ...]."""
-        stored = self._found(name, None)
-        tensor = self.file.tensor(stored)
-        assert tensor is not None
-        values = torch.from_numpy(dequantize(self.file.read(tensor), tensor.kind).copy()).view(tensor.shape[::-1])
-        if len(values) != count:
-            raise Unreadable(f"{stored} is stored in another shape")
-        if not values.isfinite().all():
-            raise ModelError(f"model={self.file.path}: tensor {stored} holds NaN or infinity; get the file again")
-        return values
-
-    def _found(self, name: str, shape: tuple[int, ...] | None) -> str:
-        """Return the whole name of a tensor, which is noted as read."""
-        tensor = self.file.tensor(stored := f"{self.block}{name}")
-        if tensor is None:
-            raise Unreadable(f"{stored} is not in the file")
-        if shape is not None and tensor.shape != shape:
-            raise Unreadable(f"{stored} is stored in another shape")
-        self.read.add(stored)
-        return stored
+        self.vectors[f"{prefix}norm.weight"] = self.numbers("ssm_norm.weight", self.value_dim).to(torch.bfloat16)
 
 
 def _permutation(order: NDArray[np.int64]) -> bytes:

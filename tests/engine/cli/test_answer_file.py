@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ PROMPTS = ["the cat sat", "1 + 1 =", "the mat"]
 SAMPLED = ["--temperature", "1", "--seed", "3"]
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in [*PROMPTS, PROMPTS[0]]))
     return path
 
@@ -39,11 +40,18 @@ def rows(out: Path) -> dict[str, dict[str, Any]]:
     return {row["prompt"]: row for row in map(json.loads, out.read_text().splitlines())}
 
 
-@pytest.fixture
-def answers(tiny: str, prompts: Path, tmp_path: Path) -> Path:
-    out = tmp_path / "new" / "answers.jsonl"
+@pytest.fixture(scope="module")
+def answered(tiny: str, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Answer all prompts."""
+    out = tmp_path_factory.mktemp("answers") / "new" / "answers.jsonl"
     assert "3 of 3 prompts answered" in answer(tiny, prompts, out, *SAMPLED)
     return out
+
+
+@pytest.fixture
+def answers(answered: Path, tmp_path: Path) -> Path:
+    """Copy the answers, for a test that changes them."""
+    return Path(shutil.copy(answered, tmp_path))
 
 
 async def test_every_prompt_gets_the_answer_that_it_gets_alone(tiny: str, answers: Path) -> None:

@@ -87,6 +87,30 @@ def test_only_a_change_of_what_a_kernel_imports_directly_or_not_compiles_it_agai
     assert run(tmp_path) == "16 0\n"
 
 
+def test_a_constant_that_a_kernel_reads_compiles_it_again_and_what_else_is_beside_it_does_not(tmp_path: Path) -> None:
+    inner = "from numba import njit\nfrom drafters.sizes import SIZE as _N, size\nfrom drafters.names import name\n"
+    inner += "\n@njit\ndef inner(x):\n    return x + _N\n"
+    sizes = "from drafters.base import BASE\n\nSIZE = 2 * BASE\n\ndef size():\n    pass\n"
+    files = {"drafters/inner.py": inner, "drafters/sizes.py": sizes, "drafters/base.py": "BASE = 1\n"}
+    package(tmp_path, files | {"engine/outer.py": OUTER, "drafters/names.py": "def name():\n    pass\n"})
+    assert [run(tmp_path), run(tmp_path)] == ["3 0\n", "3 1\n"]
+    (tmp_path / "drafters" / "base.py").write_text("BASE = 2\n")
+    assert run(tmp_path) == "5 0\n", "a constant of a constant"
+    (tmp_path / "drafters" / "sizes.py").write_text(sizes.replace("2 *", "3 *"))
+    assert run(tmp_path) == "7 0\n"
+    (tmp_path / "drafters" / "names.py").write_text("def name():\n    return 1\n")
+    assert run(tmp_path) == "7 1\n"
+    by_module = inner.replace("drafters.sizes import SIZE as _N, size", "drafters import sizes")
+    (tmp_path / "drafters" / "inner.py").write_text(by_module.replace("_N", "sizes.SIZE"))
+    assert run(tmp_path) == "7 0\n"
+    (tmp_path / "drafters" / "sizes.py").write_text(sizes)
+    assert run(tmp_path) == "5 0\n", "a constant that is read with its module"
+
+
+def test_the_size_of_a_group_of_codes_is_part_of_its_readers_key() -> None:
+    assert "engine.core.kv_shape" in jit_cache._read_at_compile_time("engine.kernels.attention.finite_blocks")
+
+
 def test_the_modules_of_functions_that_a_kernel_was_handed_are_its_own() -> None:
     """A kernel's maker need not import what it is handed."""
 
@@ -104,12 +128,8 @@ def test_the_modules_of_functions_that_a_kernel_was_handed_are_its_own() -> None
 def test_all_that_python_loads_for_a_module_of_kernels_is_reached(module: str) -> None:
     command = f"import sys, {module}; print(*sys.modules)"
     names = subprocess.check_output([sys.executable, "-c", command], text=True, cwd=ROOT).split()
-    reached, waiting = set[str](), [module]
-    while waiting:
-        if (name := waiting.pop()) not in reached:
-            reached.add(name)
-            waiting += jit_cache._imported(name)
-    compiled = {name for name in names if jit_cache._checksum(name)}
+    reached = jit_cache._reached([module], jit_cache._imported)
+    compiled = {name for name in names if jit_cache._is_compiled(name)}
     assert len(compiled) > 2 and compiled <= reached
 
 

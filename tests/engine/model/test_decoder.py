@@ -8,11 +8,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.core.batch import Segment
+from engine.core.errors import ModelError
 from engine.core.tree import TokenTree
 from engine.kernels.gemm.product import multiplies
 from engine.kernels.threads import Program, Timed
 from engine.model.decoder import LeanDecoder
 from engine.model.target import Target
+from tests.engine.test_exact import build as build_family
 
 TEXT = [(i * 37) % 128 for i in range(70)]
 
@@ -100,3 +102,11 @@ def test_a_forward_wakes_the_threads_once_and_they_wait_for_each_other_eight_tim
     monkeypatch.setattr(Program, "run", partialmethod(Program.run, timed=woken))
     target.run([Segment.of_text([1, 2], cache)])
     assert [len(stretch.seconds()) for stretch in woken] == [3 + 8 * 3]
+
+
+@pytest.mark.parametrize("rows", [100, 127])
+def test_inputs_of_layers_for_fewer_tokens_than_the_model_has_are_refused(rows: int) -> None:
+    model = build_family("gemma4 with inputs of layers", "bfloat16", vocab_size_per_layer_input=rows)
+    named = rf"^model: vocab_size_per_layer_input={rows} is less than vocab_size=128, .*;"
+    with pytest.raises(ModelError, match=named):
+        Target.of_model(model, "tiny", kv_memory=1 << 22)

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.core.batch import Segment
 from engine.core.errors import ModelError
 from engine.core.params import SamplingParams
+from engine.kernels.gemm.matmul import Unit, units
 from engine.kernels.gemm.product import multiplies
-from engine.model import target as targets
 from engine.model.decoder import LeanDecoder
 from engine.model.loading import load_config, skeleton, weights_of
 from engine.model.target import Target
@@ -31,7 +32,7 @@ from tests.engine.weights.tiny_gguf import TOKENS
 
 pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
 LEAN = sorted(FAMILIES)
-EXPERTS = ["qwen3 with experts", "mixtral", "gpt-oss"]
+EXPERTS = ["qwen3 with experts", "mixtral", "gpt-oss", "granite 4 with experts", "nemotron 3 with experts"]
 TEXT = [random.Random(1).randrange(len(TOKENS)) for _ in range(48)]
 every_family = pytest.mark.parametrize("family", LEAN)
 
@@ -147,40 +148,55 @@ def test_experts_round_their_rows_to_8_bits_where_that_is_wanted(described: Call
 def test_experts_lie_in_memory_with_the_files_bits(target_of: Callable[[str], Target], family: str) -> None:
     target = target_of(family)
     assert isinstance(target.forward, LeanDecoder)
-    experts = [layer.weights.mlp for layer in target.forward.layers]
+    experts = [layer.weights.mlp for layer in target.forward.layers if layer.weights.mlp is not None]
     assert all(product.coded for mlp in experts for product in [*mlp.gate_up, *mlp.down])  # type: ignore[union-attr]
 
 
-def test_experts_whose_projections_are_of_two_types_are_not_run_lean(
+def test_experts_whose_projections_are_of_two_types_have_the_logits_of_their_numbers(
     described: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = GgufWeights.experts
+    usual, folder = GgufWeights.experts, described("mixtral")
 
-    def mixed(self: GgufWeights, name: str, parts: int = 0) -> Any:
-        found = usual(self, name, parts)
-        of_numbers = type(found[0][0]).of_numbers
-        return [[parts[0], *(of_numbers(part.values()) for part in parts[1:])] for parts in found]
+    def logits_of(coded: int) -> Tensor:
+        """Those of a model whose first parts alone are in codes."""
 
-    monkeypatch.setattr(GgufWeights, "experts", mixed)
-    monkeypatch.setattr(targets, "load_model", lambda *_: pytest.fail("as it has to be"))
-    folder = described("mixtral")
-    (Path(folder) / "proof-bfloat16.msgpack").unlink(missing_ok=True)  # of a test before
-    with pytest.raises(pytest.fail.Exception, match="as it has to be"):
-        Target.load(folder, kv_memory=1 << 22)
+        def experts(self: GgufWeights, name: str, parts: int = 0) -> Any:
+            found = usual(self, name, parts)
+            of_numbers = type(found[0][0]).of_numbers
+            return [[*parts[:coded], *(of_numbers(part.values()) for part in parts[coded:])] for parts in found]
+
+        monkeypatch.setattr(GgufWeights, "experts", experts)
+        (Path(folder) / "proof-bfloat16.msgpack").unlink(missing_ok=True)
+        target = Target.load(folder, kv_memory=1 << 22)
+        assert isinstance(target.forward, LeanDecoder) and target.exact
+        return read(target, TEXT, 7)
+
+    found, expected = logits_of(1), logits_of(0)
+    if units()[0] is Unit.VECTORS:
+        assert (found - expected).norm() < 0.05 * expected.norm()
+    else:
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("family", "changes", "problem"),
     [
-        ({"block_count": 3}, "qwen35.block_count is 3, and its tensors are of 4"),
-        ({"ssm.time_step_rank": 5}, "qwen35.ssm.time_step_rank is 5: value heads are no multiple of the key heads"),
-        ({"attention.recurrent_layers": [True] * 3}, "qwen35.attention.recurrent_layers is of 3 layers"),
+        ("qwen3.5", {"block_count": 3}, "qwen35.block_count is 3, and its tensors are of 4"),
+        ("qwen3.5", {"ssm.time_step_rank": 5}, "qwen35.ssm.time_step_rank is 5: value heads are no multiple of the"),
+        ("qwen3.5", {"attention.recurrent_layers": [True] * 3}, "qwen35.attention.recurrent_layers is of 3 layers"),
+        ("granite 4", {"ssm.inner_size": 100}, "granitehybrid.ssm.inner_size is 100, no multiple of 8"),
+        ("granite 4", {"ssm.inner_size": 96}, "granitehybrid.ssm.inner_size is 96, no multiple of embedding_length"),
+        ("granite 4", {"ssm.group_count": 3}, "granitehybrid.ssm.time_step_rank is 8, no multiple of 3"),
+        ("granite 4", {"ssm.state_size": None}, "granitehybrid.ssm.state_size is missing or no positive number"),
+        ("granite 4", {"attention.head_count_kv": [0, 2]}, "granitehybrid.attention.head_count_kv does not say which"),
+        ("nemotron-h", {"feed_forward_length": [0, 96]}, "nemotron_h.feed_forward_length is not of 5 layers"),
+        ("nemotron 3 with experts", {"nextn_predict_layers": 1}, "nemotron_h_moe.nextn_predict_layers: a draft head"),
     ],
 )
 def test_a_hybrids_file_that_contradicts_itself_is_refused_with_the_field(
-    changes: dict[str, Any], problem: str, tmp_path: Path
+    family: str, changes: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
-    write_family(tmp_path / "x.gguf", "qwen3.5", random_model("qwen3.5"), changes=changes)
+    write_family(tmp_path / "x.gguf", family, random_model(family), changes=changes)
     with pytest.raises(ModelError, match=problem):
         describe(read_gguf(tmp_path / "x.gguf", "model=x"), tmp_path, "x", "")
 
@@ -193,9 +209,4 @@ def test_a_hybrids_file_may_name_its_recurrent_layers_in_place_of_an_interval(fa
     describe(read_gguf(tmp_path / "x.gguf", "model=x"), tmp_path, family, "")
     GgufSource.of(tmp_path / "x.gguf", "x.gguf").write(tmp_path)
     target = Target.load(str(tmp_path), kv_memory=1 << 22)
-    assert isinstance(target.forward, LeanDecoder) and [layer.attends for layer in target.forward.layers] == [
-        0,
-        1,
-        1,
-        0,
-    ]
+    assert isinstance(target.forward, LeanDecoder) and [*target.forward.structure.attending] == [1, 2]

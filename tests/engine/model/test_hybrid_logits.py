@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    GraniteMoeHybridConfig,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, MiniMaxConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from engine.core.batch import Segment
 from engine.core.errors import ModelError
@@ -24,7 +18,7 @@ from engine.core.tree import TokenTree
 from engine.model.reader.decoder import describe
 from engine.model.structure import OtherStructure
 from engine.model.target import Target
-from tests.engine.test_exact import STATES, VOCABULARY, build, read
+from tests.engine.test_exact import COMMON, STATES, VOCABULARY, build, read
 
 LENGTH, PROMPT = 150, 130
 TEXT = [random.Random(1).randrange(VOCABULARY) for _ in range(LENGTH)]
@@ -44,7 +38,11 @@ def one_by_one(family: str) -> Tensor:
     """[LENGTH, vocab]: transformers' logits, a token at a time."""
     model, past = loaded(family)[0], DynamicCache(config=loaded(family)[0].config)
     with torch.inference_mode():
-        return torch.cat([model(torch.tensor([[token]]), past_key_values=past).logits[0] for token in TEXT])
+        rows = [
+            model(torch.tensor([[token]]), position_ids=torch.tensor([[place]]), past_key_values=past).logits[0]
+            for place, token in enumerate(TEXT)
+        ]
+        return torch.cat(rows)
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
@@ -59,10 +57,9 @@ def test_a_text_read_in_chunks_has_the_logits_of_the_recurrent_form(family: str,
 
 
 def test_a_family_with_other_states_is_refused_with_the_reason() -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 64, "mamba_n_heads": 4}
-    model = AutoModelForCausalLM.from_config(GraniteMoeHybridConfig(**sizes, layer_types=["mamba", "attention"])).eval()
-    with pytest.raises(ModelError, match=r"granitemoehybrid has layers with a state, .* does not run here \("):
-        Target.of_model(model, "granite", kv_memory=1 << 22)
+    model = AutoModelForCausalLM.from_config(MiniMaxConfig(**COMMON | {"num_local_experts": 2})).eval()
+    with pytest.raises(ModelError, match=r"minimax has layers with a state, .* does not run here \(MiniMaxLightning"):
+        Target.of_model(model, "other", kv_memory=1 << 22)
 
 
 @pytest.mark.parametrize(

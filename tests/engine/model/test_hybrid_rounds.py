@@ -38,7 +38,7 @@ def tree_along(text: list[int], rng: random.Random) -> tuple[TokenTree, list[int
     return TokenTree.from_lists(tokens, parents, [1.0] * len(tokens)), spine
 
 
-@pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next", "lfm2", "granite 4 with experts"])
 def test_rows_after_any_rounds_have_the_bits_that_they_have_alone(family: str) -> None:
     target = Target.of_model(random_model(family), family, kv_memory=1 << 24)
     for seed in range(8):

@@ -49,16 +49,3 @@ def test_a_loaded_model_reads_its_files_no_more(tiny: str, lean: bool, monkeypat
     assert isinstance(target.forward, LeanDecoder) == lean
     gc.collect()
     assert tiny not in Path("/proc/self/maps").read_text()
-
-
-@pytest.mark.parametrize(
-    ("config", "kind"),
-    [
-        (transformers.ZambaConfig(), "hybrid"),
-        (transformers.FalconH1Config(), "hybrid"),
-    ],
-)
-def test_a_model_with_recurrent_layers_is_refused_with_that_reason(config: Any, kind: str, tmp_path: Path) -> None:
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=rf"has recurrent layers \({kind}\), whose state .*; use a model"):
-        loading.load_config(str(tmp_path))

@@ -42,7 +42,7 @@ MIXERS = (
     GatedDeltaStructure(LINEAR, LINEAR, "conv", "decay", False, "dt", NORM, LINEAR, 1, 2, 16, 32, 4, (0, 0)),
     ShortConvolutionStructure(LINEAR, "conv", "", LINEAR, 3),
 )
-LAYERS = tuple(LayerStructure(mixer, mlp, NORM, None, NORM, None, 0.5) for mixer in MIXERS for mlp in MLPS)
+LAYERS = tuple(LayerStructure(mixer, mlp, NORM, None, NORM, None, (0.5, 1.0, 0.5)) for mixer in MIXERS for mlp in MLPS)
 FREQUENCIES = Frequencies(tuple(torch.tensor([1.0, 0.1]).tolist()), 0.7)
 STRUCTURE = DecoderStructure(64, 32, (FREQUENCIES,), LAYERS, NORM, LINEAR, "embedding", True, 2.0, 3.0, 30.0)
 RULES = {0: Rule(0.25, 12, 30.0, torch.tensor([1.0, 2.0])), 1: Rule(0.5)}

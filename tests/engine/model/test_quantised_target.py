@@ -92,7 +92,11 @@ def test_the_lean_decoder_runs_it_and_agrees_with_the_stock_forward(
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "phi3", "smollm3", "gemma2", "gemma3", "olmo2", "granite", "glm4", "mistral with a window"]
+    "family",
+    [
+        *("qwen3", "phi3", "smollm3", "gemma2", "gemma3", "olmo2", "granite", "glm4", "mistral with a window"),
+        *("granite 4", "nemotron-h", "falcon-h1"),
+    ],
 )
 def test_every_dense_family_of_the_lean_decoder_can_be_quantised(checkpoint: Callable[..., str], family: str) -> None:
     path = checkpoint(family)

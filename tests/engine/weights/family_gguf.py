@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -83,6 +84,53 @@ _OF_SHARED = {
 }
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5}
 _OF_CONVOLUTIONS = {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 2, 0]}
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "embedding_multiplier": 3.0,
+}
+_OF_MAMBA = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 32,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 8,
+    "ssm.inner_size": 128,
+    "attention.head_count_kv": [0, 2, 0],
+    "attention.scale": 0.2,
+    "residual_scale": 0.5,
+    "logit_scale": 2.0,
+    "embedding_scale": 3.0,
+    "rope.scaling.finetuned": False,
+}
+_BLOCKS = {
+    "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+    "num_hidden_layers": 5,
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+}
+_OF_BLOCKS = {name: value for name, value in _OF_MAMBA.items() if name.startswith("ssm.")} | {
+    "attention.head_count_kv": [0, 0, 0, 2, 0],
+    "feed_forward_length": [0, 96, 0, 0, 96],
+    "attention.key_length": 32,
+}
+_FALCON = {
+    "head_dim": 32,
+    "mamba_d_ssm": 128,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+}
+_OF_FALCON = {name: value for name, value in _OF_MAMBA.items() if name.startswith("ssm.")}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 50_000.0,
@@ -115,6 +163,8 @@ _OF_GEMMA4 = _OF_GEMMA | {
     "final_logit_softcapping": 30.0,
     "embedding_length_per_layer_input": 0,
 }
+NEIGHBOURS = ("llama", "granite", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+"""Architectures whose heads are stored with neighbouring dimensions rotated."""
 FAMILIES = {
     "llama": Family("LlamaConfig", {}, "llama"),
     "mistral": Family("MistralConfig", {"head_dim": 32, "sliding_window": None}, "llama", {"rope.dimension_count": 32}),
@@ -166,6 +216,31 @@ FAMILIES = {
         _OF_CONVOLUTIONS
         | {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 64, "leading_dense_block_count": 1},
     ),
+    "granite 4": Family(
+        "GraniteMoeHybridConfig",
+        _MAMBA | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96},
+        "granitehybrid",
+        _OF_MAMBA,
+    ),
+    "granite 4 with experts": Family(
+        "GraniteMoeHybridConfig",
+        _MAMBA | {"num_local_experts": 8, "intermediate_size": 64, "shared_intermediate_size": 96},
+        "granitehybrid",
+        _OF_MAMBA | {"expert_count": 8, "expert_used_count": 2, "expert_shared_feed_forward_length": 96},
+    ),
+    "nemotron-h": Family("NemotronHConfig", _BLOCKS, "nemotron_h", _OF_BLOCKS),
+    "nemotron 3 with experts": Family(
+        "NemotronHConfig",
+        _BLOCKS
+        | {"layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "moe"],
+           "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 96, "routed_scaling_factor": 1.5},
+        "nemotron_h_moe",
+        _OF_BLOCKS
+        | {"feed_forward_length": [0, 64, 0, 0, 64], "expert_count": 8, "expert_used_count": 2,
+           "expert_feed_forward_length": 64, "expert_shared_feed_forward_length": 96, "expert_weights_norm": True,
+           "expert_weights_scale": 1.5, "expert_group_count": 1},
+    ),
+    "falcon-h1": Family("FalconH1Config", _FALCON, "falcon-h1", _OF_FALCON | {"attention.key_length": 32}),
     "gemma4": Family("Gemma4TextConfig", _GEMMA4 | {"hidden_size_per_layer_input": 0}, "gemma4", _OF_GEMMA4),
     "gemma4 with inputs of layers": Family(
         "Gemma4TextConfig",
@@ -209,7 +284,7 @@ def random_model(family: str, **changes: Any) -> Any:
             if name.endswith(("gate.weight", "router.weight")):
                 parameter *= 8
         for name, buffer in model.named_buffers():
-            if name.endswith("expert_bias"):
+            if name.endswith(("expert_bias", "e_score_correction_bias")):
                 buffer += 0.1 * torch.randn(buffer.shape)
             if name.endswith("layer_scalar"):
                 buffer.copy_((0.5 + torch.rand(1)).to(torch.bfloat16))
@@ -246,7 +321,8 @@ def write_family(
     )
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
+    epsilons = (getattr(config, name, None) for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"))
+    writer.add_layer_norm_rms_eps(next(epsilon for epsilon in epsilons if epsilon))
     writer.add_rope_freq_base(_theta(config))
     if "rope.dimension_count" not in about.metadata:
         writer.add_rope_dimension_count(head_dim)
@@ -272,7 +348,8 @@ def write_family(
     for name, array in (stored_tensors(family, model) | _stored_head(head, config.num_hidden_layers)).items():
         if head_alone and name.startswith("blk.") and not name.startswith(f"blk.{config.num_hidden_layers}."):
             continue
-        of_kind = kind if array.ndim > 1 and "ffn_gate_inp" not in name and array.shape[-1] % 32 == 0 else Kind.F32
+        of_kind = kind if array.ndim > 1 and array.shape[-1] % 32 == 0 else Kind.F32
+        of_kind = Kind.F32 if "ffn_gate_inp" in name or "norm" in name else of_kind
         writer.add_tensor(name, gguf.quantize(array, of_kind), raw_dtype=of_kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -297,23 +374,30 @@ def stored_tensors(family: str, model: Any) -> dict[str, NDArray[np.float32]]:
         if ".linear_attn." in name and (held := _delta(name, tensor, config, about.architecture)):
             made |= {key: part.contiguous().numpy() for key, part in held.items()}
             continue
+        if re.search(r"\.(mamba|shared_mlp)\.|mixer\.(in_proj|out_proj|conv1d|norm|A_log|D|dt_bias)", name):
+            made |= {key: part.contiguous().numpy() for key, part in _mamba(name, tensor, config).items()}
+            continue
         module, _, suffix = name.rpartition(".")
         if suffix == "expert_bias":
             module, suffix = name, "bias"
+        if suffix == "e_score_correction_bias":
+            module, suffix = name.removesuffix("_bias"), "bias"
         if suffix == "layer_scalar":
             module, suffix = name, "weight"
         if name.endswith(("conv.conv.weight", "shared_expert_gate.weight")):
             array = array.squeeze()
         if module.endswith("self_attn") and suffix == "sinks":
             module, suffix = name, "weight"
-        found = names.get_name(module.replace("mlp.router", "mlp.gate") if "router" in module else module)
+        module = re.sub(r"(mlp|block_sparse_moe)\.router", "mlp.gate", module)
+        found = names.get_name(module) or names.get_name(module.replace("model.", "backbone.", 1))
+        if whole := names.get_name(name) if found is None else None:
+            made[whole] = array
+            continue
         if found is None:
             raise ValueError(f"gguf has no name for {name} of {about.architecture}")
         if about.architecture in ("gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next") and "norm" in found:
             array = array + 1
-        if about.architecture in ("llama", "granite", "smollm3") and (
-            ".attn_q." in f"{found}." or ".attn_k." in f"{found}."
-        ):
+        if about.architecture in NEIGHBOURS and (".attn_q." in f"{found}." or ".attn_k." in f"{found}."):
             heads = config.num_attention_heads if ".attn_q" in found else config.num_key_value_heads
             halves = array.reshape(heads, 2, -1, *array.shape[1:])
             array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
@@ -405,6 +489,28 @@ def _delta(name: str, tensor: torch.Tensor, config: Any, architecture: str) -> d
     return {f"{block}{rows[part]}": turned(tensor)}
 
 
+def _mamba(name: str, tensor: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
+    """A parameter of a Mamba-2 layer, or of Granite's MLP, as stored."""
+    block, part = f"blk.{name.split('.')[2]}.", re.split(r"\.(?:mamba|shared_mlp|mixer)\.", name)[1]
+    ending = "_shexp.weight" if getattr(config, "num_local_experts", 0) else ".weight"
+    if part == "input_linear.weight":
+        gate, up = tensor.chunk(2)
+        return {f"{block}ffn_gate{ending}": gate, f"{block}ffn_up{ending}": up}
+    stored = {
+        "in_proj.weight": ("ssm_in.weight", tensor),
+        "conv1d.weight": ("ssm_conv1d.weight", tensor.squeeze()),
+        "conv1d.bias": ("ssm_conv1d.bias", tensor),
+        "A_log": ("ssm_a", -tensor.exp()[:, None]),
+        "D": ("ssm_d", tensor[:, None]),
+        "dt_bias": ("ssm_dt.bias", tensor),
+        "norm.weight": ("ssm_norm.weight", tensor.flatten()),
+        "out_proj.weight": ("ssm_out.weight", tensor),
+        "output_linear.weight": (f"ffn_down{ending}", tensor),
+    }
+    name, held = stored[part]
+    return {f"{block}{name}": held.view(2, -1) if part == "norm.weight" else held}
+
+
 def _experts(name: str, array: NDArray[np.float32], architecture: str) -> dict[str, NDArray[np.float32]]:
     layer, part = name.split(".")[2], name.rpartition(".")[2]
     if architecture == "gpt-oss":
@@ -416,12 +522,12 @@ def _experts(name: str, array: NDArray[np.float32], architecture: str) -> dict[s
             f"blk.{layer}.ffn_gate_exps.{suffix}": np.ascontiguousarray(matrix[:, ::2]),
             f"blk.{layer}.ffn_up_exps.{suffix}": np.ascontiguousarray(matrix[:, 1::2]),
         }
-    if part == "down_proj":
-        return {f"blk.{layer}.ffn_down_exps.weight": array}
+    if part in ("down_proj", "up_proj"):
+        return {f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.weight": array}
     gate, up = np.split(array, 2, axis=1)
     return {f"blk.{layer}.ffn_gate_exps.weight": gate, f"blk.{layer}.ffn_up_exps.weight": up}
 
 
 def _theta(config: Any) -> float:
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {"rope_theta": 10_000.0}
     return float(rope["rope_theta"] if "rope_theta" in rope else rope["full_attention"]["rope_theta"])

@@ -35,16 +35,16 @@ _LAYER = {
 }
 
 
-def tiny_llama() -> LlamaForCausalLM:
+def tiny_llama(hidden: int = 64, intermediate: int = 96, layers: int = 2) -> LlamaForCausalLM:
     """Random weights; embeddings and output are one matrix. Rows are long enough for blocks of 32."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(TOKENS),
-        hidden_size=64,
-        num_hidden_layers=2,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=KEY_HEADS,
-        intermediate_size=96,
+        intermediate_size=intermediate,
         max_position_embeddings=512,
         initializer_range=0.3,
         tie_word_embeddings=True,
@@ -59,11 +59,12 @@ def write_gguf(
     tensors: Mapping[str, NDArray[np.float32] | StoredMatrix | None] | None = None,
     architecture: str = "llama",
     part_tensors: int = 0,
+    model: LlamaForCausalLM | None = None,
 ) -> LlamaForCausalLM:
     """Write a tiny Llama; returns it. kind: of its matrices. values, tensors: in place of its own, None leaves out.
-    part_tensors: the most in one of several files, 0 for one file.
+    part_tensors: the most in one of several files, 0 for one file. model: another tiny Llama.
     """
-    model = tiny_llama()
+    model = tiny_llama() if model is None else model
     config = model.config
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     writer.add_name("tiny")

@@ -19,7 +19,7 @@ from engine.kernels.gemm.int8.dots import InstructionSet, instruction_sets
 from engine.kernels.gemm.int8.layout import ROW_GROUP_BYTES, rows_at_once
 from engine.kernels.gemm.int8.rows import round_rows
 from engine.kernels.gemm.int8.sums import AHEAD, sum_groups
-from engine.kernels.gemm.matmul import Matmul, bias_of, part_records, shape_of, tiled_parts
+from engine.kernels.gemm.matmul import Matmul, bias_of, gate_apart, part_records, shape_of, tiled_parts
 from engine.kernels.gemm.matmul_kernels import PartKernel, own_panels, part_kernel, product_kernel, put_sums
 from engine.kernels.gemm.matmul_sums import PANELS, ROW_BYTES, new_room
 from engine.kernels.quant.layouts import STEP as BLOCK_INPUTS
@@ -50,8 +50,10 @@ class Int8Matmul(Matmul):
         outputs, self.inputs = shape_of(parts)
         self.gated, self.outputs = gated, outputs // (2 if gated else 1)
         self._itemsize = dtype.itemsize
-        self._bias, self._tiles = bias_of(bias, outputs, gated), None
-        self.tiled = tiled_parts(parts, gated, Arrangement.QUADS)
+        self.in_turn = gated and gate_apart(parts)
+        alternating = gated and not self.in_turn
+        self._bias, self._tiles = bias_of(bias, outputs, alternating), None
+        self.tiled = tiled_parts(parts, alternating, Arrangement.QUADS)
         self._parts = part_records(self.tiled, lambda layout: int8_kernel(used, layout))
         self.kernel = product_kernel()
 

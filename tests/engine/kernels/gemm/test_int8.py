@@ -18,7 +18,7 @@ from engine.kernels.gemm.product import int8_matmul
 from engine.kernels.quant.layouts import layout_of
 from engine.kernels.quant.nearest import nearest
 from tests.engine.kernels.gemm import int8_reference as reference
-from tests.engine.kernels.quant.random_blocks import CODED, random_blocks
+from tests.engine.kernels.quant.random_blocks import CODED, in_eights, random_blocks
 from tests.grids import pairs
 
 pytestmark = pytest.mark.skipif(not instruction_sets(), reason="this processor has no integer products that we know")
@@ -179,12 +179,24 @@ def test_blocks_whose_scales_are_exponents_are_not_multiplied_as_codes() -> None
     assert int8_matmul([halves, exponents], None, False, torch.bfloat16) is None
 
 
-def test_types_that_differ_are_multiplied_apart_and_without_a_gate() -> None:
-    parts = [random_blocks(kind, 16, 256, seed=i) for i, kind in enumerate(("Q4_K", "Q6_K"))]
+def test_types_that_differ_are_multiplied_apart() -> None:
+    parts = [random_blocks(kind, 16, 256, seed=i) for i, kind in enumerate(("Q4_K", "Q6_K", "Q8_0"))]
     product = int8_matmul(parts, None, True, torch.float32)
     assert product is not None and not product.gated
     x = rows_of(3, 256)
     assert torch.equal(product(x), torch.cat([Int8Matmul([part], dtype=torch.float32)(x) for part in parts], dim=1))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_gate_and_its_up_projection_of_two_types_are_gated_at_once(first: bool) -> None:
+    fours, eights = random_blocks("Q4_0", 80, 256), random_blocks("Q8_0", 80, 256, seed=1)
+    parts, bias = [fours, eights] if first else [eights, fours], torch.randn(160)
+    found = int8_matmul(parts, bias, True, torch.float32)
+    expected = int8_matmul([*map(in_eights, parts)], bias, True, torch.float32)
+    assert found is not None and found.gated and expected is not None
+    for rows in (1, 9, 70):
+        x = rows_of(rows, 256) / 64
+        assert torch.equal(found(x), expected(x))
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("Q4_K", 4.625), ("Q5_K", 5.625), ("Q8_0", 8.5)])

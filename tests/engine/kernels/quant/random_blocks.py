@@ -40,6 +40,14 @@ def expected_values(matrix: StoredMatrix) -> Tensor:
     return torch.from_numpy(dequantize(matrix.bytes_of_rows(), GGMLQuantizationType[matrix.kind])).bfloat16()
 
 
+def in_eights(matrix: StoredMatrix) -> StoredMatrix:
+    """A matrix of Q4_0 or Q8_0 as Q8_0: with the same scales and codes."""
+    codes, scales, _ = read_apart(matrix)
+    blocks = codes.reshape(*scales.shape[:2], STEP).astype(np.int8).view(np.uint8)
+    raw = np.concatenate([scales.astype(np.float16).view(np.uint8).reshape(*scales.shape[:2], 2), blocks], axis=2)
+    return StoredMatrix("Q8_0", raw.reshape(len(raw), -1))
+
+
 class Parts(NamedTuple):
     """A number is scale * code + offset. codes: [outputs, inputs] int64, or the whole numbers that they stand for;
     around 0 where there are no offsets. scales, offsets: [outputs, steps of 32, 1 or 2 groups] float32; offsets: if

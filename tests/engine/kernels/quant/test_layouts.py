@@ -21,7 +21,7 @@ from engine.kernels.quant.layouts import Arrangement, layout_of
 from engine.kernels.quant.pack import panels_of
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.quant.tiled import TiledMatrix
-from tests.engine.kernels.quant.random_blocks import CODED, expected_values, random_blocks, read_apart
+from tests.engine.kernels.quant.random_blocks import CODED, expected_values, in_eights, random_blocks, read_apart
 
 pytestmark = pytest.mark.skipif(not units(), reason="this processor has none of our products")
 BITS = {
@@ -207,10 +207,39 @@ def test_parts_that_share_a_panel_are_one_product_of_their_numbers() -> None:
     assert torch.equal(product(x), Matmul(torch.cat([part.values() for part in parts]))(x))
 
 
-def test_a_gate_and_its_up_projection_of_two_types_are_not_gated_at_once() -> None:
+@pytest.mark.parametrize("unit", ROUNDING)
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("IQ3_S", "Q2_K"), ("Q8_0", "BF16")])
+def test_a_gate_and_its_up_projection_of_two_types_are_gated_at_once(
+    kinds: tuple[str, str], unit: Unit, threads: int
+) -> None:
+    weight, bias = torch.randn(112, 512), torch.randn(224).bfloat16()
+    parts = [
+        StoredMatrix.of_numbers(weight) if kind == "BF16" else random_blocks(kind, 112, 512, seed)
+        for seed, kind in enumerate(kinds)
+    ]
+    found = Matmul(parts, bias, gated=True, unit=unit)
+    expected = Matmul(torch.cat([part.values() for part in parts]), bias, gated=True, unit=unit)
+    for rows in (1, 9, 70):
+        x = torch.randn(rows, 512).bfloat16() / 64
+        assert torch.equal(found(x), expected(x))
+
+
+@pytest.mark.parametrize("unit", EVERY_UNIT)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_gate_gives_the_bits_of_another_type_with_the_same_codes(first: bool, unit: Unit, threads: int) -> None:
+    fours, eights = random_blocks("Q4_0", 80, 256), random_blocks("Q8_0", 80, 256, seed=1)
+    parts = [fours, eights] if first else [eights, fours]
+    found, expected = Matmul(parts, gated=True, unit=unit), Matmul([*map(in_eights, parts)], gated=True, unit=unit)
+    for rows in (1, 9, 70):
+        x = torch.randn(rows, 256).bfloat16() / 64
+        assert torch.equal(found(x), expected(x))
+
+
+def test_three_parts_or_halves_of_other_types_are_not_gated() -> None:
     parts = [random_blocks(kind, 32, 256) for kind in ("Q4_K", "Q6_K")]
-    assert not Product(parts, gated=True).gated
-    assert Product(parts[:1] * 2, gated=True).gated
+    assert Product(parts, gated=True).gated and Product(parts[:1] * 2, gated=True).gated
+    assert not Product([*parts, *parts], gated=True).gated
+    assert not Product([parts[0], random_blocks("Q6_K", 64, 256)], gated=True).gated
 
 
 def test_parts_of_other_inputs_are_refused() -> None:

@@ -15,6 +15,13 @@ from engine.kernels.gemm.matmul import Matmul
 from engine.kernels.state.walk import LayerPlace, StateLayer, StateRows, Walk
 from engine.kernels.threads import Kernel, address_of
 
+HIDDEN = 48
+
+
+def rows(count: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
+    """Random inputs of a layer."""
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
 
 @dataclass
 class Matrix:

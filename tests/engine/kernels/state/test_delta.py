@@ -1,20 +1,18 @@
-"""A gated delta net beside the formula, and a row's bits in any company."""
+"""A gated delta net beside the formula."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.state.delta import GatedDelta
-from engine.kernels.state.walk import StateRows
-from tests.engine.kernels.state.layer_run import LayerRun, Matrix
+from tests.engine.kernels.state.layer_run import HIDDEN, LayerRun, Matrix, rows
 
-HIDDEN, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS = 48, 2, 4, 32, 48, 4
+KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS = 2, 4, 32, 48, 4
 CHANNELS, MADE = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM, VALUE_HEADS * VALUE_DIM
 TYPES = [torch.float32, torch.bfloat16]
 
@@ -37,14 +35,6 @@ def new_layer(dtype: torch.dtype, key_head_of: Sequence[int] = (0, 0, 1, 1)) -> 
         key_head_of=torch.tensor(key_head_of, dtype=torch.int32),
         width=dtype.itemsize,
     )
-
-
-def new_run(dtype: torch.dtype = torch.float32) -> LayerRun:
-    return LayerRun(new_layer(dtype), HIDDEN, dtype)
-
-
-def rows(count: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
-    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def by_formula(layer: GatedDelta, x: Tensor) -> Tensor:
@@ -77,75 +67,3 @@ def test_a_text_gives_what_the_formula_says(dtype: torch.dtype, key_head_of: Seq
     found = LayerRun(layer, HIDDEN, dtype).text(x, 0, 1)
     expected = by_formula(layer, x)
     assert (found.float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2) * expected.abs().max()
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_a_row_has_the_same_bits_alone_and_in_chunks(dtype: torch.dtype) -> None:
-    run, x = new_run(dtype), rows(20, dtype)
-    alone = run.one_by_one(x, 1)
-    first = run.text(x[:13], 0, 2)
-    assert torch.equal(torch.cat([first, run.text(x[13:], 2, 3)]), alone)
-    assert np.array_equal(run.states[3], run.states[1])
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_a_node_has_the_bits_of_its_path_read_as_a_text(dtype: torch.dtype) -> None:
-    run, x = new_run(dtype), rows(12, dtype)
-    run.text(x[:5], 0, 1)
-    before, parents = run.states[1].copy(), [-1, 0, 0, 1, 1, 3, 2]
-    found = run(x[5:], [StateRows([], parents, range(7), 0, [1], [])])
-    assert np.array_equal(run.states[1], before), "drafts change no state"
-    for node in range(7):
-        path = [node]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        assert torch.equal(run.text(x[5:][path], 1, 2)[-1], found[node])
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("goal", [1, 4])
-def test_kept_rows_are_replayed_to_the_bits_of_a_text(dtype: torch.dtype, goal: int) -> None:
-    run, x = new_run(dtype), rows(12, dtype)
-    run.text(x[:5], 0, 1)
-    run(x[5:11], [StateRows([], [-1, 0, 0, 1, 3, 3], range(10, 16), 0, [1], [])])
-    path = [0, 1, 3, 5]
-    found = run(x[11:], [StateRows([10 + node for node in path], range(-1, 4), [9], 4, [1, goal], [4])])
-    text = torch.cat([x[:5], x[5:11][path], x[11:]])
-    run.text(text[:-1], 0, 2)
-    assert np.array_equal(run.states[goal], run.states[2])
-    assert torch.equal(found[0], run.text(text, 0, 3)[-1])
-
-
-def test_a_state_within_a_text_is_that_of_its_beginning() -> None:
-    run, x = new_run(), rows(12)
-    run(x, [StateRows([], range(-1, 11), [], 12, [0, 1, 2], [7, 12])])
-    run.text(x[:7], 0, 3)
-    assert np.array_equal(run.states[1], run.states[3])
-    run.text(x, 0, 4)
-    assert np.array_equal(run.states[2], run.states[4])
-
-
-def test_a_state_is_replayed_over_itself_after_one_within_was_stored_elsewhere() -> None:
-    run, x = new_run(), rows(12)
-    run.text(x[:6], 0, 1)
-    run(x[6:10], [StateRows([], range(-1, 3), range(4), 0, [1], [])])
-    run(x[10:11], [StateRows(range(4), range(-1, 4), [4], 4, [1, 2, 1], [1, 4])])
-    run.text(x[:7], 0, 3)
-    run.text(x[:10], 0, 4)
-    assert np.array_equal(run.states[2], run.states[3])
-    assert np.array_equal(run.states[1], run.states[4])
-
-
-def test_requests_do_not_see_each_other() -> None:
-    run, x, y = new_run(), rows(9), rows(5, seed=2)
-    run.text(x[:4], 0, 1)
-    run(x[4:6], [StateRows([], [-1, 0], [3, 4], 0, [1], [])])
-    both = [
-        StateRows([3, 4], [-1, 0, 1, 2, 2], [5, 6, 7], 2, [1, 1], [2]),
-        StateRows([], range(-1, 4), [], 5, [0, 2], [5]),
-    ]
-    found = run(torch.cat([x[6:], y]), both)
-    run.text(x[:6], 0, 3)
-    assert torch.equal(found[0], run.text(x[6:7], 3, 4)[0])
-    assert torch.equal(found[2], run.text(x[[6, 8]], 3, 4)[1])
-    assert torch.equal(found[3:], run.text(y, 0, 5))
