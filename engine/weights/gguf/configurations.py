@@ -173,7 +173,7 @@ def _of_blocks(value: _Keys, tensors: tuple[str, ...], with_inner: str) -> dict[
         "num_key_value_heads": max(kv_heads),
         "head_dim": value("attention.key_length"),
         "intermediate_size": max(inner),
-        "layer_norm_epsilon": value("attention.layer_norm_rms_epsilon"),
+        "layer_norm_epsilon": value("attention.layer_norm_rms_epsilon") or value("attention.layer_norm_epsilon"),
         "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in tensors),
     }
 

@@ -118,6 +118,8 @@ _BLOCKS = {
     "ssm_state_size": 32,
 }
 _OF_BLOCKS = {name: value for name, value in _OF_MAMBA.items() if name.startswith("ssm.")} | {
+    "attention.layer_norm_rms_epsilon": None,
+    "attention.layer_norm_epsilon": 1e-5,
     "attention.head_count_kv": [0, 0, 0, 2, 0],
     "feed_forward_length": [0, 96, 0, 0, 96],
     "attention.key_length": 32,
