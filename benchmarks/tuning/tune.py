@@ -48,6 +48,7 @@ from .prompts import TuningPrompt, read_tuning_prompts
 
 TUNE_RECIPE = RECIPES / "tune.yaml"
 ANSWERING, MEASURING = 0.45, 0.15  # shares of the time; what is left of it is for training
+LEAST_TRAINING = 0.2  # and so much, where a slow model needs longer for the fewest answers
 _LEAST_ANSWERS = 20  # of which a head learns anything at all
 _KEPT_MINUTES = 1.0  # of training that a kill may cost
 _ROOM = 200e6  # bytes for answers, head and rows
@@ -141,10 +142,10 @@ class Tuning:
         file = self.place / f"answers-{key_of(self.sampling, self.config.activations)}.jsonl"
         answers, journal = open_answers(file, self.identity, self.sampling), self.journal
         wanted, done = self.prompts.trained, journal.done
-        left = [one for one in wanted if one.name not in answers]
+        asked = [one for one in wanted if one.name not in answers]
         seconds = 3600 * ANSWERING * self.plan.hours - done.answering_s
-        ready = len(wanted) - len(left)
-        if left and (seconds > 0 or ready < _LEAST_ANSWERS):
+        ready = len(wanted) - len(asked)
+        if asked and (seconds > 0 or ready < _LEAST_ANSWERS):
             ends, many = time.monotonic() + seconds, self.plan.at_once
             with Progress(*COLUMNS, console=self.console) as progress, journal.answering():
                 stage = Stage(progress, "answering", len(wanted), ready)
@@ -154,8 +155,8 @@ class Tuning:
                     stage(ready + ended)
 
                 async with await Engine.start(load(self.plan.config, {"method": "suffix"})) as engine:
-                    asked = _in_time(left, ready, ends)
-                    await answer_all(engine, asked, file, self.identity, self.sampling, many, report)
+                    in_time = _in_time(asked, ready, ends)
+                    await answer_all(engine, in_time, file, self.identity, self.sampling, many, report)
             answers = open_answers(file, self.identity, self.sampling)
         rows = [PromptRow(one.name, one.tokens, answers[one.name]) for one in wanted if one.name in answers]
         if len(rows) < _LEAST_ANSWERS:
@@ -163,7 +164,8 @@ class Tuning:
         tokens = sum(len(row.prompt_tokens or ()) + len(row.tokens or ()) for row in rows)
         _check_room(self.place, _ROOM + tokens * self._feature_bytes())
         write_whole(journal.data, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-        done.training_minutes = max(0.01, 60 * self.plan.hours * (1 - MEASURING) - done.answering_s / 60)
+        left = 60 * self.plan.hours * (1 - MEASURING) - done.answering_s / 60
+        done.training_minutes = max(left, 60 * self.plan.hours * LEAST_TRAINING)
         journal.save()
 
     def _feature_bytes(self) -> int:

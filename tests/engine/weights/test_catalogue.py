@@ -283,7 +283,8 @@ def test_an_unknown_name_is_told_the_nearest() -> None:
 
 
 def test_a_directory_a_hub_id_and_a_folder_of_heads_stay_what_they_are(tiny: str) -> None:
-    config = load({"model": tiny, "drafter": {"path": "heads/{method}", "head": "block", "answers": None}})
+    drafter = {"path": "heads/{method}", "tuned": None, "head": "block", "answers": None}
+    config = load({"model": tiny, "drafter": drafter})
     assert resolved(config) == config
     assert resolve("meta-llama/Llama-3.1-8B-Instruct") == "meta-llama/Llama-3.1-8B-Instruct"
 
