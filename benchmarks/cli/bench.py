@@ -146,6 +146,7 @@ def bench(
             return failed
 
     async def measure_quickly() -> int:
+        from engine.kernels.gemm.matmul import units
         from engine.model.loading import find_device
 
         from ..inputs.sample_prompts import write_sample_prompts
@@ -176,7 +177,7 @@ def bench(
         options = [] if config == configuration.DEMO else ["--config", str(config)]
         options += [part for one in set_ or [] for part in ("--set", one)]
         Console().print(recommendation(rows, options), highlight=False, markup=False, soft_wrap=True)
-        if find_device(settings.device).type == "cpu":
+        if find_device(settings.device).type == "cpu" and units():
             console.print(_most_like(), highlight=False, markup=False, soft_wrap=True)
         if not questions:
             console.print(_OF_ITS_OWN, highlight=False, soft_wrap=True)

@@ -16,7 +16,7 @@ from benchmarks.report.figures import Row
 from benchmarks.tuning import measuring
 from benchmarks.tuning import tune as tune_module
 from benchmarks.tuning.installed_head import install, made_for
-from benchmarks.tuning.journal import Progressed, worked_on_alone
+from benchmarks.tuning.journal import Progressed, TuningJournal, worked_on_alone
 from benchmarks.tuning.measuring import NEW, OLD, Gain
 from benchmarks.tuning.prompts import OPEN_PROMPTS, TuningPrompt, read_tuning_prompts
 from drafters.training.recipe import Recipe
@@ -50,10 +50,30 @@ def head_of(model: str) -> str | None:
     return with_own(load({"model": model})).drafter.weights("block")
 
 
+def train_steps(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Let steps bound the training, since what a time is enough for depends on the machine."""
+    monkeypatch.setattr(
+        tune_module, "train", lambda *given, **named: train(*given, **named | {"minutes": None, "steps": steps})
+    )
+
+
+def count_rounds_as_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an answer take as long as it has rounds."""
+    usual = measuring.row_of
+
+    def row_of(*given: Any) -> Row:
+        row = usual(*given)
+        return msgspec.structs.replace(row, seconds=0.025 * (row.rounds or 0))
+
+    monkeypatch.setattr(measuring, "row_of", row_of)
+
+
 async def test_a_head_that_pays_is_installed_and_the_engine_finds_it(
-    tune: Tune, walker: str, home: Path, tmp_path: Path
+    tune: Tune, walker: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = await asyncio.to_thread(tune, "--hours", "0.006")
+    train_steps(monkeypatch, 60)
+    count_rounds_as_time(monkeypatch)
+    done = await asyncio.to_thread(tune)
     assert done.exit_code == 0, done.output
     first, line = done.stdout.splitlines()[-2:]
     assert first.startswith("The head pays: with it answers come ") and " as fast as " in first
@@ -104,7 +124,10 @@ STAGES = {
     "training": Stage(Trainer, "train_step", 6),
     "drawing": Stage(tune_module, "draw", 1),
     "measuring": Stage(measuring, "compared", 10),
+    "deciding": Stage(TuningJournal, "save", 1),
     "installing": Stage(tune_module, "install", 1),
+    "recording": Stage(TuningJournal, "save", 1),  # that it was installed
+    "clearing": Stage(TuningJournal, "forget_features", 1),
 }
 
 
@@ -112,9 +135,7 @@ def test_a_tuning_that_is_stopped_in_every_stage_goes_on_each_time(
     tune: Tune, recipe: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe.write_text(json.dumps(RECIPE | {"evaluate_every": 4}))
-    monkeypatch.setattr(
-        tune_module, "train", lambda *given, **named: train(*given, **named | {"minutes": None, "steps": 12})
-    )
+    train_steps(monkeypatch, 12)
     monkeypatch.setattr(Gain, "pays", True)  # however little it was trained
     answered, steps = [], []
     for name, stage in STAGES.items():
@@ -289,7 +310,7 @@ def test_a_second_tuning_of_the_same_model_waits_its_turn(
     monkeypatch.setattr(tune_module, "made_for", lambda tuned: (_ for _ in ()).throw(Killed))
     with pytest.raises(Killed):
         tune()
-    with worked_on_alone(run_of(home)):
+    with worked_on_alone(run_of(home).parent):  # whatever is set for the other
         assert "another process works in" in told(tune())
 
 
