@@ -345,7 +345,7 @@ def test_the_time_is_shared_and_what_answers_leave_is_for_training(
 
 def test_no_prompt_is_asked_when_the_time_is_over_but_for_the_few_that_training_needs() -> None:
     prompts = [TuningPrompt(str(number), [number]) for number in range(50)]
-    assert [*tune_module._in_time(prompts, 0, math.inf)] == [(one.name, one.tokens) for one in prompts]
+    assert [*tune_module._in_time(prompts, 0, math.inf)] == [(one.asked, one.tokens) for one in prompts]
     assert len([*tune_module._in_time(prompts, 5, -math.inf)]) == tune_module._LEAST_ANSWERS - 5
 
 
