@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import math
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+from filelock import FileLock
 
 from benchmarks.report.figures import Row
-from benchmarks.tuning import measuring
+from benchmarks.tuning import installed_head, journal, measuring
 from benchmarks.tuning import tune as tune_module
 from benchmarks.tuning.installed_head import install, made_for
-from benchmarks.tuning.journal import Progressed, TuningJournal, worked_on_alone
+from benchmarks.tuning.journal import Progressed, TuningJournal, begin_again, worked_on_alone
 from benchmarks.tuning.measuring import NEW, OLD, Gain
 from benchmarks.tuning.prompts import OPEN_PROMPTS, TuningPrompt, read_tuning_prompts
 from drafters.training.recipe import Recipe
@@ -24,6 +28,7 @@ from drafters.training.run import train
 from drafters.training.trainer import Trainer
 from engine import Engine, SamplingParams
 from engine.config import load
+from engine.core.errors import ModelError
 from engine.files.answer_rows import AnswerRow
 from engine.files.prompt_file import read_chats
 from engine.weights.resolve import with_own
@@ -190,11 +195,7 @@ def test_a_head_that_does_not_pay_is_not_installed_and_the_old_one_goes_on(
     tune: Tune, walker: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tune_module._known(load({"model": walker}), Path(walker))
-    old = tmp_path / "old"
-    old.mkdir()
-    for name in ("config.json", "model.safetensors", "training.json"):
-        (old / name).write_text("old")
-    install(old, own.tuned, "walker.gguf", "of other weights")
+    install(head_in(tmp_path / "old", "old"), own.tuned, "walker.gguf", "of other weights")
 
     async def measured(configs: dict[str, Any], *rest: Any) -> list[Row]:
         assert list(configs) == ["none", "suffix", NEW, OLD]
@@ -214,15 +215,127 @@ def test_a_head_that_does_not_pay_is_not_installed_and_the_old_one_goes_on(
     assert (own.tuned / "block" / "config.json").read_text() == "old"
 
 
+def begun(tune: Tune, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let a tuning be killed before it does anything; return its folder."""
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_at(patch, tune_module, "made_for", 1)
+        tune()
+    return run_of(home)
+
+
+def head_in(folder: Path, content: str = "head") -> Path:
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "training.json"):
+        (folder / name).write_text(content)
+    return folder
+
+
+def test_a_head_that_paid_and_was_removed_is_installed_again_and_what_a_kill_left_is_cleared(
+    tune: Tune, walker: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begun(tune, home, monkeypatch)
+    head_in(run / "head")
+    (run / "features-left").mkdir()
+    done = Progressed(trained=True, outcome="The head pays.", method="hybrid", pays=True, installed=True)
+    (run / "journal.json").write_bytes(msgspec.json.encode(done))
+    assert head_of(walker) is None
+    assert tune().stdout.splitlines()[0] == "The head pays." and head_of(walker) is not None
+    assert not (run / "features-left").exists()
+    monkeypatch.setattr(tune_module, "install", None)  # not called again
+    assert tune().exit_code == 0
+
+
+def test_a_head_can_be_read_by_others_and_what_was_asked_cannot(
+    tune: Tune, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(tune, home, monkeypatch)
+    place = install(head_in(tmp_path / "head"), home / "heads" / "x", "model", "one")
+    assert place.stat().st_mode & 0o777 == 0o755 and (home / "tuning").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(("number", "fix"), [(errno.ENOSPC, "make room and run"), (errno.EACCES, "see to it")])
+def test_nothing_of_a_head_stays_that_could_not_be_written(
+    number: int, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path, content: bytes) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(installed_head, "write_whole", fails)
+    with pytest.raises(ModelError, match=rf"cannot be written \(no\): {fix}"):
+        install(head_in(tmp_path / "head"), tmp_path / "heads" / "x", "model", "one")
+    assert not [*(tmp_path / "heads" / "x").iterdir()]
+
+
+def test_two_tunings_do_not_install_at_once(tmp_path: Path) -> None:
+    tuned, head = tmp_path / "heads" / "x", head_in(tmp_path / "head")
+    tuned.parent.mkdir()
+    with ThreadPoolExecutor() as pool:
+        with FileLock(tuned.with_name(".x.lock"), thread_local=False):
+            installing = pool.submit(install, head, tuned, "model", "one")
+            with pytest.raises(FutureTimeout):
+                installing.result(0.3)
+            assert made_for(tuned) is None
+        installing.result()
+    assert made_for(tuned) == ("model", "one")
+
+
+def test_starting_over_removes_what_was_measured_and_told_before_the_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head_in(tmp_path / "head")
+    for name in ("journal.json", "results.jsonl", "data.jsonl"):
+        (tmp_path / name).write_text("")
+    kill_at(monkeypatch, journal, "removed", 3)
+    with pytest.raises(Killed):
+        begin_again(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "head"]
+    monkeypatch.undo()
+    begin_again(tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_rows_are_counted_of_the_prompts_that_all_who_are_compared_have_answered() -> None:
+    before = rows_of({"none": 4.0, "suffix": 2.0, NEW: 1.6, "left out since": 1.0})
+    left = [one for one in before if (one.method, one.question_id) != ("suffix", "3")]
+    found = measuring._answered_by_all(left, ["none", "suffix", NEW])
+    assert {one.method for one in found} == {"none", "suffix", NEW}
+    assert {one.question_id for one in found} == set("0124567") and len(found) == 3 * 7
+    assert measuring._answered_by_all(left, ["none", "suffix", NEW, OLD]) == []
+
+
+def test_the_head_so_far_is_compared_for_a_model_of_the_hub_too_and_no_answers_are_kept(
+    walker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tune_module._known(load({"model": walker}), Path(walker))
+    install(head_in(tmp_path / "head"), own.tuned, "org/name", "one")
+    monkeypatch.setattr(measuring, "resolve", {"org/name": walker}.__getitem__)
+    config = load({"model": "org/name", "verifier": {"cache": str(tmp_path)}})
+    found = measuring.contestants(config, tmp_path / "new")
+    assert found[OLD].drafter.weights("block") == str(own.tuned / "block")
+    assert {one.verifier.cache for one in found.values()} == {None}
+
+
+def test_an_answer_is_of_the_prompt_in_its_chat_form() -> None:
+    one, other = TuningPrompt("w5", [1, 5, 2]), TuningPrompt("w5", [5])
+    assert one.asked != other.asked and one.digest == other.digest
+
+
+@pytest.mark.parametrize(("pays", "added"), [(True, " --set drafter.path=auto --set drafter.head=auto"), (False, "")])
+def test_the_line_to_serve_with_finds_the_head_that_pays_whatever_the_configuration_names(
+    pays: bool, added: str, tune: Tune, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = Progressed(outcome="told", method="hybrid", pays=pays)
+    monkeypatch.setattr(tune_module.Tuning, "work", lambda self: done)
+    line = tune("--set", "drafter.path=/mine", "--set", "drafter.head=eagle3").stdout.splitlines()[-1]
+    assert line.endswith(f"--set drafter.path=/mine --set drafter.head=eagle3{added} --method hybrid")
+
+
 def test_a_newer_head_takes_the_place_of_the_old_one_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuned = tmp_path / "heads"
     for number in ("1", "2"):
-        head = tmp_path / number
-        head.mkdir()
-        for name in ("config.json", "model.safetensors", "training.json"):
-            (head / name).write_text(number)
+        head_in(tmp_path / number, number)
     assert made_for(tuned) is None
     place = install(tmp_path / "1", tuned, "model", "one")
     for name, call in (("symlink_to", 1), ("replace", 5)):  # four files are replaced before the link is
@@ -307,10 +420,8 @@ def test_a_new_head_that_cannot_be_started_is_not_measured(
 def test_a_second_tuning_of_the_same_model_waits_its_turn(
     tune: Tune, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune_module, "made_for", lambda tuned: (_ for _ in ()).throw(Killed))
-    with pytest.raises(Killed):
-        tune()
-    with worked_on_alone(run_of(home).parent):  # whatever is set for the other
+    run = begun(tune, home, monkeypatch)
+    with worked_on_alone(run.parent):  # whatever is set for the other
         assert "another process works in" in told(tune())
 
 
