@@ -238,7 +238,7 @@ def _known(config: Config, folder: Path) -> Trained:
     """Return where heads for the model are. ModelError if nothing tells it from others."""
     if (own := trained_for(folder)) is None:
         raise ModelError(
-            f"model={config.model}: its files have no final norm by which its head would be found again: take "
+            f"model={config.model}: its files have no final norm, or one of equal numbers, by which its head would be found: take "
             "method=suffix"
         )
     return own
