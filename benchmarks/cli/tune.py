@@ -39,19 +39,25 @@ def tune(
 
     talon tune --set model=FILE.gguf --prompts my-prompts.jsonl --hours 8
 
-    1. The model answers the prompts, many at once (45% of the time, or until all are answered).
+    1. The model answers the prompts, many at once: 45% of the time, or until
+    all are answered.
 
-    2. A block head learns to foretell the answers from the model's hidden states (what is left of the time).
+    2. A block head learns to foretell the answers from the model's hidden
+    states: what is left of the time.
 
-    3. On prompts that it has not seen, plain decoding, `suffix` and `hybrid` with the head take turns (15%).
+    3. On prompts that it has not seen, plain decoding, `suffix` and `hybrid`
+    with the head take turns: 15%.
 
-    4. If answers surely come faster than with the best of the others, the head goes into Talon's home (TALON_HOME, else
-    ~/.cache/talon), where the engine finds it by the model's weights, in whatever file they are. Otherwise one line
-    says by how much it falls short, and what was there before stays.
+    4. If answers surely come faster than with the best of the others, the
+    head goes into Talon's home (TALON_HOME, else ~/.cache/talon), where the
+    engine finds it by the model's weights, in whatever file they are.
+    Otherwise one line says by how much it falls short, and what was there
+    before stays.
 
-    The text of answers never changes: a head only guesses. Kill it at any time: the same command goes on where it
-    stopped. Answers are kept, and a longer --hours begins with them. The head, the rows and the curve of the training
-    stay in Talon's home, under tuning/.
+    The text of answers never changes: a head only guesses. Kill it at any
+    time: the same command goes on where it stopped. Answers are kept, and a
+    longer --hours begins with them. Head, rows and the curve of the training
+    stay in Talon's home, under tuning/. Let it have the machine meanwhile.
     """
     with one_line_errors():
         settings = configuration.load(config, overrides(set_))

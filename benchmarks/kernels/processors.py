@@ -38,15 +38,21 @@ PROCESSORS = (
 )
 
 
-def check_as(processor: Processor) -> list[KernelCheck] | None:
-    """Check the kernels that this processor runs when it stands for that one; None if it cannot."""
+def environment_as(processor: Processor) -> dict[str, str] | None:
+    """Return the environment of a process in which this processor stands for that one; None if it cannot."""
     known = features()
     if f"+{processor.needs}" not in known:
         return None
     wanted = [
         f"-{name[1:]}" if name[0] == "+" and name[1:].startswith(processor.without) else name for name in sorted(known)
     ]
-    environment = child_environment() | {"NUMBA_CPU_NAME": processor.llvm, "NUMBA_CPU_FEATURES": ",".join(wanted)}
+    return child_environment() | {"NUMBA_CPU_NAME": processor.llvm, "NUMBA_CPU_FEATURES": ",".join(wanted)}
+
+
+def check_as(processor: Processor) -> list[KernelCheck] | None:
+    """Check the kernels that this processor runs when it stands for that one; None if it cannot."""
+    if (environment := environment_as(processor)) is None:
+        return None
     command = [sys.executable, "-m", "benchmarks.kernels.processors"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:

@@ -46,15 +46,18 @@ def has_pairs(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and any(unit.paired for unit in units())
 
 
-def _paired_kernel() -> Kernel:
-    return tile_kernel() if units()[0] is Unit.AMX else pair_kernel()
+def _in_tiles(shape: KVShape) -> bool:
+    """Whether AMX reads a pool of that shape. Its kernel cannot even be compiled for a processor without it."""
+    return shape.vnni and not shape.q8_0 and units()[0] is Unit.AMX
 
 
 def _kernel(shape: KVShape) -> Kernel:
     """The kernel that reads a pool of that shape."""
     if shape.q8_0:
         return code_pair_kernel() if shape.vnni else code_kernel()
-    return _paired_kernel() if shape.vnni else lane_kernel()
+    if _in_tiles(shape):
+        return tile_kernel()
+    return pair_kernel() if shape.vnni else lane_kernel()
 
 
 def attention_kernels(dtype: torch.dtype, q8_0: bool) -> list[Kernel]:
@@ -98,7 +101,7 @@ class Attention:
         work["head_dim"], work["width"] = shape.head_dim, shape.dtype.itemsize
         self.kernel = _kernel(shape)
         self._queries = TILE_ROWS if shape.vnni or shape.q8_0 else VECTORS  # per tile
-        self._most_queries = MOST_QUERIES if self.kernel is tile_kernel() else self._queries
+        self._most_queries = MOST_QUERIES if _in_tiles(shape) else self._queries
         self._query_bytes = shape.dims * 4 + STATE_BYTES + (scratch_of_query(shape.dims) if shape.q8_0 else 0)
         work["tile_sizes"] = TILES.ctypes.data
         self.queries = torch.zeros(0, dtype=shape.dtype if shape.vnni else torch.float32)

@@ -116,9 +116,10 @@ def seen_vectors(work: Any, row: int, begin: int, stop: int) -> Any:
 
 @njit
 def move_ancestors(work: Any, row: int, scores: int) -> None:
-    """Move the ancestors' scores to their positions."""
+    """Move the scores of the ancestors that the row sees to their positions. There may be no room for the others'."""
     prefix, begin = int_at(work.prefix_lens + 4 * row), int_at(work.ancestor_ptr + 4 * row)
-    for i in range(int_at(work.ancestor_ptr + 4 * row + 4) - begin):  # their slots ascend, never before their positions
+    count, unseen = int_at(work.ancestor_ptr + 4 * row + 4) - begin, first_seen(work, row) - prefix
+    for i in range(max(0, unseen), count):  # their slots ascend, never before their positions
         put_float(scores + 4 * (prefix + i), float_at(scores + 4 * int_at(work.ancestor_slots + 4 * (begin + i))))
 
 

@@ -21,6 +21,7 @@ from engine.kernels.attention.attention import Rule
 from engine.kernels.quant.stored import StoredMatrix
 from engine.model.reader.parts import text_part
 from engine.model.stock import NAME, attending
+from engine.model.structure import OtherStructure
 
 _HEAD_ROWS = 1 << 14  # outputs of the last matrix that are in memory together
 
@@ -130,6 +131,8 @@ class LayeredStock:
                     return calls
             except _TakesFirst:
                 pass
+        if self._several:
+            raise OtherStructure("layers that return neither a state nor a state and more")
         self._several = True
         return self._calls(rows, start)
 

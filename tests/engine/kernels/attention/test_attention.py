@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.processors import PROCESSORS, environment_as
 from engine.core.batch import BLOCK, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
@@ -67,7 +71,7 @@ KERNELS = [
     )
     for kernel in every_attention_kernel()
 ]
-KV_HEADS = 2
+KV_HEADS, ROOT = 2, Path(__file__).parents[4]
 # two branches below the root, the second longer than the first, and a sibling of the root's child without children
 BUSHY = TokenTree.from_lists([0, 1, 2, 3, 4, 5, 6, 7], [-1, 0, 0, 1, 2, 0, 4, 6], [1.0] * 8)
 
@@ -292,6 +296,39 @@ def test_a_long_text_read_in_chunks_has_the_bits_of_one_read_whole(
     monkeypatch.setattr(Attention, "_blocks_kept", lambda self, batch, vectors: (chunk, chunk + 2))
     for one, other in zip(whole, attend(requests, rule, kernel), strict=True):
         assert torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
+
+
+@pytest.mark.parametrize("kernel", PAIRED)
+@pytest.mark.parametrize(("chain", "window", "groups"), [(60, 8, 8), (60, 8, 1), (20, 1, 16), (40, 20, 3)])
+def test_a_branch_deeper_than_the_window_writes_nowhere_but_into_its_scratch(
+    chain: int, window: int, groups: int, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first ancestors lie before all that a tile of its rows sees."""
+    guard, guarded, begin = 4096, list[Tensor](), Attention.begin
+
+    def begin_guarded(attention: Attention, batch: Batch) -> object:
+        result, room = begin(attention, batch), attention._scratch.numel()
+        guarded.append(torch.full((room + 2 * guard,), 77, dtype=torch.uint8))
+        attention._work["scratch"] = guarded[-1].data_ptr() + guard
+        return result
+
+    monkeypatch.setattr(Attention, "begin", begin_guarded)
+    tree = TokenTree.from_lists([*range(chain + 2)], [-1, 0, 0, *range(2, chain + 1)], [1.0] * (chain + 2))
+    assert_right([Request(19, 45, tree, 0, 64, groups)], Rule(0.125, window), kernel)
+    assert all((place[:guard] == 77).all() and (place[-guard:] == 77).all() for place in guarded)
+
+
+def test_a_lesser_processor_asks_for_no_kernel_that_it_cannot_compile(tmp_path: Path) -> None:
+    if (environment := environment_as(PROCESSORS[-1])) is None:
+        pytest.skip(f"this processor cannot stand for {PROCESSORS[-1].name}")
+    made = (
+        "import torch; from engine.core.kv_shape import KVShape; from engine.model.kv_pool import KVPool;"
+        "from engine.kernels.attention.attention import Attention;"
+        "Attention(KVPool(KVShape(1, 1, 64, torch.float32, False), 8), 2)"
+    )
+    environment |= {"TALON_HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", made], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_tile_of_a_long_text_keeps_a_chunk_of_scores_and_its_tail_and_one_of_a_short_text_all() -> None:
