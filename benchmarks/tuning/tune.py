@@ -144,7 +144,7 @@ class Tuning:
     async def _answer(self) -> None:
         """Answer the prompts to train with, as many as the time allows, and write them as training reads them."""
         config = self.config
-        arithmetic = config.activations, config.dtype, config.device, config.verifier.kv_type
+        arithmetic = config.activations, config.dtype, config.device, config.weights, config.verifier.kv_type
         file = self.place / f"answers-{key_of(self.sampling, arithmetic)}.jsonl"
         answers, journal = open_answers(file, self.identity, self.sampling), self.journal
         wanted, done = self.prompts.trained, journal.done
@@ -238,8 +238,8 @@ def _known(config: Config, folder: Path) -> Trained:
     """Return where heads for the model are. ModelError if nothing tells it from others."""
     if (own := trained_for(folder)) is None:
         raise ModelError(
-            f"model={config.model}: its files have no final norm, or one of equal numbers, by which its head would be found: take "
-            "method=suffix"
+            f"model={config.model}: its files have no final norm, or one of equal numbers, by which its head would "
+            "be found: take method=suffix"
         )
     return own
 
