@@ -56,8 +56,9 @@ def head_of(model: str) -> str | None:
     return with_own(load({"model": model})).drafter.weights("block")
 
 
-def train_steps(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+def train_steps(monkeypatch: pytest.MonkeyPatch, recipe: Path, steps: int, evaluate_every: int) -> None:
     """Let steps bound the training, since what a time is enough for depends on the machine."""
+    recipe.write_text(json.dumps(RECIPE | {"evaluate_every": evaluate_every}))
     monkeypatch.setattr(
         tune_module, "train", lambda *given, **named: train(*given, **named | {"minutes": None, "steps": steps})
     )
@@ -75,9 +76,9 @@ def count_rounds_as_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_head_that_pays_is_installed_and_the_engine_finds_it(
-    tune: Tune, walker: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tune: Tune, recipe: Path, walker: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train_steps(monkeypatch, 60)
+    train_steps(monkeypatch, recipe, 40, 20)
     count_rounds_as_time(monkeypatch)
     done = await asyncio.to_thread(tune)
     assert done.exit_code == 0, done.output
@@ -140,8 +141,7 @@ STAGES = {
 def test_a_tuning_that_is_stopped_in_every_stage_goes_on_each_time(
     tune: Tune, recipe: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe.write_text(json.dumps(RECIPE | {"evaluate_every": 4}))
-    train_steps(monkeypatch, 12)
+    train_steps(monkeypatch, recipe, 12, 4)
     monkeypatch.setattr(Gain, "pays", True)  # however little it was trained
     answered, steps = [], []
     for name, stage in STAGES.items():
