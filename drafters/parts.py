@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from engine.config import AUTO, Config
-from engine.core.errors import ConfigError, shown
+from engine.core.errors import ConfigError, ModelError, shown
 from engine.core.methods import METHODS, find
 from engine.weights.draft_head import METHOD
 
@@ -34,6 +38,18 @@ def weights_path(config: Config) -> str:
     raise ConfigError(
         f'drafter.path: method {config.method} needs a head: give its directory, or "talon train {config.method}"'
     )
+
+
+@contextmanager
+def naming_tuned(config: Config) -> Iterator[None]:
+    """Let errors of a head that was found by `drafter.tuned` name this key."""
+    try:
+        yield
+    except ModelError as error:
+        tuned, path = config.drafter.tuned, config.drafter.weights(config.method)
+        if tuned is None or path is None or not Path(path).is_relative_to(tuned):
+            raise
+        raise type(error)(str(error).replace(f"drafter.path={path}", f"drafter.tuned={path}")) from error
 
 
 def datastore_path(config: Config) -> str:

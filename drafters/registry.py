@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from drafters.parts import parts
+from drafters.parts import naming_tuned, parts
 from drafters.requirements import check, check_vocabulary
 from engine.core.errors import ConfigError
 from engine.core.methods import find, source_of
@@ -32,7 +32,8 @@ def build(config: Config) -> Drafter:
     else:
         from drafters.heads.head_drafter import HeadDrafter  # torch takes seconds, which only heads pay
 
-        drafter = HeadDrafter.of_kind(kind, config)
+        with naming_tuned(config):
+            drafter = HeadDrafter.of_kind(kind, config)
     drafter.source = source_of(config.method)
     return drafter
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from drafters.parts import datastore_path, parts, weights_path
+from drafters.parts import datastore_path, naming_tuned, parts, weights_path
 from engine.config import Config
 from engine.core.errors import ConfigError, ModelError
 from engine.core.methods import find
@@ -23,7 +23,8 @@ def check(config: Config) -> None:
         return
     for part in _parts(config):
         if find(part.method).has_model:
-            check_weights(weights_path(part), part.method)
+            with naming_tuned(part):
+                check_weights(weights_path(part), part.method)
         for key, folder in _datastores(part):
             check_datastore(key, folder)
 

@@ -58,6 +58,15 @@ def test_the_command_finds_its_configurations_models_and_benchmarks_in_the_wheel
     assert (Path(found[2]) / "model.safetensors").is_file() and found[2].startswith(str(installed))
 
 
+def test_the_prompts_of_a_tuning_are_in_the_wheel_with_the_notices_that_their_licences_ask_for(installed: Path) -> None:
+    folder = installed / "engine" / "data" / "configs" / "train"
+    assert (folder / "prompts.jsonl.xz").is_file()
+    notices = (folder / "NOTICES.txt").read_text("utf8")
+    assert "The above copyright notice and this permission notice shall be included in all" in notices
+    for owner in ("Teknium", "The Algorithms", "Exercism", "OpenAI"):
+        assert owner in notices
+
+
 def test_benchmarks_import_each_other_wherever_the_package_is() -> None:
     for file in (ROOT / "benchmarks").rglob("*.py"):
         assert "from benchmarks" not in file.read_text("utf8"), f"{file.name}: import with a dot, not with a name"

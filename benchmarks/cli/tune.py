@@ -73,7 +73,8 @@ def tune(
             console.print("stopped; the same command goes on from here")
             raise
         options = [] if config == configuration.DEMO else ["--config", str(config)]
-        options += [part for one in set_ or [] for part in ("--set", one)]
+        set_again = [f"drafter.{key}=auto" for key in _set_drafter(settings)] if done.pays else []
+        options += [part for one in (*(set_ or []), *set_again) for part in ("--set", one)]
         told = Console()
         told.print(done.outcome, highlight=False, markup=False, soft_wrap=True)
         told.print(
@@ -83,3 +84,10 @@ def tune(
             soft_wrap=True,
         )
         console.print(f"head, rows and curve: {tuning.run}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _set_drafter(settings: configuration.Config) -> list[str]:
+    """Return the keys that name other heads than those that are found by themselves."""
+    drafter = settings.drafter
+    given = {"path": drafter.path, "tuned": drafter.tuned, "head": drafter.head}
+    return [key for key, value in given.items() if value != configuration.AUTO]

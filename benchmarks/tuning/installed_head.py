@@ -5,9 +5,12 @@ It appears as a whole: a head is copied beside the old one, and a link, which th
 
 from __future__ import annotations
 
+import errno
 import json
 import tempfile
 from pathlib import Path
+
+from filelock import FileLock
 
 from engine.core.errors import ModelError
 from engine.files.removal import removed
@@ -16,30 +19,45 @@ from engine.files.whole_file import write_whole
 METHOD = "block"
 _CARD = "tuned.json"
 _FILES = ("config.json", "model.safetensors", "training.json")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def install(head: Path, tuned: Path, model: str, identity: str) -> Path:
     """Put the head into the folder `tuned` in the place of an older one, and return where it is. model: its name;
     identity: of its weights. Raises ModelError where it cannot be written; the older one then stays.
     """
-    place, link = tuned / METHOD, tuned / f".{METHOD}.link"
+    place = tuned / METHOD
     try:
         tuned.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{METHOD}-", dir=tuned))
+        with FileLock(tuned.with_name(f".{tuned.name}.lock")):
+            made = _copied(head, tuned, json.dumps({"model": model, "identity": identity}).encode())
+            link = tuned / f".{METHOD}.link"
+            link.unlink(missing_ok=True)
+            link.symlink_to(made.name)
+            link.replace(place)
+            for older in tuned.glob(f".{METHOD}-*"):
+                if older != made:
+                    removed(older)
+    except OSError as error:
+        fix = "make room and run" if error.errno in _FULL else "see to it that it can be, and run"
+        raise ModelError(
+            f"head={place}: cannot be written ({error.strerror or error}): {fix} the same command again"
+        ) from None
+    return place
+
+
+def _copied(head: Path, tuned: Path, card: bytes) -> Path:
+    """Copy the head into a folder of its own, which all users may read, and return that; on an error nothing stays."""
+    made = Path(tempfile.mkdtemp(prefix=f".{METHOD}-", dir=tuned))
+    try:
         for name in _FILES:
             write_whole(made / name, (head / name).read_bytes())
-        write_whole(made / _CARD, json.dumps({"model": model, "identity": identity}).encode())
-        link.unlink(missing_ok=True)
-        link.symlink_to(made.name)
-        link.replace(place)
-    except OSError as error:
-        raise ModelError(
-            f"head={place}: cannot be written ({error.strerror or error}): make room and run the same command again"
-        ) from None
-    for older in tuned.glob(f".{METHOD}-*"):
-        if older != made:
-            removed(older)
-    return place
+        write_whole(made / _CARD, card)
+        made.chmod(0o755)
+    except OSError:
+        removed(made)
+        raise
+    return made
 
 
 def made_for(tuned: Path) -> tuple[str, str] | None:

@@ -13,15 +13,17 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from engine.core.errors import ConfigError, ModelError
+from engine.files.removal import removed
 from engine.files.whole_file import write_whole
 
+_JOURNAL, _ROWS = "journal.json", "results.jsonl"
 _SAVED_S = 2.0  # seconds of answering that a kill may forget
 
 
 class Progressed(msgspec.Struct):
     """What is done. answering_s: seconds spent on answers. training_minutes: how long to train, None before the answers
     are complete. trained: the head is there. outcome: what is said at the end, "" before; method: which is then the
-    best.
+    best; pays: whether the head is to be installed; installed: it was.
     """
 
     answering_s: float = 0.0
@@ -29,6 +31,8 @@ class Progressed(msgspec.Struct):
     trained: bool = False
     outcome: str = ""
     method: str = ""
+    pays: bool = False
+    installed: bool = False
 
 
 class TuningJournal:
@@ -36,7 +40,8 @@ class TuningJournal:
 
     def __init__(self, folder: Path):
         """Go on with the folder's tuning, or begin one."""
-        self.folder, self._file = folder, folder / "journal.json"
+        self.folder, self._file = folder, folder / _JOURNAL
+        folder.mkdir(exist_ok=True)
         try:
             self.done = msgspec.json.decode(self._file.read_bytes(), type=Progressed)
         except FileNotFoundError:
@@ -51,7 +56,7 @@ class TuningJournal:
 
     @property
     def rows(self) -> Path:
-        return self.folder / "results.jsonl"
+        return self.folder / _ROWS
 
     @property
     def data(self) -> Path:
@@ -83,12 +88,20 @@ class TuningJournal:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def begin_again(folder: Path) -> None:
+    """Remove all of a tuning, what is told of it before what it tells of, since a kill may come in between."""
+    for old in (folder / _ROWS, folder / _JOURNAL, *folder.glob("*")):
+        if not removed(old):
+            raise ModelError(f"tune: {old} cannot be removed: remove it and run the same command again")
+
+
 @contextmanager
 def worked_on_alone(folder: Path) -> Iterator[None]:
     """Make the folder, and let one process at a time work there. Raises ConfigError."""
     lock = FileLock(folder / ".lock", timeout=0)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(0o700, parents=True, exist_ok=True)  # what was asked is nobody else's business
+        folder.mkdir(exist_ok=True)
         lock.acquire()
     except Timeout:
         raise ConfigError(f"tune: another process works in {folder}: wait for it, or end it") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -15,7 +15,7 @@ from engine.config import Config, load
 from engine.core.errors import ModelError
 from engine.core.params import SamplingParams
 from engine.files.whole_file import write_whole
-from engine.weights.resolve import resolved, with_own
+from engine.weights.resolve import resolve, resolved, with_own
 
 from ..inputs.questions import Question
 from ..measure.bench import compared, row_of
@@ -35,12 +35,13 @@ LEAST_MEASURED = 6  # prompts, whatever the time
 
 def contestants(config: Config, head: Path) -> dict[str, Config]:
     """Return the configurations to compare: plain, retrieval alone, with the new head, and with one that the engine
-    finds so far, if there is any.
+    finds so far, if there is any. All without a cache, whose answers would be found again.
     """
+    config = load(config, {"verifier.cache": None})
     new = {"method": "hybrid", "drafter.head": METHOD, "drafter.path": str(head), "drafter.tuned": None}
     found = {PLAIN: load(config, {"method": "none"}), SUFFIX: load(config, {"method": "suffix"})}
     found[NEW] = load(config, new)
-    old = with_own(load(config, {"method": "hybrid"}))
+    old = with_own(load(config, {"method": "hybrid", "model": resolve(config.model)}))
     if old.drafter.head == "mtp" or old.drafter.weights(old.drafter.head) is not None:
         found[OLD] = old
     return found
@@ -54,12 +55,11 @@ async def measure(
     file: Path,
     console: Console,
 ) -> list[Row]:
-    """Let all answer the prompts, and return a row for each answer; those in the file are not asked again. minutes: of
-    answers, those in the file included.
+    """Let all answer the prompts, and return a row for each answer; what all have answered in the file is not asked
+    again. minutes: of answers, those in the file included.
     """
     rows = _rows_in(file)
     budget = Budget(minutes - sum(row.seconds for row in rows) / 60)
-    asked = {row.question_id for row in rows}
     config = resolved(configs[PLAIN])
     warm_up, referee, order = warm_up_prompt(config), Referee(config), random.Random(sampling.seed + len(rows))
 
@@ -70,6 +70,8 @@ async def measure(
     try:
         if NEW not in started:
             raise ModelError(f"head={configs[NEW].drafter.path}: cannot be started, as told above: add --again")
+        rows = _answered_by_all(rows, started)
+        asked = {row.question_id for row in rows}
         with progress_bar(console) as progress:
             task = progress.add_task("measuring", total=len(prompts), completed=len(asked))
             for prompt in (one for one in prompts if one.digest not in asked):
@@ -94,6 +96,15 @@ async def measure(
 def _rows_in(file: Path) -> list[Row]:
     """Return what was measured before a kill."""
     return [msgspec.json.decode(line, type=Row) for line in file.read_bytes().splitlines()] if file.is_file() else []
+
+
+def _answered_by_all(rows: Sequence[Row], names: Collection[str]) -> list[Row]:
+    """Return the rows of these contestants and of the prompts that each of them has answered: since a kill, others may
+    have been installed, and one may lack memory.
+    """
+    asked = (frozenset(row.question_id for row in rows if row.method == name) for name in names)
+    shared = frozenset.intersection(*asked)
+    return [row for row in rows if row.method in names and row.question_id in shared]
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,11 @@ class TuningPrompt:
     def digest(self) -> str:
         return hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
 
+    @property
+    def asked(self) -> str:
+        """A name that tells it from the same prompt in another chat form, of which answers are others."""
+        return hashlib.blake2b(repr((self.name, self.tokens)).encode(), digest_size=16).hexdigest()
+
 
 @dataclass(frozen=True)
 class TuningPrompts:

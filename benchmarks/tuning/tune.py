@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -31,6 +32,7 @@ from engine.core.errors import ConfigError, ModelError, first_line
 from engine.core.params import SamplingParams
 from engine.files.answer_rows import open_answers
 from engine.files.prompt_file import PromptRow
+from engine.files.removal import removed
 from engine.files.whole_file import write_whole
 from engine.model.loading import load_config
 from engine.model.trial.check import not_lean
@@ -42,7 +44,7 @@ from engine.weights.trained import Trained, trained_for
 
 from ..report.figures import speed_table
 from .installed_head import METHOD, install, made_for
-from .journal import Progressed, TuningJournal, key_of, worked_on_alone
+from .journal import Progressed, TuningJournal, begin_again, key_of, worked_on_alone
 from .measuring import Gain, contestants, measure
 from .prompts import TuningPrompt, read_tuning_prompts
 
@@ -52,6 +54,7 @@ LEAST_TRAINING = 0.2  # and so much, where a slow model needs longer for the few
 _LEAST_ANSWERS = 20  # of which a head learns anything at all
 _KEPT_MINUTES = 1.0  # of training that a kill may cost
 _ROOM = 200e6  # bytes for answers, head and rows
+_ANSWERING: dict[str, Any] = {"method": "suffix", "verifier.cache": None}
 _COPIES = 24  # bytes of a checkpoint of training for each parameter
 
 
@@ -94,14 +97,14 @@ class Tuning:
 
     def work(self) -> Progressed:
         """Do what is not done yet; return what came of it."""
-        with worked_on_alone(self.run):
+        with worked_on_alone(self.place):
             if self.plan.again:
-                for old in self.run.glob("[!.]*"):
-                    shutil.rmtree(old) if old.is_dir() else old.unlink()
+                begin_again(self.run)
             self.journal = TuningJournal(self.run)
             done = self.journal.done
             if done.outcome:
                 self.console.print("this was tuned before; --again starts over", soft_wrap=True)
+                self._install()
                 return done
             self._tell_of_the_head_in_use()
             if done.training_minutes is None:
@@ -112,6 +115,7 @@ class Tuning:
                 self._train()
                 _free_memory()
             self._decide()
+            self._install()
             return done
 
     def _tell_of_the_head_in_use(self) -> None:
@@ -139,10 +143,12 @@ class Tuning:
 
     async def _answer(self) -> None:
         """Answer the prompts to train with, as many as the time allows, and write them as training reads them."""
-        file = self.place / f"answers-{key_of(self.sampling, self.config.activations)}.jsonl"
+        config = self.config
+        arithmetic = config.activations, config.dtype, config.device, config.weights, config.verifier.kv_type
+        file = self.place / f"answers-{key_of(self.sampling, arithmetic)}.jsonl"
         answers, journal = open_answers(file, self.identity, self.sampling), self.journal
         wanted, done = self.prompts.trained, journal.done
-        asked = [one for one in wanted if one.name not in answers]
+        asked = [one for one in wanted if one.asked not in answers]
         seconds = 3600 * ANSWERING * self.plan.hours - done.answering_s
         ready = len(wanted) - len(asked)
         if asked and (seconds > 0 or ready < _LEAST_ANSWERS):
@@ -154,15 +160,16 @@ class Tuning:
                     journal.tick()
                     stage(ready + ended)
 
-                async with await Engine.start(load(self.plan.config, {"method": "suffix"})) as engine:
+                async with await Engine.start(load(self.plan.config, _ANSWERING)) as engine:
                     in_time = _in_time(asked, ready, ends)
                     await answer_all(engine, in_time, file, self.identity, self.sampling, many, report)
             answers = open_answers(file, self.identity, self.sampling)
-        rows = [PromptRow(one.name, one.tokens, answers[one.name]) for one in wanted if one.name in answers]
+        rows = [PromptRow(one.name, one.tokens, answers[one.asked]) for one in wanted if one.asked in answers]
         if len(rows) < _LEAST_ANSWERS:
             raise ConfigError(f"prompts={self.plan.prompts}: the model answers {len(rows)} of them: give other prompts")
         tokens = sum(len(row.prompt_tokens or ()) + len(row.tokens or ()) for row in rows)
         _check_room(self.place, _ROOM + tokens * self._feature_bytes())
+        removed(journal.head)  # of a tuning that was begun again
         write_whole(journal.data, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
         left = 60 * self.plan.hours * (1 - MEASURING) - done.answering_s / 60
         done.training_minutes = max(left, 60 * self.plan.hours * LEAST_TRAINING)
@@ -186,7 +193,7 @@ class Tuning:
         journal.save()
 
     def _decide(self) -> None:
-        """Measure, and install the head if it pays."""
+        """Measure, and decide whether the head is to be installed."""
         config, journal = self.plan.config, self.journal
         minutes = 60 * self.plan.hours * MEASURING
         configs = contestants(config, journal.head)
@@ -194,15 +201,26 @@ class Tuning:
         rows = asyncio.run(measure(configs, *asked, journal.rows, self.console))
         gain = Gain.of(rows)
         if gain.pays:
-            place = install(journal.head, self.own.tuned, config.model, self.identity)
+            place = self.own.tuned / METHOD
             journal.done.outcome = f"The head pays: with it answers come {gain}. It is installed in {place}."
         else:
             journal.done.outcome = (
                 f"The head is not installed, since it does not surely pay: with it answers come {gain}."
             )
+        journal.done.pays = gain.pays
         journal.done.method = "hybrid" if gain.pays else configs[gain.other].method
         Console().print(speed_table(rows).rich())
         journal.save()
+
+    def _install(self) -> None:
+        """Install the head if it pays and is not there, and remove what nothing reads any more. A kill may have come
+        before, and a user may have removed it.
+        """
+        journal, done = self.journal, self.journal.done
+        if done.pays and not (done.installed and (self.own.tuned / METHOD).is_dir()):
+            install(journal.head, self.own.tuned, self.plan.config.model, self.identity)
+            done.installed = True
+            journal.save()
         journal.forget_features()
 
 
@@ -220,8 +238,8 @@ def _known(config: Config, folder: Path) -> Trained:
     """Return where heads for the model are. ModelError if nothing tells it from others."""
     if (own := trained_for(folder)) is None:
         raise ModelError(
-            f"model={config.model}: its files have no final norm by which its head would be found again: take "
-            "method=suffix"
+            f"model={config.model}: its files have no final norm, or one of equal numbers, by which its head would "
+            "be found: take method=suffix"
         )
     return own
 
@@ -233,7 +251,7 @@ def _in_time(prompts: Sequence[TuningPrompt], ready: int, ends: float) -> Iterat
     for number, one in enumerate(prompts, start=ready):
         if number >= _LEAST_ANSWERS and time.monotonic() >= ends:
             return
-        yield one.name, one.tokens
+        yield one.asked, one.tokens
 
 
 def _free_memory() -> None:

@@ -2,7 +2,8 @@
 `models/NAME`, and heads that `talon tune` has made here, in Talon's home, which come first.
 
 A model is known by its final norm, whatever its file is called: GGUF files keep norms unquantised, so every
-quantisation of a model has the same, and so has the directory that it was made from.
+quantisation of a model has the same, and so has the directory that it was made from. Where a file has 1 added to it,
+1 is added to the directory's. A norm of equal numbers tells nothing: rotated models have it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.core.errors import ModelError
 from engine.places import ROOT
@@ -28,8 +30,21 @@ _TARGETS = {
 }
 """Folders by the SHA-256 of their target's final norm, as little-endian bfloat16."""
 _BEST = ("block", "eagle3")
-_NORM = "model.norm.weight"
+_NORMS = (
+    "model.norm.weight",
+    "model.language_model.norm.weight",
+    "language_model.model.norm.weight",
+    "model.embedding_norm.weight",
+    "model.final_layernorm.weight",
+    "model.norm_f.weight",
+    "backbone.norm_f.weight",
+)
+_STORED_NORMS = ("output_norm.weight", "token_embd_norm.weight")  # in GGUF files
+_ADDED_TO = ("gemma", "gemma2", "gemma3", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+"""Types of models to whose norms llama.cpp's converter adds 1."""
 _LARGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
+
+_Norm = NDArray[np.uint16]
 
 
 @dataclass(frozen=True)
@@ -75,9 +90,11 @@ def trained_for(model: Path) -> Trained | None:
     """
     try:
         norm = _norm_of_gguf(read_gguf(model, "model")) if model.is_file() else _norm_of_directory(model)
-    except (OSError, ValueError, LookupError, TypeError, ModelError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration, ModelError):
         return None  # whoever loads the model says what is wrong with it
-    return None if norm is None else _trained(hashlib.sha256(norm).hexdigest())
+    if norm is None or (norm == norm[0]).all():
+        return None
+    return _trained(hashlib.sha256(norm.tobytes()).hexdigest())
 
 
 def _trained(norm: str) -> Trained:
@@ -86,28 +103,37 @@ def _trained(norm: str) -> Trained:
     return Trained(None if name is None else ROOT / "models" / name, home() / "heads" / norm[:32])
 
 
-def _norm_of_gguf(gguf: GgufFile) -> bytes | None:
-    values = gguf.values("output_norm.weight")
-    return None if values is None else (values.view("<u4") >> 16).astype("<u2").tobytes()
+def _norm_of_gguf(gguf: GgufFile) -> _Norm | None:
+    found = (gguf.values(name) for name in _STORED_NORMS)
+    return next((_in_16_bits(values) for values in found if values is not None), None)
 
 
-def _norm_of_directory(folder: Path) -> bytes | None:
+def _norm_of_directory(folder: Path) -> _Norm | None:
     """Return the final norm, read without a tensor library, which takes seconds to import."""
     folder = unquantised(folder)
     if (gguf := open_gguf(folder)) is not None:
         return _norm_of_gguf(gguf)
     file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if index.is_file():
-        file = folder / json.loads(index.read_text(encoding="utf8"))["weight_map"][_NORM]
+        files = json.loads(index.read_text(encoding="utf8"))["weight_map"]
+        file = folder / next(files[name] for name in _NORMS if name in files)
     with file.open("rb") as weights:
         length = int(np.frombuffer(weights.read(8), "<u8")[0])
         if length > _LARGEST_HEADER:
             return None
-        about = json.loads(weights.read(length))[_NORM]
+        tensors = json.loads(weights.read(length))
+        about = next(tensors[name] for name in _NORMS if name in tensors)
         first, end = about["data_offsets"]
         weights.seek(8 + length + first)
         stored = weights.read(end - first)
     if about["dtype"] == "BF16":
-        return stored
-    wide = np.frombuffer(stored, {"F32": "<f4", "F16": "<f2"}[about["dtype"]]).astype("<f4")
-    return (wide.view("<u4") >> 16).astype("<u2").tobytes()
+        wide = (np.frombuffer(stored, "<u2").astype("<u4") << 16).view("<f4")
+    else:
+        wide = np.frombuffer(stored, {"F32": "<f4", "F16": "<f2"}[about["dtype"]]).astype("<f4")
+    kind = json.loads((folder / "config.json").read_text(encoding="utf8"))["model_type"]
+    return _in_16_bits(wide + np.float32(1) if kind.removesuffix("_text") in _ADDED_TO else wide)
+
+
+def _in_16_bits(values: NDArray[np.float32]) -> _Norm:
+    """Return the upper halves, which every type of the same norm shares."""
+    return (values.view("<u4") >> 16).astype("<u2")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drafters.registry import build
 from drafters.requirements import check, check_paths
 from engine import Engine, SamplingParams
-from engine.config import DEMO, ROOT, load
+from engine.config import DEMO, ROOT, Config, load
 from engine.core.errors import ConfigError, ModelError, TalonError
 from engine.frontend.processes import Workers
 from engine.weights.resolve import resolved
@@ -124,3 +126,16 @@ def test_of_a_drafter_on_another_machine_no_path_is_looked_at(tiny: str) -> None
 def test_a_path_that_the_method_does_not_read_may_be_missing(tiny: str) -> None:
     for method in ("none", "pld"):
         check_paths(load(DEMO, {"method": method, "drafter.path": "/nowhere", "model": tiny}))
+
+
+@pytest.mark.parametrize("asked", [check, build])
+def test_a_damaged_head_that_was_made_here_is_told_by_the_key_that_finds_it(
+    asked: Callable[[Config], Any], tiny: str, tmp_path: Path
+) -> None:
+    head = tmp_path / "block"
+    head.mkdir()
+    if asked is build:
+        shutil.copy(ROOT / "models/smollm2-135m/block/config.json", head)
+        (head / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ModelError, match=f"^drafter.tuned={re.escape(str(head))}[:/]"):
+        asked(load({"model": tiny, "method": "block"}, {"drafter.tuned": str(tmp_path), "drafter.path": None}))

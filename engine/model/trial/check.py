@@ -37,7 +37,7 @@ def lines_of(model: str) -> Iterator[str]:
     yield f"forward: {f'the stock one, slower: {reason}' if reason else 'lean, if its logits agree at the first start'}"
     yield f"memory: {size / 1e9:.2f} GB of weights{'' if structure is None else _keys(structure)}"
     yield f"positions: {'not named' if facts is None else f'{facts.own_context:,} of {facts.full_context:,}'}"
-    yield f"drafter: {_drafter(model)}"
+    yield f"drafter: {_drafter(folder)}"
     unpacked = {tensor.kind.name for tensor in stored.tensors} if isinstance(stored, GgufFile) else set()
     if unpacked := {kind for kind in unpacked if not has_layout(kind)}:
         yield f"will take more memory than its file: {', '.join(sorted(unpacked))} become bfloat16"
@@ -81,11 +81,11 @@ def _keys(structure: DecoderStructure) -> str:
     return f", {each / 1e9:.2f} GB of keys and values for each {_POSITIONS:,} positions"
 
 
-def _drafter(model: str) -> str:
-    drafter = with_own(Config(model=model)).drafter
+def _drafter(folder: Path) -> str:
+    drafter = with_own(Config(model=str(folder))).drafter
     if drafter.tuned is not None:
         return f"{drafter.head}, which talon tune made here: method={drafter.head} or hybrid"
-    if brings_head(Path(model)):
+    if brings_head(folder):
         return "its own head: method=mtp or hybrid"
     if drafter.path is not None:
         return f"{drafter.head}, which comes with Talon: method={drafter.head} or hybrid"

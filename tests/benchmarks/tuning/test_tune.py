@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import math
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+from filelock import FileLock
 
 from benchmarks.report.figures import Row
-from benchmarks.tuning import measuring
+from benchmarks.tuning import installed_head, journal, measuring
 from benchmarks.tuning import tune as tune_module
 from benchmarks.tuning.installed_head import install, made_for
-from benchmarks.tuning.journal import Progressed, worked_on_alone
+from benchmarks.tuning.journal import Progressed, TuningJournal, begin_again, worked_on_alone
 from benchmarks.tuning.measuring import NEW, OLD, Gain
 from benchmarks.tuning.prompts import OPEN_PROMPTS, TuningPrompt, read_tuning_prompts
 from drafters.training.recipe import Recipe
@@ -24,8 +28,10 @@ from drafters.training.run import train
 from drafters.training.trainer import Trainer
 from engine import Engine, SamplingParams
 from engine.config import load
+from engine.core.errors import ModelError
 from engine.files.answer_rows import AnswerRow
 from engine.files.prompt_file import read_chats
+from engine.files.removal import removed
 from engine.weights.resolve import with_own
 from engine.weights.tokenizer import load_tokenizer
 from tests.benchmarks.tuning.conftest import PROMPTS, RECIPE, Tune, text_from
@@ -50,10 +56,31 @@ def head_of(model: str) -> str | None:
     return with_own(load({"model": model})).drafter.weights("block")
 
 
+def train_steps(monkeypatch: pytest.MonkeyPatch, recipe: Path, steps: int, evaluate_every: int) -> None:
+    """Let steps bound the training, since what a time is enough for depends on the machine."""
+    recipe.write_text(json.dumps(RECIPE | {"evaluate_every": evaluate_every}))
+    monkeypatch.setattr(
+        tune_module, "train", lambda *given, **named: train(*given, **named | {"minutes": None, "steps": steps})
+    )
+
+
+def count_rounds_as_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an answer take as long as it has rounds."""
+    usual = measuring.row_of
+
+    def row_of(*given: Any) -> Row:
+        row = usual(*given)
+        return msgspec.structs.replace(row, seconds=0.025 * (row.rounds or 0))
+
+    monkeypatch.setattr(measuring, "row_of", row_of)
+
+
 async def test_a_head_that_pays_is_installed_and_the_engine_finds_it(
-    tune: Tune, walker: str, home: Path, tmp_path: Path
+    tune: Tune, recipe: Path, walker: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = await asyncio.to_thread(tune, "--hours", "0.006")
+    train_steps(monkeypatch, recipe, 40, 20)
+    count_rounds_as_time(monkeypatch)
+    done = await asyncio.to_thread(tune)
     assert done.exit_code == 0, done.output
     first, line = done.stdout.splitlines()[-2:]
     assert first.startswith("The head pays: with it answers come ") and " as fast as " in first
@@ -104,17 +131,17 @@ STAGES = {
     "training": Stage(Trainer, "train_step", 6),
     "drawing": Stage(tune_module, "draw", 1),
     "measuring": Stage(measuring, "compared", 10),
+    "deciding": Stage(TuningJournal, "save", 1),
     "installing": Stage(tune_module, "install", 1),
+    "recording": Stage(TuningJournal, "save", 1),  # that it was installed
+    "clearing": Stage(TuningJournal, "forget_features", 1),
 }
 
 
 def test_a_tuning_that_is_stopped_in_every_stage_goes_on_each_time(
     tune: Tune, recipe: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe.write_text(json.dumps(RECIPE | {"evaluate_every": 4}))
-    monkeypatch.setattr(
-        tune_module, "train", lambda *given, **named: train(*given, **named | {"minutes": None, "steps": 12})
-    )
+    train_steps(monkeypatch, recipe, 12, 4)
     monkeypatch.setattr(Gain, "pays", True)  # however little it was trained
     answered, steps = [], []
     for name, stage in STAGES.items():
@@ -169,11 +196,7 @@ def test_a_head_that_does_not_pay_is_not_installed_and_the_old_one_goes_on(
     tune: Tune, walker: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tune_module._known(load({"model": walker}), Path(walker))
-    old = tmp_path / "old"
-    old.mkdir()
-    for name in ("config.json", "model.safetensors", "training.json"):
-        (old / name).write_text("old")
-    install(old, own.tuned, "walker.gguf", "of other weights")
+    install(head_in(tmp_path / "old", "old"), own.tuned, "walker.gguf", "of other weights")
 
     async def measured(configs: dict[str, Any], *rest: Any) -> list[Row]:
         assert list(configs) == ["none", "suffix", NEW, OLD]
@@ -193,15 +216,124 @@ def test_a_head_that_does_not_pay_is_not_installed_and_the_old_one_goes_on(
     assert (own.tuned / "block" / "config.json").read_text() == "old"
 
 
+def begun(tune: Tune, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let a tuning be killed before it does anything; return its folder."""
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_at(patch, tune_module, "made_for", 1)
+        tune()
+    return run_of(home)
+
+
+def head_in(folder: Path, content: str = "head") -> Path:
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "training.json"):
+        (folder / name).write_text(content)
+    return folder
+
+
+def test_a_head_that_paid_and_was_removed_is_installed_again_and_what_a_kill_left_is_cleared(
+    tune: Tune, walker: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begun(tune, home, monkeypatch)
+    head_in(run / "head")
+    (run / "features-left").mkdir()
+    done = Progressed(trained=True, outcome="The head pays.", method="hybrid", pays=True, installed=True)
+    (run / "journal.json").write_bytes(msgspec.json.encode(done))
+    assert head_of(walker) is None
+    assert tune().stdout.splitlines()[0] == "The head pays." and head_of(walker) is not None
+    assert not (run / "features-left").exists()
+    monkeypatch.setattr(tune_module, "install", None)  # not called again
+    assert tune().exit_code == 0
+
+
+def test_a_head_can_be_read_by_others_and_what_was_asked_cannot(
+    tune: Tune, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(tune, home, monkeypatch)
+    place = install(head_in(tmp_path / "head"), home / "heads" / "x", "model", "one")
+    assert place.stat().st_mode & 0o777 == 0o755 and (home / "tuning").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(("number", "fix"), [(errno.ENOSPC, "make room and run"), (errno.EACCES, "see to it")])
+def test_nothing_of_a_head_stays_that_could_not_be_written(
+    number: int, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path, content: bytes) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(installed_head, "write_whole", fails)
+    with pytest.raises(ModelError, match=rf"cannot be written \(no\): {fix}"):
+        install(head_in(tmp_path / "head"), tmp_path / "heads" / "x", "model", "one")
+    assert not [*(tmp_path / "heads" / "x").iterdir()]
+
+
+def test_two_tunings_do_not_install_at_once(tmp_path: Path) -> None:
+    tuned, head = tmp_path / "heads" / "x", head_in(tmp_path / "head")
+    tuned.parent.mkdir()
+    with ThreadPoolExecutor() as pool:
+        with FileLock(tuned.with_name(".x.lock"), thread_local=False):
+            installing = pool.submit(install, head, tuned, "model", "one")
+            with pytest.raises(FutureTimeout):
+                installing.result(0.3)
+            assert made_for(tuned) is None
+        installing.result()
+    assert made_for(tuned) == ("model", "one")
+
+
+def test_starting_over_removes_what_was_measured_and_told_before_the_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head_in(tmp_path / "head")
+    for name in ("journal.json", "results.jsonl", "data.jsonl"):
+        (tmp_path / name).write_text("")
+    order: list[str] = []
+    monkeypatch.setattr(journal, "removed", lambda path: (order.append(path.name), removed(path))[1])
+    begin_again(tmp_path)
+    assert order[:2] == ["results.jsonl", "journal.json"] and not [*tmp_path.iterdir()]
+
+
+def test_rows_are_counted_of_the_prompts_that_all_who_are_compared_have_answered() -> None:
+    before = rows_of({"none": 4.0, "suffix": 2.0, NEW: 1.6, "left out since": 1.0})
+    left = [one for one in before if (one.method, one.question_id) != ("suffix", "3")]
+    found = measuring._answered_by_all(left, ["none", "suffix", NEW])
+    assert {one.method for one in found} == {"none", "suffix", NEW}
+    assert {one.question_id for one in found} == set("0124567") and len(found) == 3 * 7
+    assert measuring._answered_by_all(left, ["none", "suffix", NEW, OLD]) == []
+
+
+def test_the_head_so_far_is_compared_for_a_model_of_the_hub_too_and_no_answers_are_kept(
+    walker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tune_module._known(load({"model": walker}), Path(walker))
+    install(head_in(tmp_path / "head"), own.tuned, "org/name", "one")
+    monkeypatch.setattr(measuring, "resolve", {"org/name": walker}.__getitem__)
+    config = load({"model": "org/name", "verifier": {"cache": str(tmp_path)}})
+    found = measuring.contestants(config, tmp_path / "new")
+    assert found[OLD].drafter.weights("block") == str(own.tuned / "block")
+    assert {one.verifier.cache for one in found.values()} == {None}
+
+
+def test_an_answer_is_of_the_prompt_in_its_chat_form() -> None:
+    one, other = TuningPrompt("w5", [1, 5, 2]), TuningPrompt("w5", [5])
+    assert one.asked != other.asked and one.digest == other.digest
+
+
+@pytest.mark.parametrize(("pays", "added"), [(True, " --set drafter.path=auto --set drafter.head=auto"), (False, "")])
+def test_the_line_to_serve_with_finds_the_head_that_pays_whatever_the_configuration_names(
+    pays: bool, added: str, tune: Tune, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = Progressed(outcome="told", method="hybrid", pays=pays)
+    monkeypatch.setattr(tune_module.Tuning, "work", lambda self: done)
+    line = tune("--set", "drafter.path=/mine", "--set", "drafter.head=eagle3").stdout.splitlines()[-1]
+    assert line.endswith(f"--set drafter.path=/mine --set drafter.head=eagle3{added} --method hybrid")
+
+
 def test_a_newer_head_takes_the_place_of_the_old_one_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuned = tmp_path / "heads"
     for number in ("1", "2"):
-        head = tmp_path / number
-        head.mkdir()
-        for name in ("config.json", "model.safetensors", "training.json"):
-            (head / name).write_text(number)
+        head_in(tmp_path / number, number)
     assert made_for(tuned) is None
     place = install(tmp_path / "1", tuned, "model", "one")
     for name, call in (("symlink_to", 1), ("replace", 5)):  # four files are replaced before the link is
@@ -286,10 +418,8 @@ def test_a_new_head_that_cannot_be_started_is_not_measured(
 def test_a_second_tuning_of_the_same_model_waits_its_turn(
     tune: Tune, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune_module, "made_for", lambda tuned: (_ for _ in ()).throw(Killed))
-    with pytest.raises(Killed):
-        tune()
-    with worked_on_alone(run_of(home)):
+    run = begun(tune, home, monkeypatch)
+    with worked_on_alone(run.parent):  # whatever is set for the other
         assert "another process works in" in told(tune())
 
 
@@ -324,14 +454,15 @@ def test_the_time_is_shared_and_what_answers_leave_is_for_training(
 
 def test_no_prompt_is_asked_when_the_time_is_over_but_for_the_few_that_training_needs() -> None:
     prompts = [TuningPrompt(str(number), [number]) for number in range(50)]
-    assert [*tune_module._in_time(prompts, 0, math.inf)] == [(one.name, one.tokens) for one in prompts]
+    assert [*tune_module._in_time(prompts, 0, math.inf)] == [(one.asked, one.tokens) for one in prompts]
     assert len([*tune_module._in_time(prompts, 5, -math.inf)]) == tune_module._LEAST_ANSWERS - 5
 
 
 def test_the_open_prompts_are_chats_tools_and_questions_and_take_little_room() -> None:
     rows = [*read_chats(OPEN_PROMPTS, "prompts")]
-    assert len({row.name for row in rows}) == len(rows) > 1400 and OPEN_PROMPTS.stat().st_size < 300_000
+    assert len({row.name for row in rows}) == len(rows) == 1378 and OPEN_PROMPTS.stat().st_size < 300_000
     assert sum(bool(row.tools) for row in rows) >= 100 and sum(len(row.messages or ()) > 2 for row in rows) >= 100
+    assert not [row for row in rows if "\nOptions:" in row.name]  # of sets of questions whose licences share alike
 
 
 def test_the_recipe_of_the_command_is_valid_and_its_help_teaches(tune: Tune) -> None:

@@ -59,6 +59,14 @@ def test_a_draft_head_in_the_file_is_found(home: Path) -> None:
     assert checked(home / "x.gguf")["drafter"] == "its own head: method=mtp or hybrid"
 
 
+def test_a_draft_head_is_found_for_a_model_of_the_hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("qwen3.5")
+    write_family(home / "x.gguf", "qwen3.5", model, head=family_gguf.draft_head(model))
+    folder = check.resolve(str(home / "x.gguf"))
+    monkeypatch.setattr(check, "resolve", {"org/name": folder}.__getitem__)
+    assert dict(line.split(": ", 1) for line in lines_of("org/name"))["drafter"].startswith("its own head")
+
+
 def test_what_is_no_model_is_refused_in_one_line(home: Path) -> None:
     (home / "x.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match="cut short"):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -27,6 +28,7 @@ from engine.weights.cache import lock_of
 from engine.weights.catalogue import CATALOGUE, KnownModel, find
 from engine.weights.resolve import get, resolve, resolved, with_own
 from engine.weights.tokenizer import load_tokenizer
+from tests.engine.weights.family_gguf import FAMILIES, random_model, write_family
 from tests.engine.weights.tiny_gguf import write_gguf
 
 MEMBER = "tiny_package/tiny.gguf"
@@ -247,6 +249,22 @@ def test_a_head_that_was_made_for_a_file_is_found_for_its_directory_of_any_type(
         drafter = with_own(load({"model": str(tmp_path / place)})).drafter
         assert (drafter.head, drafter.weights("block")) == ("block", str(tuned / "block"))
         assert drafter.path is None and drafter.weights("eagle3") is None
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_file_and_the_directory_that_it_was_made_from_are_known_as_one_model(
+    family: str, tmp_path: Path, empty_home: Path
+) -> None:
+    model = random_model(family)
+    write_family(tmp_path / "x.gguf", family, model)
+    model.save_pretrained(tmp_path / "saved")
+    found = trained.trained_for(tmp_path / "x.gguf")
+    assert found is not None and trained.trained_for(tmp_path / "saved") == found
+
+
+def test_a_model_whose_norm_is_of_equal_numbers_is_not_known(tmp_path: Path, empty_home: Path) -> None:
+    write_gguf(tmp_path / "x.gguf", tensors={"output_norm.weight": np.full(64, 1.5, np.float32)})
+    assert trained.trained_for(tmp_path / "x.gguf") is None
 
 
 def test_nothing_is_found_for_other_weights_of_the_same_shape(
