@@ -18,11 +18,12 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from engine import Engine, SamplingParams
 from tests.faults.cache_damage import CacheDamage
-from tests.faults.test_endurance import is_running, leftovers, open_files, resident_mb
+from tests.faults.test_endurance import leftovers, open_files, resident_mb
 from tests.faults.test_faults import pid_of
 from tests.faults.test_fifty_kills import Request, plain_texts, random_requests
 
@@ -45,7 +46,7 @@ class Soak:
         self.ends_s = time.monotonic() + 60 * minutes
         self.counts: Counter[str] = Counter()
         self.memory: dict[str, list[float]] = defaultdict(list)
-        self.pids: set[int] = set()
+        self.workers: set[psutil.Process] = set()  # a process, since in two hours its number may be given again
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -97,7 +98,8 @@ class Soak:
                     with contextlib.suppress(FileNotFoundError):  # killed just now
                         if (size := resident_mb(pid)) > 0:
                             self.memory[f"{role} with transformers" if imports_transformers(pid) else role].append(size)
-            self.pids |= set(pids.values()) - {os.getpid()}
+            for pid in set(pids.values()) - {os.getpid()}:
+                self.note_worker(pid)
             now = ", ".join(f"{role} {sizes[-1]:.0f} MB" for role, sizes in self.memory.items() if sizes)
             counts = dict(self.counts + self.damage.counts)
             print(f"{time.monotonic() - started_s:.0f} s: {counts}; {now}", flush=True)
@@ -105,6 +107,10 @@ class Soak:
                 medians = {role: round(statistics.median(sizes[-12:])) for role, sizes in self.memory.items() if sizes}
                 print(f"memory at {mark:,} answers, medians of the last minute in MB: {medians}", flush=True)
                 mark = next(self.marks)
+
+    def note_worker(self, pid: int) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):  # killed just now
+            self.workers.add(psutil.Process(pid))
 
 
 def imports_transformers(pid: int) -> bool:
@@ -158,11 +164,12 @@ async def mix(model: str, folder: Path, options: dict[str, Any], homes: list[Pat
     async with await Engine.start({"model": model}, **options) as engine:
         soak = Soak(engine, requests, expected, MINUTES, [cache, *homes])
         await soak.run()
-        soak.pids |= {pid_of(engine, role) for role in engine._workers.running}
+        for role in engine._workers.running:
+            soak.note_worker(pid_of(engine, role))
         assert not engine._inflight
     assert soak.counts["answered"] and soak.counts["cancelled"] and soak.counts["drafter killed"]
     assert soak.damage.counts["files damaged"] and soak.counts["cached tokens"]
-    assert not any(is_running(pid) for pid in soak.pids)
+    assert soak.workers and not any(worker.is_running() for worker in soak.workers)
     assert not leftovers(folder)
     assert open_files(os.getpid()) <= files
     for role, sizes in soak.memory.items():
