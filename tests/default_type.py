@@ -23,9 +23,9 @@ class DefaultTyped(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made, name = func(*args, **(kwargs or {})), getattr(func, "__name__", str(func))
-        if isinstance(made, Tensor) and made.is_floating_point() and name not in _CASTS:
-            if not any(map(_settles, tree_leaves((args, kwargs)))):
-                self.seen.add(name)
+        floats = isinstance(made, Tensor) and made.is_floating_point()
+        if floats and name not in _CASTS and not any(map(_settles, tree_leaves((args, kwargs)))):
+            self.seen.add(name)
         return made
 
 

@@ -121,9 +121,7 @@ class Layer:
             rotated=mixer.rotated,
             rotary_table=mixer.rotary_table,
             gated=mixer.gated,
-            value_norm=(
-                Norm(torch.ones(mixer.head_dim, dtype=torch.float32), mixer.value_epsilon) if mixer.value_epsilon else None
-            ),
+            value_norm=_norm_of_ones(mixer.head_dim, mixer.value_epsilon) if mixer.value_epsilon else None,
             values_are_keys=mixer.values_are_keys,
             norms_last=mixer.norms_last,
         )
@@ -278,6 +276,11 @@ def state_shape(structure: DecoderStructure, dtype: torch.dtype) -> StateShape |
 def norm_of(norm: Any) -> Norm:
     """An RMSNorm of a stock model. Raises OtherStructure if it is none."""
     return made_norm(rms_structure(norm, ""), norm.weight)
+
+
+def _norm_of_ones(width: int, epsilon: float) -> Norm:
+    """Return a norm that only divides by the length."""
+    return Norm(torch.ones(width, dtype=torch.float32), epsilon)
 
 
 def norm_from(norm: NormStructure, parameters: Parameters) -> Norm:
