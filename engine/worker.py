@@ -130,7 +130,8 @@ def _run_drafter(spec: WorkerSpec, config: Config, context: zmq.Context[Any], lo
 
 
 _LOADING = threading.Lock()
-"""While transformers makes a model, torch's default type is that model's for all threads of the process."""
+"""While transformers makes a model, torch's default type is that model's for all threads of the process. A worker that
+runs beside may not depend on it: whatever it allocates for a kernel names its type."""
 
 
 @contextmanager

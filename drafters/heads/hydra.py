@@ -111,7 +111,7 @@ class HydraHead(Head):
         paths = [session.paths[node] for session, node in nodes]
         number = {session: i for i, session in enumerate(dict.fromkeys(session for session, _ in nodes))}
         features = torch.stack([session.feature for session in number])
-        logits = torch.empty(0)
+        logits = features.new_empty(0)
         depths = sorted({len(path) for path in paths})  # there is one depth unless several outcomes are drafted at once
         for depth in depths:
             rows = [row for row, path in enumerate(paths) if len(path) == depth]
@@ -137,7 +137,7 @@ class HydraSession(Session):
 
     def __init__(self, head: HydraHead, scratch: int):
         self.head, self.depth_limit, self.scratch = head, head.count, scratch
-        self.feature = torch.empty(0)  # [hidden]
+        self.feature = torch.empty(0, dtype=head.dtype)  # [hidden]
         self.paths: list[tuple[int, ...]] = []
 
     def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:

@@ -133,7 +133,7 @@ class RMSNorm:
     """
 
     def __init__(self, weight: Tensor, eps: float):
-        self.weight, self.eps = weight, torch.full((), eps, device=weight.device)
+        self.weight, self.eps = weight, torch.full((), eps, dtype=torch.float32, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)

@@ -48,7 +48,7 @@ def _same_everywhere(func: Any, args: tuple[Any, ...], kwargs: tuple[Any, ...], 
     if dtype == torch.bfloat16:
         x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     else:
-        x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(dtype) * 4
+        x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(dtype) * 4
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

@@ -121,7 +121,7 @@ class Layer:
             rotated=mixer.rotated,
             rotary_table=mixer.rotary_table,
             gated=mixer.gated,
-            value_norm=Norm(torch.ones(mixer.head_dim), mixer.value_epsilon) if mixer.value_epsilon else None,
+            value_norm=_norm_of_ones(mixer.head_dim, mixer.value_epsilon) if mixer.value_epsilon else None,
             values_are_keys=mixer.values_are_keys,
             norms_last=mixer.norms_last,
         )
@@ -151,7 +151,7 @@ class Layer:
     def _short_convolution(self, mixer: ShortConvolutionStructure) -> tuple[ShortConvolution, list[Product]]:
         inputs, out = self._joined(mixer.inputs), self._joined(mixer.out)
         taps = taps_of(self._parameters.vector(mixer.convolution))
-        bias = self._numbers(mixer.bias) if mixer.bias else torch.zeros(taps.shape[1])
+        bias = self._numbers(mixer.bias) if mixer.bias else torch.zeros(taps.shape[1], dtype=torch.float32)
         return ShortConvolution(inputs, out, taps, bias, self._width), [inputs, out]
 
     def _mamba(self, mixer: MambaStructure) -> tuple[Mamba, list[Product]]:
@@ -162,8 +162,8 @@ class Layer:
         mamba = Mamba(
             inputs=inputs,
             out=out,
-            taps=(taps * torch.tensor(of_channels).repeat_interleave(counts)).contiguous(),
-            bias=self._numbers(mixer.bias) if mixer.bias else torch.zeros(taps.shape[1]),
+            taps=(taps * torch.tensor(of_channels, dtype=torch.float32).repeat_interleave(counts)).contiguous(),
+            bias=self._numbers(mixer.bias) if mixer.bias else torch.zeros(taps.shape[1], dtype=torch.float32),
             decay=self._decay(mixer),
             dt_bias=self._numbers(mixer.dt_bias),
             skip=self._numbers(mixer.skip),
@@ -276,6 +276,11 @@ def state_shape(structure: DecoderStructure, dtype: torch.dtype) -> StateShape |
 def norm_of(norm: Any) -> Norm:
     """An RMSNorm of a stock model. Raises OtherStructure if it is none."""
     return made_norm(rms_structure(norm, ""), norm.weight)
+
+
+def _norm_of_ones(width: int, epsilon: float) -> Norm:
+    """Return a norm that only divides by the length."""
+    return Norm(torch.ones(width, dtype=torch.float32), epsilon)
 
 
 def norm_from(norm: NormStructure, parameters: Parameters) -> Norm:

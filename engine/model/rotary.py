@@ -98,11 +98,11 @@ def cosines_sines(
     """Cosines and sines of positions `first` to `end`, [positions, rotated / 2] float32 each. kind: of layers."""
     kinds = () if kind is None else (kind,)
     of_chunks, pairs = [], len(getattr(rotary, f"{kind}_inv_freq" if kind else "inv_freq"))
-    two = rotary(torch.zeros(1, device=device), torch.arange(1, 3, device=device)[None], *kinds)
+    two = rotary(torch.zeros(1, dtype=torch.float32, device=device), torch.arange(1, 3, device=device)[None], *kinds)
     step = 2 if _repeats(two[0][0]) else 1
     for start in range(first, end, _CHUNK):  # where a row has every number twice, in halves or in turn, one is taken
         positions = torch.arange(start, min(start + _CHUNK, end), device=device)[None]
-        whole = rotary(torch.zeros(1, device=device), positions, *kinds)
+        whole = rotary(torch.zeros(1, dtype=torch.float32, device=device), positions, *kinds)
         of_chunks.append([part[0, :, : pairs * step : step].float() for part in whole])
     cosines, sines = zip(*of_chunks, strict=True)
     return torch.cat(cosines), torch.cat(sines)

@@ -95,7 +95,7 @@ class _Entry:
     def __init__(self, attention: Attention):
         self.attention = attention
         self._work = np.zeros(1, STORE)
-        self._scratch = torch.zeros(0)
+        self._scratch = torch.zeros(0, dtype=torch.float32)
         self._slots = np.zeros(0, np.int32)
         shape, record = attention.pool.shape, self._work[0]
         record["kv_heads"], record["q_per_kv"], record["head_dim"] = shape.kv_heads, attention.q_per_kv, shape.head_dim
@@ -105,7 +105,7 @@ class _Entry:
         self.attention.begin(batch)
         self._slots = batch.slots
         if self._scratch.numel() < (needed := torch.get_num_threads() * self.attention.pool.shape.dims):
-            self._scratch = torch.zeros(needed)
+            self._scratch = torch.zeros(needed, dtype=torch.float32)
         record = self._work[0]
         record["slots"], record["rows"] = self._slots.ctypes.data, len(batch)
         record["queries"], record["scratch"] = self.attention.queries.data_ptr(), self._scratch.data_ptr()

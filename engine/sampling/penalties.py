@@ -30,8 +30,9 @@ class Penalties:
             self._counts = torch.bincount(drawn, minlength=vocab_size).float()
         self._bias: Tensor | None = None  # [vocab] float32
         if params.logit_bias:
-            self._bias = torch.zeros(vocab_size)
-            self._bias[torch.tensor(list(params.logit_bias))] = torch.tensor(list(params.logit_bias.values()))
+            self._bias = torch.zeros(vocab_size, dtype=torch.float32)
+            values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+            self._bias[torch.tensor(list(params.logit_bias))] = values
 
     def __bool__(self) -> bool:
         return self._seen is not None or self._counts is not None or self._bias is not None
@@ -43,7 +44,7 @@ class Penalties:
             logits = penalised(logits, seen, self._repetition)
         if self._counts is not None:
             counts = self._counts = self._counts.to(logits.device)
-            logits = logits - self._frequency * counts - self._presence * (counts > 0)
+            logits = logits - self._frequency * counts - self._presence * (counts > 0).float()
         if self._bias is not None:
             self._bias = self._bias.to(logits.device)
             logits = logits + self._bias

@@ -20,6 +20,7 @@ from engine.core.tree import TokenTree
 from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.gemm.matmul import Unit
 from engine.model.runner import bfloat16_bits
+from tests.default_type import DefaultTyped
 from tests.drafters.conftest import HIDDEN
 from tests.drafters.heads.one_pass.test_block import block
 from tests.drafters.heads.test_eagle import eagle, eagle3, same
@@ -53,6 +54,23 @@ def test_trees_drafted_for_several_requests_are_those_each_gets_alone(
     together = drafter_of(head, [1, 2, 3]).propose_many(WANTED)
     for (request, continuation), tree in zip(WANTED, together, strict=True):
         assert same(drafter_of(head, [request]).propose(request, continuation), tree)
+
+
+@heads
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_drafting_does_not_depend_on_the_default_type(
+    build: Build, temperature: float, tmp_path: Path, target: TargetWeights
+) -> None:
+    head = build(tmp_path, target)
+    with DefaultTyped() as noted:
+        drafter = HeadDrafter(head, Adaptive(budget=20))
+        for request, text in TEXTS.items():
+            drafter.start(request, text, SamplingParams(max_tokens=40, temperature=temperature))
+            features = torch.ones(len(text), len(head.feature_layers), HIDDEN, dtype=torch.bfloat16)
+            verdict = Verdict(TokenTree.root_only(text[-1]), [0], [20 + request], bfloat16_bits(features))
+            drafter.observe(request, verdict)
+        drafter.propose_many(WANTED)
+    assert not noted.seen
 
 
 @heads

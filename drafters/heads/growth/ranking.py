@@ -177,7 +177,7 @@ class Ranking:
         else:
             by = [[1.0 if r.sampling.greedy else r.sampling.temperature] for r, _, at in asked for _ in at]
             logits = torch.cat([logits for _, logits, _ in asked])
-            scores = logits.float() / uploaded([torch.tensor(by)], logits.device)[0]
+            scores = logits.float() / uploaded([torch.tensor(by, dtype=torch.float32)], logits.device)[0]
         noisy_scores: Tensor = kernels.noisy_scores(scores, asked[0][0].target_ids, rows)
         return noisy_scores
 

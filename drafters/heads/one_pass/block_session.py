@@ -55,7 +55,7 @@ class BlockSession(Session):
         self.cache = PooledCache(head.stack.pool) if head.stack is not None else None
         self.caches = [] if head.stack is not None else head.new_caches(capacity + _BLOCKS * head.size)
         self.slots = 0
-        self.last = torch.empty(0)  # the last position's context vector, where there is no stack to keep it
+        self.last = torch.empty(0, dtype=head.dtype)  # the last position's context vector, if no stack keeps it
         self.blocks: list[_Block] = []
         self.nodes = _Nodes()
         self._pending: list[tuple[int, Tensor, list[int]]] = []

@@ -307,7 +307,7 @@ def bias_of(bias: Tensor | None, outputs: int, gated: bool) -> Tensor | None:
     """Return the bias of all outputs of whole panels, in their order."""
     if bias is None:
         return None
-    whole = torch.zeros(-(-outputs // LANES) * LANES)
+    whole = torch.zeros(-(-outputs // LANES) * LANES, dtype=torch.float32)
     whole[:outputs] = bias.detach()
     return whole[alternate(torch.arange(len(whole)))] if gated else whole
 

@@ -119,7 +119,7 @@ def cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, T
     order = torch.randperm(2 * half, generator=generator)
 
     def twice(rows: int, sign: int) -> Tensor:
-        made = torch.randn(rows, half, generator=generator).to(dtype)
+        made = torch.randn(rows, half, generator=generator, dtype=torch.float32).to(dtype)
         both = torch.cat([made, sign * made], dim=1)[:, order]
         return torch.cat([both, both.new_zeros(rows, inputs - 2 * half)], dim=1)
 
@@ -132,7 +132,7 @@ def _can_pack(dtype: torch.dtype) -> bool:
     """Return whether this build of torch and this processor have the product, and it agrees with the plain one."""
     if dtype not in (torch.float32, torch.bfloat16):
         return False
-    weight, x = torch.randn(24, 16).to(dtype), torch.randn(8, 16).to(dtype)
+    weight, x = torch.randn(24, 16, dtype=dtype), torch.randn(8, 16, dtype=dtype)
     try:
         found = packed_product(x, torch.ops.mkldnn._reorder_linear_weight(weight), None)
     except (RuntimeError, AttributeError, NotImplementedError):

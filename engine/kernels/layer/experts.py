@@ -233,7 +233,7 @@ class ExpertRecords:
         experts, (units, hidden) = len(mlp.gate_up), packed_rows.shape
         packed, inner = packed_rows.data_ptr(), packed_inner.data_ptr()
         self._bias = mlp.bias
-        self._kept = [torch.zeros(units, dtype=torch.int32) for _ in range(2)] + [torch.zeros(units)]
+        self._kept = [torch.zeros(units, dtype=kind) for kind in (torch.int32, torch.int32, torch.float32)]
         chosen, places, shares = (part.data_ptr() for part in self._kept)
         work = [product.record(units // mlp.top_k, packed, inner) for product in [*mlp.gate_up, *mlp.down]]
         self.products = np.concatenate(work)  # MATMUL

@@ -101,7 +101,7 @@ class LayerProgram:
 
     def __init__(self, attentions: Sequence[Attention], capacity: int, hidden: int, dtype: torch.dtype, layers: int):
         self.attentions, self.capacity, self.rows = attentions, capacity, 0
-        self.residual = torch.zeros(capacity, hidden)
+        self.residual = torch.zeros(capacity, hidden, dtype=torch.float32)
         self.buffers: dict[str, Tensor] = {}
         self._dtype, self._kept_alive = dtype, list[Tensor]()
         self._steps = Program()
@@ -123,7 +123,7 @@ class LayerProgram:
         self._delta: dict[str, float] = {}  # what the next norm adds to the residual, as fields of its record
         self._out = torch.zeros(0, dtype=dtype)
         self._end: int | None = None  # where the head's step is
-        self._scratch, self._scratch_of_products, self._threads = torch.zeros(0), list[Tensor](), 0
+        self._scratch, self._scratch_of_products, self._threads = torch.zeros(0, dtype=torch.float32), list[Tensor](), 0
 
     def buffer(self, name: str, width: int, times: int = 1) -> Tensor:
         """The buffer of that name, made when it is first named. times: its rows for each row of the batch."""
@@ -152,7 +152,7 @@ class LayerProgram:
         width = len(inputs.norm.weight)
         self.norm(None)
         self.product(inputs.project, "x", "layer_inputs", columns)
-        rows = torch.zeros(self.capacity, columns)
+        rows = torch.zeros(self.capacity, columns, dtype=torch.float32)
         self._kept_alive.append(rows)
         self._embed(inputs.embedding, inputs.embedding_scale, rows)
         x = self.buffers["layer_inputs"]
@@ -472,7 +472,7 @@ class LayerProgram:
     def _make_scratch(self, threads: int) -> None:
         """Allocate scratch for `threads` threads."""
         dims = max(attention.pool.shape.dims for attention in self.attentions)
-        self._scratch, self._scratch_of_products = torch.zeros(threads * dims), []
+        self._scratch, self._scratch_of_products = torch.zeros(threads * dims, dtype=torch.float32), []
         held = NO_SCRATCH
         for products in (self._products.all, *(experts.products for experts in self._experts)):
             held = give_scratch(products, held)

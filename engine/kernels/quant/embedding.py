@@ -200,7 +200,7 @@ def read_rows(layout: QuantLayout, arrangement: Arrangement, tiles: Tensor, inpu
     tokens = indices.reshape(-1).to(torch.int32).contiguous()
     if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < len(tiles) * LANES):
         raise IndexError(f"rows are numbered from 0 to {len(tiles) * LANES - 1}")
-    found, record = torch.empty(len(tokens), inputs), np.zeros(1, EMBED)
+    found, record = torch.empty(len(tokens), inputs, dtype=torch.float32), np.zeros(1, EMBED)
     record["tokens"], record["rows"], record["embedding"] = tokens.data_ptr(), len(tokens), tiles.data_ptr()
     record["residual"], record["hidden"] = found.data_ptr(), inputs
     record["panel_bytes"], record["scale"] = tiles[0].nbytes, 1

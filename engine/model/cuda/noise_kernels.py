@@ -166,7 +166,7 @@ def draw_tokens(logits: Tensor, rows: Tensor, keys: Tensor, temperatures: Tensor
 def likeliest(scores: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the ids of the best columns of each row of scores, [rows, count], and their softmax. ids: [columns]."""
     best = scores.topk(count)
-    tokens, prob = torch.empty_like(best.indices), torch.empty(best.values.shape, device=scores.device)
+    tokens, prob = torch.empty_like(best.indices), best.values.new_empty(best.values.shape, dtype=torch.float32)
     rank[(len(scores),)](
         scores.contiguous(), best.values, best.indices, ids, tokens, prob, scores.shape[1], COUNT=count,
         COUNT_FILLED=triton.next_power_of_2(count), PART=_PART, **_LAUNCH,

@@ -379,8 +379,8 @@ class TritonAttention:
         shape, device = self.pool.shape, self.pool.keys.device
         heads = self.q_per_kv * shape.kv_heads
         self.capacity = parts
-        self._peaks, self._totals = (torch.empty(parts, heads, device=device) for _ in range(2))
-        self._sums = torch.empty(parts, heads, shape.dims, device=device)
+        self._peaks, self._totals = (torch.empty(parts, heads, dtype=torch.float32, device=device) for _ in range(2))
+        self._sums = torch.empty(parts, heads, shape.dims, dtype=torch.float32, device=device)
 
     def chunks_of(self, prefix_lens: Int, listing: Int) -> Int:
         """Return [rows]: the chunks in which each row sees tiles of text. listing: [rows], how many ancestors each row

@@ -159,7 +159,7 @@ def _timed(matrices: Sequence[StoredMatrix]) -> dict[Activations, dict[int, floa
     found: dict[Activations, dict[int, float]] = {kind: {} for kind in products}
     with _one_thread():
         for rows in (*_ROUND_ROWS, _PROMPT_ROWS):
-            inputs = [torch.randn(rows, matrix.shape[1]).bfloat16() for matrix in matrices]
+            inputs = [torch.randn(rows, matrix.shape[1], dtype=torch.bfloat16) for matrix in matrices]
             for repeat in range(1 + _REPEATS):  # the first repeat compiles
                 for kind, some in products.items():
                     begin = time.thread_time()
