@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import shutil
+import statistics
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -78,7 +79,7 @@ def count_rounds_as_time(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_head_that_pays_is_installed_and_the_engine_finds_it(
     tune: Tune, recipe: Path, walker: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train_steps(monkeypatch, recipe, 40, 20)
+    train_steps(monkeypatch, recipe, 120, 60)
     count_rounds_as_time(monkeypatch)
     done = await asyncio.to_thread(tune)
     assert done.exit_code == 0, done.output
@@ -96,11 +97,13 @@ async def test_a_head_that_pays_is_installed_and_the_engine_finds_it(
     texts, tokens_a_round = [], []
     for method in ("none", "block"):
         async with await Engine.start(settings, method=method, **{"verifier.cut": False}) as engine:
-            result = await engine.generate(text_from(9, 30)[:5], SamplingParams(max_tokens=20))
-            texts.append(result.token_ids)
-            tokens_a_round.append(result.metrics.mean_accepted_tokens)
-    assert texts[0] == texts[1] and len(texts[0]) == 20
-    assert tokens_a_round[1] > 2.5
+            answers = [
+                await engine.generate(text_from(seed, 30)[:5], SamplingParams(max_tokens=20)) for seed in range(9, 17)
+            ]
+            texts.append([answer.token_ids for answer in answers])
+            tokens_a_round.append(statistics.mean(answer.metrics.mean_accepted_tokens for answer in answers))
+    assert texts[0] == texts[1] and {len(text) for text in texts[0]} == {20}
+    assert tokens_a_round[1] > 1.5  # 2.3 to 4.75 in 12 runs, since answers end in any order; untrained, it brings 1
 
 
 class Killed(BaseException):
