@@ -81,7 +81,7 @@ async def test_a_head_that_pays_is_installed_and_the_engine_finds_it(
 ) -> None:
     train_steps(monkeypatch, recipe, 120, 60)
     count_rounds_as_time(monkeypatch)
-    done = await asyncio.to_thread(tune)
+    done = await asyncio.to_thread(tune, "--hours", "1")  # time for all answers: a head learns little of few
     assert done.exit_code == 0, done.output
     first, line = done.stdout.splitlines()[-2:]
     assert first.startswith("The head pays: with it answers come ") and " as fast as " in first
@@ -103,7 +103,7 @@ async def test_a_head_that_pays_is_installed_and_the_engine_finds_it(
             texts.append([answer.token_ids for answer in answers])
             tokens_a_round.append(statistics.mean(answer.metrics.mean_accepted_tokens for answer in answers))
     assert texts[0] == texts[1] and {len(text) for text in texts[0]} == {20}
-    assert tokens_a_round[1] > 1.5  # 2.3 to 4.75 in 12 runs, since answers end in any order; untrained, it brings 1
+    assert tokens_a_round[1] > 2.5
 
 
 class Killed(BaseException):
