@@ -41,6 +41,7 @@ from engine.kernels.simd import (
     store,
     total,
 )
+from engine.kernels.state.gates import gates_of, share_kept, softplus
 from engine.kernels.state.walk import (
     LEAF,
     BuildsSteps,
@@ -51,7 +52,6 @@ from engine.kernels.state.walk import (
     read_slot,
     row_count,
     rows_of,
-    save_at,
     save_range,
     scratch_of,
     segment_count,
@@ -63,10 +63,9 @@ from engine.kernels.state.walk import (
     tiles_of,
     window_room,
 )
-from engine.kernels.state.windows import convolved, copy, find_window, input_of, keep_window, window_bytes
+from engine.kernels.state.windows import activated, copy, find_window, input_of, keep_parts, window_bytes
 from engine.kernels.threads import kernel, num_threads, thread_id
 
-_FORGOTTEN = 1e-18  # a share that is lost in rounding, and would make numbers so small that processors are slow
 _LENGTH_EPSILON = np.float32(1e-6)  # as in transformers and in flash-linear-attention
 
 DELTA = record_of(
@@ -213,26 +212,16 @@ def delta_inputs_kernel(address: Any) -> None:
         first, end = save_range(work.walk, segment)
         for head in range(thread_id(), heads, num_threads()):
             for save in range(first, end):
-                _keep_windows(work, save, window, head, places)
+                keep_parts(work, work.inputs, save, window, _channels_of(work, head), places)
 
 
 @njit
-def _first_channels(work: Any, head: int) -> Any:
+def _channels_of(work: Any, head: int) -> Any:
     """The first channels that a unit reads, of both parts, and how many each has."""
     if head < work.key_heads:
         return head * work.key_dim, (work.key_heads + head) * work.key_dim, work.key_dim
     first = 2 * work.key_heads * work.key_dim + (head - work.key_heads) * work.value_dim
     return first, first, work.value_dim
-
-
-@njit
-def _activated(work: Any, places: int, channel: int) -> Any:
-    """SiLU of the convolution of 16 channels."""
-    x = convolved(
-        places, work.tap_count, channel * work.width, work.width, work.taps + 4 * channel, work.channels,
-        splat(np.float32(0)),
-    )  # fmt: skip
-    return silu(x)
 
 
 # The scratch, in float32. Numbers of a head lie together for all rows, which a thread takes one after the other.
@@ -252,13 +241,6 @@ def _values_of(work: Any, head: int, row: int) -> Any:
 
 
 @njit
-def _gates_of(work: Any, head: int, row: int) -> Any:
-    """The address of a row's exp(g), then beta, of a value head."""
-    rows = row_count(work.walk)
-    return scratch_of(work.walk) + 4 * work.channels * rows + 8 * (head * rows + row)
-
-
-@njit
 def _alike_of(work: Any, head: int, row: int) -> Any:
     """The address of a row's k^T q of a key head."""
     rows = row_count(work.walk)
@@ -273,7 +255,7 @@ def _enter_key(work: Any, places: int, head: int, row: int) -> None:
         channel, goal = (part * work.key_heads + head) * work.key_dim, query + part * to_key
         squares = splat(np.float32(0))
         for at in range(0, work.key_dim, LANES):
-            x = _activated(work, places, channel + at)
+            x = activated(work, places, channel + at, splat(np.float32(0)))
             squares = fma(x, x, squares)
             store(x, goal + 4 * at, FLOAT32)
         scale = np.float32(1) / np.sqrt(total(squares) + _LENGTH_EPSILON)
@@ -291,7 +273,7 @@ def _enter_key(work: Any, places: int, head: int, row: int) -> None:
 def _enter_value(work: Any, places: int, head: int, row: int) -> None:
     channel, goal = 2 * work.key_heads * work.key_dim + head * work.value_dim, _values_of(work, head, row)
     for at in range(0, work.value_dim, LANES):
-        store(_activated(work, places, channel + at), goal + 4 * at, FLOAT32)
+        store(activated(work, places, channel + at, splat(np.float32(0))), goal + 4 * at, FLOAT32)
 
 
 @njit
@@ -301,10 +283,8 @@ def _enter_gates(work: Any, row: int, head: int) -> None:
     b = np.float64(number_at(gates + head * work.width, work.width))
     a = np.float64(number_at(gates + (work.value_heads + head) * work.width, work.width))
     a += np.float64(float_at(work.dt_bias + 4 * head))
-    rate = a if a > 20.0 else math.log1p(math.exp(a))  # softplus
-    place = _gates_of(work, head, row)
-    kept = math.exp(np.float64(float_at(work.decay + 4 * head)) * rate)
-    put_float(place, np.float32(kept if kept > _FORGOTTEN else 0.0))
+    place = gates_of(work, head, row)
+    put_float(place, share_kept(work, head, softplus(a)))
     put_float(place + 4, np.float32(1.0 / (1.0 + math.exp(-b))))
 
 
@@ -318,7 +298,7 @@ def _kept_gates(work: Any) -> Any:
 def _keep_row(work: Any, row: int, head: int) -> None:
     """Copy a unit's part of a row's inputs and gates to the store."""
     at, place = batch_row(work.walk, row), kept_row(work.walk, stored_as(work.walk, row))
-    first, second, count = _first_channels(work, head)
+    first, second, count = _channels_of(work, head)
     source = work.inputs + at * work.inputs_stride
     copy(source + first * work.width, place + work.row_at + first * work.width, count * work.width)
     if head < work.key_heads:
@@ -328,20 +308,6 @@ def _keep_row(work: Any, row: int, head: int) -> None:
     for i in range(head - work.key_heads, 2 * work.value_heads, work.value_heads):
         for half in range(0, work.width, 2):
             copy_half(gates + i * work.width + half, kept + i * work.width + half)
-
-
-@njit
-def _keep_windows(work: Any, save: int, window: int, head: int, places: int) -> None:
-    """Write a unit's part of the window of a state that is stored."""
-    row, slot = save_at(work.walk, save)
-    goal, size = state_of(work.walk, slot) + work.state_at, work.width
-    first, second, count = _first_channels(work, head)
-    for part in range(2):
-        if part == 0 or second != first:
-            keep_window(
-                work.walk, row, work.tap_count, work.inputs, work.inputs_stride, work.row_at, window, goal,
-                work.channels * size, (first if part == 0 else second) * size, count * size, places,
-            )  # fmt: skip
 
 
 @kernel(DELTA)
@@ -366,7 +332,7 @@ def delta_kernel(address: Any) -> None:
             for step in range(first, end):
                 row, source, goal = step_at(work.walk, step)
                 old = levels + source * size if source >= 0 else state_of(work.walk, ~source) + state_at
-                gates, query = _gates_of(work, head, row), _keys_of(work, key_head, row)
+                gates, query = gates_of(work, head, row), _keys_of(work, key_head, row)
                 key, next_decay = query + 4 * work.key_dim, float_at(gates)
                 delta = _advance(
                     before, old, key_before, decay, delta, query, key, _values_of(work, head, row) + column,

@@ -12,7 +12,6 @@ A commit replays a row from its inputs, before the convolution, and its step: wi
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +39,7 @@ from engine.kernels.simd import (
     store,
     total,
 )
+from engine.kernels.state.gates import gates_of, share_kept, softplus
 from engine.kernels.state.walk import (
     LEAF,
     BuildsSteps,
@@ -50,7 +50,6 @@ from engine.kernels.state.walk import (
     read_slot,
     row_count,
     rows_of,
-    save_at,
     save_range,
     scratch_of,
     segment_count,
@@ -62,10 +61,8 @@ from engine.kernels.state.walk import (
     tiles_of,
     window_room,
 )
-from engine.kernels.state.windows import convolved, copy, find_window, input_of, keep_window, window_bytes
+from engine.kernels.state.windows import activated, copy, find_window, input_of, keep_parts, window_bytes
 from engine.kernels.threads import kernel, num_threads, thread_id
-
-_FORGOTTEN = 1e-18  # a share that is lost in rounding, and would make numbers so small that processors are slow
 
 MAMBA = record_of(
     "walk",  # see `engine.kernels.state.walk`
@@ -194,7 +191,7 @@ class Mamba:
 
 @kernel(MAMBA)
 def mamba_inputs_kernel(address: Any) -> None:
-    """The convolution, for each row: B and C of a group, or x and the step of a head. What is to be kept of rows is
+    """Convolve each row: B and C of a group, or x and the step of a head. What is to be kept of rows is
     copied to the store, and the window of each state that is stored is written.
     """
     work = carray(address, 1)[0]
@@ -217,12 +214,12 @@ def mamba_inputs_kernel(address: Any) -> None:
         first, end = save_range(work.walk, segment)
         for unit in range(thread_id(), units, num_threads()):
             for save in range(first, end):
-                _keep_windows(work, save, window, unit, places)
+                keep_parts(work, work.mixed, save, window, _channels_of(work, unit), places)
 
 
 @njit
-def _first_channels(work: Any, unit: int) -> Any:
-    """The first channels that a unit reads, of both parts, and how many each has."""
+def _channels_of(work: Any, unit: int) -> Any:
+    """Return the first channels that a unit reads, of both parts, and how many each has."""
     if unit < work.groups:
         first = work.heads * work.head_dim + unit * work.state_dim
         return first, first + work.groups * work.state_dim, work.state_dim
@@ -232,13 +229,10 @@ def _first_channels(work: Any, unit: int) -> Any:
 
 @njit
 def _enter_channels(work: Any, places: int, first: int, count: int, goal: int) -> None:
-    """SiLU of the convolution of `count` channels from `first` on."""
+    """Write SiLU of the convolution of `count` channels from `first` on to `goal`."""
     for at in range(first, first + count, LANES):
-        x = convolved(
-            places, work.tap_count, at * work.width, work.width, work.taps + 4 * at, work.channels,
-            load(work.bias + 4 * at, FLOAT32),
-        )  # fmt: skip
-        store(silu(x), goal + 4 * (at - first), FLOAT32)
+        x = activated(work, places, at, load(work.bias + 4 * at, FLOAT32))
+        store(x, goal + 4 * (at - first), FLOAT32)
 
 
 # The scratch, in float32. Numbers of a head or group lie together for all rows, which a thread takes one after the
@@ -247,27 +241,20 @@ def _enter_channels(work: Any, places: int, first: int, count: int, goal: int) -
 
 @njit
 def _keys_of(work: Any, group: int, row: int) -> Any:
-    """The address of a row's B, then C, of a group."""
+    """Return the address of a row's B, then C, of a group."""
     return scratch_of(work.walk) + 8 * work.state_dim * (group * row_count(work.walk) + row)
 
 
 @njit
 def _values_of(work: Any, head: int, row: int) -> Any:
-    """The address of a row's x, and then y, of a head."""
+    """Return the address of a row's x, and then y, of a head."""
     keys = 8 * work.groups * work.state_dim * row_count(work.walk)
     return scratch_of(work.walk) + keys + 4 * work.head_dim * (head * row_count(work.walk) + row)
 
 
 @njit
-def _gates_of(work: Any, head: int, row: int) -> Any:
-    """The address of the share of the state that a row keeps of a head, and then its dt."""
-    rows = row_count(work.walk)
-    return scratch_of(work.walk) + 4 * work.channels * rows + 8 * (head * rows + row)
-
-
-@njit
 def _enter_group(work: Any, places: int, group: int, row: int) -> None:
-    first, second, count = _first_channels(work, group)
+    first, second, count = _channels_of(work, group)
     goal = _keys_of(work, group, row)
     _enter_channels(work, places, first, count, goal)
     _enter_channels(work, places, second, count, goal + 4 * count)
@@ -275,15 +262,14 @@ def _enter_group(work: Any, places: int, group: int, row: int) -> None:
 
 @njit
 def _enter_head(work: Any, places: int, head: int, row: int) -> None:
-    """x of a head; and its dt, by float64 for a row's bits to be those of one function."""
+    """Write x of a head; and its gates, by float64 for a row's bits to be those of one function."""
     _enter_channels(work, places, head * work.head_dim, work.head_dim, _values_of(work, head, row))
     steps = input_of(work.walk, row, work.mixed, work.inputs_stride, work.row_at) + work.channels * work.width
     step = np.float64(number_at(steps + head * work.width, work.width)) * np.float64(work.step_scale)
     step += np.float64(float_at(work.dt_bias + 4 * head))
-    dt = step if step > 20.0 else math.log1p(math.exp(step))  # softplus
-    dt = min(max(dt, np.float64(work.shortest)), np.float64(work.longest))
-    kept, place = math.exp(np.float64(float_at(work.decay + 4 * head)) * dt), _gates_of(work, head, row)
-    put_float(place, np.float32(kept if kept > _FORGOTTEN else 0.0))
+    dt = min(max(softplus(step), np.float64(work.shortest)), np.float64(work.longest))
+    place = gates_of(work, head, row)
+    put_float(place, share_kept(work, head, dt))
     put_float(place + 4, np.float32(dt))
 
 
@@ -292,7 +278,7 @@ def _keep_row(work: Any, row: int, unit: int) -> None:
     """Copy a unit's part of a row's inputs to the store."""
     source = work.mixed + batch_row(work.walk, row) * work.inputs_stride
     place, size = kept_row(work.walk, stored_as(work.walk, row)) + work.row_at, work.width
-    first, second, count = _first_channels(work, unit)
+    first, second, count = _channels_of(work, unit)
     copy(source + first * size, place + first * size, count * size)
     if unit < work.groups:
         copy(source + second * size, place + second * size, count * size)
@@ -300,20 +286,6 @@ def _keep_row(work: Any, row: int, unit: int) -> None:
     step = (work.channels + unit - work.groups) * size
     for half in range(step, step + size, 2):
         copy_half(source + half, place + half)
-
-
-@njit
-def _keep_windows(work: Any, save: int, window: int, unit: int, places: int) -> None:
-    """Write a unit's part of the window of a state that is stored."""
-    row, slot = save_at(work.walk, save)
-    goal, size = state_of(work.walk, slot) + work.state_at, work.width
-    first, second, count = _first_channels(work, unit)
-    for part in range(2):
-        if part == 0 or second != first:
-            keep_window(
-                work.walk, row, work.tap_count, work.mixed, work.inputs_stride, work.row_at, window, goal,
-                work.channels * size, (first if part == 0 else second) * size, count * size, places,
-            )  # fmt: skip
 
 
 @kernel(MAMBA)
@@ -334,7 +306,7 @@ def mamba_kernel(address: Any) -> None:
                 row, source, goal = step_at(work.walk, step)
                 old = levels + source * size if source >= 0 else state_of(work.walk, ~source) + state_at
                 new = levels + goal * size if goal >= 0 else state_of(work.walk, ~goal) + state_at
-                gates, keys = _gates_of(work, head, row), _keys_of(work, head // each, row)
+                gates, keys = gates_of(work, head, row), _keys_of(work, head // each, row)
                 value = _values_of(work, head, row) + 4 * LANES * (tile % tiles)
                 x, kept = load(value, FLOAT32), splat(float_at(gates))
                 written = multiply(x, splat(float_at(gates + 4)))
@@ -347,20 +319,20 @@ def mamba_kernel(address: Any) -> None:
 
 @njit
 def _stepped(old: int, key: int, kept: Any, written: Any) -> Any:
-    """16 numbers of a state after a row, of those before it. key: the address of their number of B."""
+    """Return 16 numbers of a state after a row, from those before it. key: the address of their number of B."""
     return fma(splat(float_at(key)), written, multiply(load(old, FLOAT32), kept))
 
 
 @njit
 def _replay(old: int, new: int, keys: int, kept: Any, written: Any, count: int) -> None:
-    """The state after a row, [count, 16], of the one before it."""
+    """Write the state after a row, [count, 16], from the one before it."""
     for i in range(0, 4 * count, 4):
         store(_stepped(old + 16 * i, keys + i, kept, written), new + 16 * i, FLOAT32)
 
 
 @njit
 def _advance(old: int, new: int, keys: int, kept: Any, written: Any, count: int) -> Any:
-    """What a row reads of the state after it, which is stored at `new` unless that is 0."""
+    """Return what a row reads of the state after it, which is stored at `new` unless that is 0."""
     a = splat(np.float32(0))
     b, c, d, queries = a, a, a, keys + 4 * count
     for i in range(0, 4 * count, 16):
@@ -379,7 +351,7 @@ def _advance(old: int, new: int, keys: int, kept: Any, written: Any, count: int)
 
 @kernel(MAMBA)
 def mamba_out_kernel(address: Any) -> None:
-    """The norm and the gate, for each row and group."""
+    """Apply the norm and the gate to each row and group."""
     work = carray(address, 1)[0]
     each, made = work.heads // work.groups, work.heads * work.head_dim
     size = each * work.head_dim
@@ -414,11 +386,11 @@ def mamba_out_kernel(address: Any) -> None:
 
 @njit
 def _gate_of(work: Any, head: int, at: int) -> Any:
-    """The address of a row's z of a head."""
+    """Return the address of a row's z of a head."""
     return work.inputs + at * work.inputs_stride + head * work.head_dim * work.width
 
 
 @njit
 def _gate(work: Any, address: int) -> Any:
-    """SiLU of 16 numbers of z."""
+    """Return SiLU of 16 numbers of z."""
     return silu(multiply(numbers_at(address, work.width), splat(work.gate_scale)))

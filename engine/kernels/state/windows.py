@@ -10,8 +10,9 @@ from typing import Any
 from numba import njit
 from torch import Tensor
 
+from engine.kernels.exponential import silu
 from engine.kernels.simd import FLOAT32, fma, load, long_at, numbers_at, put_long
-from engine.kernels.state.walk import batch_row, kept_row, parent_of
+from engine.kernels.state.walk import batch_row, kept_row, parent_of, save_at, state_of
 
 
 def taps_of(convolution: Tensor) -> Tensor:
@@ -64,6 +65,13 @@ def convolved(places: int, taps: int, at: int, width: int, weights: int, channel
 
 
 @njit
+def activated(work: Any, places: int, channel: int, bias: Any) -> Any:
+    """Return SiLU of the convolution of 16 channels. work: a record with the layer's taps and the width of its rows."""
+    at, weights = channel * work.width, work.taps + 4 * channel
+    return silu(convolved(places, work.tap_count, at, work.width, weights, work.channels, bias))
+
+
+@njit
 def keep_window(
     walk: int, row: int, taps: int, inputs: int, stride: int, kept_at: int, window: int, goal: int, window_stride: int,
     at: int, size: int, places: int,
@@ -72,6 +80,21 @@ def keep_window(
     find_window(walk, row, taps, inputs, stride, kept_at, window, window_stride, places)
     for tap in range(1, taps):
         copy(long_at(places + 8 * tap) + at, goal + (tap - 1) * window_stride + at, size)
+
+
+@njit
+def keep_parts(work: Any, inputs: int, save: int, window: int, parts: Any, places: int) -> None:
+    """Write some channels of the window of a state that is stored. inputs: of the new rows; parts: the first channels
+    of two parts, which may be the same, and how many each has.
+    """
+    row, slot = save_at(work.walk, save)
+    goal, size = state_of(work.walk, slot) + work.state_at, work.width
+    first, second, count = parts
+    for part in range(1 if second == first else 2):
+        keep_window(
+            work.walk, row, work.tap_count, inputs, work.inputs_stride, work.row_at, window, goal,
+            work.channels * size, (first if part == 0 else second) * size, count * size, places,
+        )  # fmt: skip
 
 
 @njit
