@@ -19,7 +19,8 @@ QUIET_S = 3.0
 """After so long without an event a stream gets a comment, and where its API has pings one of them: proxies and clients
 give up on connections that are silent, and only what is sent shows that a client has gone.
 """
-_GOES_ON = b": the answer goes on\n\n"
+GOES_ON = b": the answer goes on\n\n"
+"""The comment of a silent stream that has nothing else to say."""
 
 
 class ClientGone(Exception):
@@ -39,7 +40,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes], opening: bytes = b"", quiet: Callable[[], bytes] = lambda: _GOES_ON
+        self, events: AsyncGenerator[bytes], opening: bytes = b"", quiet: Callable[[], bytes] = lambda: GOES_ON
     ):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from engine.answer import Result
+from engine.server.http.connection import GOES_ON
 from engine.wire.messages import PromptProgress
 
 
@@ -66,6 +67,6 @@ def progress_fields(progress: PromptProgress) -> dict[str, Any]:
 def comment(progress: PromptProgress | None) -> bytes:
     """Return a silent stream's comment: how far its prompt is, if that is being read."""
     if progress is None:
-        return b": the answer goes on\n\n"
+        return GOES_ON
     seconds = -(-progress.left_us // 10**6)
     return f": {progress.read} of {progress.total} tokens of the prompt are read, about {seconds} s to go\n\n".encode()
