@@ -51,7 +51,7 @@ types: .venv/installed
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # The tests of kernels go first, beside mypy: they compile what others use, which three processes would each compile.
-# Of the three, one mostly waits: for a worker to start, or for what must not come. BESIDE: what else is made meanwhile.
+# Three processes share two cores, since tests often wait for a worker. BESIDE names another target to make meanwhile.
 test: lint
 	$(MAKE) --jobs 2 types test-kernels
 	$(MAKE) --jobs 2 test-others $(BESIDE)

@@ -48,7 +48,7 @@ _KEYS: dict[str, dict[str, str | None]] = {
 _OWN = ("granite", "olmo2", "glm4", "smollm3")
 """Families that transformers reads from no GGUF file. Their names are those of the architectures too."""
 _NEIGHBOURS = ("granite", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
-"""Those whose heads llama.cpp stores with neighbouring dimensions rotated, as Llama's."""
+"""Families whose heads llama.cpp stores with neighbouring dimensions rotated, as Llama's are."""
 _SCALED_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
 """Gemmas of 27 B, known by their layers as llama.cpp knows them: their queries are scaled by hidden size over heads."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

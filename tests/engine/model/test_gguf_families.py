@@ -158,7 +158,7 @@ def test_experts_whose_projections_are_of_two_types_have_the_logits_of_their_num
     usual, folder = GgufWeights.experts, described("mixtral")
 
     def logits_of(coded: int) -> Tensor:
-        """Those of a model whose first parts alone are in codes."""
+        """Return the logits of a model of which only the first parts are in codes."""
 
         def experts(self: GgufWeights, name: str, parts: int = 0) -> Any:
             found = usual(self, name, parts)

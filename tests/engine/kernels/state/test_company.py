@@ -58,7 +58,7 @@ def test_a_node_has_the_bits_of_its_path_read_as_a_text(kind: str, dtype: torch.
 @every_kind
 @pytest.mark.parametrize("dtype", TYPES)
 def test_nodes_below_kept_ones_have_the_bits_of_their_paths(kind: str, dtype: torch.dtype) -> None:
-    """As in a tree that grows level by level, some of whose kept nodes have no children."""
+    """A tree grows level by level, and some of its kept nodes have no children."""
     run, x = new_run(kind, dtype), rows(12, dtype)
     run.text(x[:5], 0, 1)
     run(x[5:8], [StateRows([], [-1, 0, 0], range(3), 0, [1], [])])
