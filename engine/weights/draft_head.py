@@ -15,6 +15,8 @@ from engine.weights.quantised import unquantised
 METHOD = "mtp"
 PREFIX = "mtp."
 """The prefix of the head's tensors in safetensors."""
+_LATENT = ("deepseek2",)
+"""Architectures whose heads attend by latent vectors, which our head does not."""
 _LARGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
 
 
@@ -33,7 +35,7 @@ def brings_head(model: Path) -> bool:
 
 def head_block(file: GgufFile) -> str | None:
     """Return how the names of the head's tensors begin; None if the file has none."""
-    if not file.metadata.get(f"{file.architecture}.nextn_predict_layers"):
+    if file.architecture in _LATENT or not file.metadata.get(f"{file.architecture}.nextn_predict_layers"):
         return None
     block = f"blk.{file.metadata[f'{file.architecture}.block_count'] - 1}."
     return block if file.tensor(f"{block}nextn.eh_proj.weight") is not None else None
