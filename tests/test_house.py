@@ -15,6 +15,7 @@ MOST_FILES = 20  # of one folder, __init__.py aside
 
 FLOORS = (  # folders and modules from the ground up: a floor imports itself and what is below it
     "engine.places",  # where Talon's own files are
+    "engine.commit",  # that it was built from
     "engine.core",
     "engine.config",
     "engine.device",  # copies to it and back, streams
