@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from drafters.parts import datastore_path, naming_tuned, parts, weights_path
+from drafters.parts import datastore_path, naming, naming_tuned, parts, weights_path
 from engine.config import Config
 from engine.core.errors import ConfigError, ModelError
 from engine.core.methods import find
@@ -106,9 +106,7 @@ def _where_weights_are(folder: Path) -> str:
 
 def check_datastore(key: str, path: str, tokenizer: Any = None) -> None:
     """Require a datastore, of the tokenizer if one is given, with no file missing or truncated."""
-    from retrieval_index.datastore import Datastore, DatastoreError
+    from retrieval_index.datastore import Datastore
 
-    try:
+    with naming(key):
         Datastore(Path(path), tokenizer)
-    except DatastoreError as error:
-        raise ConfigError(f"{key}={error}") from None

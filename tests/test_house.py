@@ -82,6 +82,7 @@ LATE = {  # modules that import within functions, or folders (with a dot), and w
     "drafters.heads.growth.ranking": "Triton is there with a GPU only",
     "drafters.heads.new_stack": "Triton is there with a GPU only",
     "drafters.lookup.datastore": "numba takes half a second, which only users of an index pay",
+    "drafters.parts": "numba takes half a second, which only users of an index pay",
     "drafters.registry": "torch takes seconds, which only methods with a model pay",
     "drafters.requirements": "the front end checks paths before torch and indexes are there",
     "drafters.training.cli": "options are checked and --help is shown before torch is there",
