@@ -52,6 +52,17 @@ def naming_tuned(config: Config) -> Iterator[None]:
         raise type(error)(str(error).replace(f"drafter.path={path}", f"drafter.tuned={path}")) from error
 
 
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Let errors of a datastore name the key that it was found by."""
+    from retrieval_index.datastore import DatastoreError
+
+    try:
+        yield
+    except DatastoreError as error:
+        raise ConfigError(f"{key}={error}") from None
+
+
 def datastore_path(config: Config) -> str:
     """Return where the configuration's datastore is."""
     if (path := config.drafter.datastore) is None:
