@@ -5,11 +5,13 @@ Both have what `engine.model.decoder_layer.Parameters` asks for, and the tensors
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import dequantize
 from torch import Tensor
 from transformers import Gemma4TextConfig
 
@@ -21,6 +23,7 @@ from engine.kernels.quant.stored import StoredMatrix
 from engine.weights.draft_head import ASSISTANT_TYPES
 from engine.weights.gguf.configurations import CONFIGURATIONS
 from engine.weights.gguf.file import GgufFile
+from engine.weights.gguf.header import GgufTensor
 
 ARCHITECTURE, FAMILY = "gemma4-assistant", "gemma4"
 EMBEDDING, NORM, BEFORE, AFTER = "model.embed_tokens", "model.norm", "pre_projection", "post_projection"
@@ -45,7 +48,7 @@ _NAMES = {
 """llama.cpp's names, of whole modules and of parts of a layer."""
 
 
-class Stored:
+class Stored(ABC):
     """config: of the assistant's layers. hidden: of the target that it was trained for. field: how errors begin."""
 
     config: Gemma4TextConfig
@@ -54,13 +57,27 @@ class Stored:
     def __init__(self, field: str):
         self.field = field
 
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a parameter. Raises ModelError if it is not there."""
+
+    @abstractmethod
     def matrix(self, name: str) -> StoredMatrix:
         """Return a matrix [outputs, inputs]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def vector(self, name: str) -> Tensor:
         """Return a parameter that is no matrix."""
-        raise NotImplementedError
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ModelError unless all parameters have these shapes: kernels would read beyond others."""
+        for name, shape in shapes.items():
+            if (found := self.shape(name)) != shape:
+                raise ModelError(f"{self.field}: tensor {self.called(name)} has shape {[*found]}, not {[*shape]}")
+
+    def called(self, name: str) -> str:
+        """Return the name of a parameter where it is stored."""
+        return name
 
     def experts(self, name: str, parts: int = 0) -> Sequence[Sequence[StoredMatrix]]:
         """Raise: an assistant has no experts."""
@@ -99,7 +116,7 @@ class InGguf(Stored):
             if factors is not None:
                 found["rope_parameters"]["full_attention"]["partial_rotary_factor"] = float((factors == 1).mean())
             return Gemma4TextConfig(**found)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except Exception as error:  # transformers checks values by errors of many kinds
             raise ModelError(f"{self.field}: its metadata describe no assistant ({first_line(error)})") from None
 
     def _count(self, key: str) -> int:
@@ -108,17 +125,25 @@ class InGguf(Stored):
             raise ModelError(f"{self.field}: {ARCHITECTURE}.{key}: {shown(value)} is not a positive count")
         return value
 
-    def matrix(self, name: str) -> StoredMatrix:
-        tensor = self.file.tensor(stored := _stored_name(name))
-        if tensor is None:
+    def called(self, name: str) -> str:
+        return _stored_name(name)
+
+    def _tensor(self, name: str) -> GgufTensor:
+        if (tensor := self.file.tensor(stored := _stored_name(name))) is None:
             raise self._missing(stored)
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensor(name).shape[::-1]
+
+    def matrix(self, name: str) -> StoredMatrix:
+        tensor = self._tensor(name)
         found = StoredMatrix.of(tensor.kind.name, self.file.read(tensor), tensor.shape[0])
         return found if has_layout(tensor.kind.name) else StoredMatrix.of_numbers(found.values())
 
     def vector(self, name: str) -> Tensor:
-        if (values := self.file.values(stored := _stored_name(name))) is None:
-            raise self._missing(stored)
-        return torch.from_numpy(values.copy())
+        tensor = self._tensor(name)
+        return torch.from_numpy(dequantize(self.file.read(tensor), tensor.kind).copy()).flatten()
 
 
 class InSafetensors(Stored):
@@ -133,7 +158,7 @@ class InSafetensors(Stored):
         try:
             text = {key: value for key, value in config["text_config"].items() if key != "model_type"}
             self.config = Gemma4TextConfig(**text)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except Exception as error:  # transformers checks values by errors of many kinds
             raise ModelError(f"{field}: config.json: text_config: {first_line(error)}; copy it again") from None
         self.tensors = {name: tensor for file in _files(folder, field) for name, tensor in file.items()}
 
@@ -141,6 +166,9 @@ class InSafetensors(Stored):
         if name not in self.tensors:
             raise self._missing(name)
         return self.tensors[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._found(name).shape)
 
     def matrix(self, name: str) -> StoredMatrix:
         return coded(self._found(name).to(torch.bfloat16))
@@ -153,6 +181,7 @@ class InSafetensors(Stored):
             return None
         centroids, order = self._found(CENTROIDS), self._found(ORDER).long()
         count, vocabulary = len(centroids), len(self._found(f"{EMBEDDING}.weight"))
+        self.check({CENTROIDS: (count, self.config.hidden_size)})
         whole = vocabulary % count == 0 and order.shape == (vocabulary,)
         if not whole or not torch.equal(order.sort().values, torch.arange(vocabulary)):
             raise ModelError(f"{self.field}: tensor {ORDER} does not give each token to one of {count} centroids")

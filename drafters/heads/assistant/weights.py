@@ -29,6 +29,7 @@ from engine.kernels.fused import Activation
 from engine.kernels.gemm.product import Product, multiplies
 from engine.kernels.layer.weights import Norm
 from engine.kernels.quant.stored import StoredMatrix
+from engine.kernels.simd import LANES
 from engine.model.decoder_layer import Layer, norm_from
 from engine.model.loading import load_config
 from engine.model.rotary import Frequencies, frequencies_of
@@ -38,6 +39,12 @@ from engine.weights.gguf.source import open_gguf
 from engine.weights.quantised import unquantised
 
 _SLIDING = "sliding_attention"
+_LAYER_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
 class TargetKeys(NamedTuple):
@@ -85,6 +92,7 @@ def read_assistant(model: str, path: str, vocabulary: int) -> AssistantWeights:
         stored = InSafetensors(find_folder(path, "drafter.path"), field)
     keys = _target_keys(text, field)
     _check(stored, text, keys)
+    stored.check(_shapes(stored))
     try:
         return _built(stored, folder, text, keys, vocabulary)
     except (AttributeError, KeyError, RuntimeError, ValueError) as error:  # a tensor of another shape, say
@@ -117,6 +125,25 @@ def _check(stored: Stored, text: Any, keys: list[TargetKeys]) -> None:
                 f"{stored.field}: num_attention_heads {config.num_attention_heads} is no multiple of the target's "
                 f"{sizes[kind].kv_heads} heads of keys; name the assistant of this very model"
             )
+
+
+def _shapes(stored: Stored) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters. Raises ModelError for sizes that kernels do not take."""
+    config, found = stored.config, dict[str, tuple[int, ...]]()
+    hidden, inner = config.hidden_size, config.intermediate_size
+    for name, size in (("hidden_size", hidden), ("intermediate_size", inner), ("backbone_hidden_size", stored.hidden)):
+        if size % LANES:
+            raise ModelError(f"{stored.field}: {name}={size} is not supported, multiples of {LANES} are")
+    for at in range(config.num_hidden_layers):
+        head_dim = config.per_layer_config[at].head_dim
+        queries = config.num_attention_heads * head_dim
+        of_layer: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in _LAYER_NORMS}
+        of_layer |= {"self_attn.q_proj.weight": (queries, hidden), "self_attn.q_norm.weight": (head_dim,)}
+        of_layer |= {"self_attn.o_proj.weight": (hidden, queries), "mlp.down_proj.weight": (hidden, inner)}
+        of_layer |= {f"mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")} | {"layer_scalar": (1,)}
+        found |= {f"model.layers.{at}.{name}": shape for name, shape in of_layer.items()}
+    found |= {f"{NORM}.weight": (hidden,), f"{EMBEDDING}.weight": (config.vocab_size, hidden)}
+    return found | {f"{BEFORE}.weight": (hidden, 2 * stored.hidden), f"{AFTER}.weight": (stored.hidden, hidden)}
 
 
 def _match(field: str, what: str, mine: int, target: int) -> None:

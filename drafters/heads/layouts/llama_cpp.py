@@ -21,7 +21,6 @@ from engine.kernels.quant.stored import StoredMatrix
 from engine.weights.draft_head import ARCHITECTURES
 from engine.weights.gguf.file import GgufFile, read_gguf
 
-ENDING = ".gguf"
 _LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -129,7 +128,7 @@ class _Head:
         return config | {
             "block_size": self._count("block_size"),
             "causal": bool(self._key("attention.causal", False)),
-            "markov_rank": 0 if markov is None else markov.shape[1],
+            "markov_rank": 0 if markov is None else markov.shape[-1],
             "enable_confidence_head": sure is not None,
             "confidence_head_with_markov": sure is not None and sure.numel() > config["hidden_size"],
             "dflash_config": {

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -305,6 +306,23 @@ def test_a_missing_tensor_is_named_as_the_file_names_it(
         file = write_assistant(tmp_path / "a.gguf", assistant, without=name)
         with pytest.raises(ModelError, match=f"drafter.path=.*a.gguf: tensor {name} is missing"):
             read_assistant(str(folders["gguf"][0]), str(file), 100)
+
+
+def test_a_tensor_of_another_shape_is_refused_before_a_kernel_reads_it(
+    folders: dict[str, tuple[Path, Path]], model: Any, assistant: Any, tmp_path: Path
+) -> None:
+    target = str(folders["gguf"][0])
+    file = write_assistant(tmp_path / "a.gguf", assistant, changes={"attention.head_count": 2})
+    with pytest.raises(ModelError, match=r"tensor blk.0.attn_q.weight has shape \[64, 32\], not \[32, 32\]"):
+        read_assistant(target, str(file), 100)
+    wrong = save(assistant, tmp_path / "a")
+    tensors = load_file(wrong / "model.safetensors") | {"post_projection.weight": torch.zeros(64, 16)}
+    save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"tensor post_projection.weight has shape \[64, 16\], not \[64, 32\]"):
+        read_assistant(target, str(wrong), 100)
+    odd = write_assistant(tmp_path / "b.gguf", random_assistant(model, intermediate_size=40))
+    with pytest.raises(ModelError, match="intermediate_size=40 is not supported, multiples of 16 are"):
+        read_assistant(target, str(odd), 100)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ _NAMES = {
     "markov_head.markov_w1": "markov_w1",
     "markov_head.markov_w2": "markov_w2",
     "confidence_head.proj": "conf_proj",
+    "candidate_selector.hidden_projection": "selector_hidden",
 }
 _OF_LAYERS = {
     "input_layernorm": "attn_norm",

@@ -256,6 +256,13 @@ def test_a_one_pass_head_of_another_kind_is_refused_with_the_key(
         BlockHead.load(write_head(tmp_path / "x.gguf", "dflash", config, tensors, changes=changes), target)
 
 
+def test_dflash_2_is_refused_by_its_name(tmp_path: Path, target: TargetWeights) -> None:
+    config, tensors = of_block("dflash")
+    tensors |= {"candidate_selector.hidden_projection.weight": torch.zeros(4, HIDDEN)}
+    with pytest.raises(ModelError, match=r"x.gguf: DFlash 2 \(selector_hidden\) is not supported, DFlash and DSpark"):
+        BlockHead.load(write_head(tmp_path / "x.gguf", "dflash", config, tensors), target)
+
+
 def test_a_head_for_another_method_or_a_model_is_refused_with_the_method(
     tmp_path: Path, target: TargetWeights, target_dir: Path
 ) -> None:
