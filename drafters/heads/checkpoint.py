@@ -40,7 +40,7 @@ class Checkpoint:
     """A directory with `config.json` and one file of tensors, or a GGUF file, taken out by name until none is left.
 
     method: the method to train instead, for the fix in each message (`talon train <method>`). field: the key that names
-    the directory. source: where the configuration stands.
+    the directory. source: where the configuration stands. folder: the directory, or the file.
     """
 
     def __init__(self, path: str, method: str, files: Sequence[str] = WEIGHT_FILES, field: str = _OWN_FIELD):
@@ -48,11 +48,12 @@ class Checkpoint:
         self.speculator: str | None = None
         """The kind of head in a file of the `speculators` format, None in another layout."""
         self._stored_name: Callable[[str], str] = str
+        self.folder = Path(path)
         if field == _OWN_FIELD and Path(path).is_file():
             self.config, self.tensors = llama_cpp.read_head(path, method, field)
             self.source, self._stored_name = "metadata", llama_cpp.stored_name
             return
-        folder = find_folder(path, field)
+        folder = self.folder = find_folder(path, field)
         self.config = read_config(folder, field)
         found = [folder / name for name in files if (folder / name).is_file()]
         if not found:

@@ -123,8 +123,8 @@ def with_own(config: Config) -> Config:
         named = Path(config.model if drafter.path is None else drafter.path)
         tuned = None if drafter.tuned is None else Path(drafter.tuned)
         usual = best_head([tuned, None if own is None else own.folder])
-        found = method_of(named) if drafter.tuned is None else None
-        drafter = drafter.model_copy(update={"head": found or usual})
+        held = method_of(named) if drafter.tuned is None else None
+        drafter = drafter.model_copy(update={"head": held or usual})
     return config.model_copy(update={"drafter": drafter})
 
 

@@ -51,7 +51,7 @@ class AssistantProgram:
     @property
     def hidden_size(self) -> int:
         """The target's."""
-        return self.weights.after.outputs
+        return int(self.weights.after.outputs)
 
     def step(self, before: Tensor, parts: Sequence[Rows]) -> tuple[Tensor, Tensor]:
         """Return logits [rows, tokens], and the states after the parts' tokens, [rows, hidden]. before: [rows, hidden],
