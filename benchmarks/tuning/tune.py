@@ -38,12 +38,12 @@ from engine.model.loading import load_config
 from engine.model.trial.check import not_lean
 from engine.weights.cache import home
 from engine.weights.identity import model_identity
+from engine.weights.installed_head import METHOD, install, made_for
 from engine.weights.resolve import resolved
 from engine.weights.tokenizer import tokenizer_of
 from engine.weights.trained import Trained, trained_for
 
 from ..report.figures import speed_table
-from .installed_head import METHOD, install, made_for
 from .journal import Progressed, TuningJournal, begin_again, key_of, worked_on_alone
 from .measuring import Gain, contestants, measure
 from .prompts import TuningPrompt, read_tuning_prompts

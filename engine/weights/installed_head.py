@@ -22,9 +22,10 @@ _FILES = ("config.json", "model.safetensors", "training.json")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def install(head: Path, tuned: Path, model: str, identity: str) -> Path:
+def install(head: Path, tuned: Path, model: str, identity: str, again: str = "run the same command again") -> Path:
     """Put the head into the folder `tuned` in the place of an older one, and return where it is. model: its name;
-    identity: of its weights. Raises ModelError where it cannot be written; the older one then stays.
+    identity: of its weights; again: what tries once more. Raises ModelError where it cannot be written; the older one
+    then stays.
     """
     place = tuned / METHOD
     try:
@@ -39,10 +40,8 @@ def install(head: Path, tuned: Path, model: str, identity: str) -> Path:
                 if older != made:
                     removed(older)
     except OSError as error:
-        fix = "make room and run" if error.errno in _FULL else "see to it that it can be, and run"
-        raise ModelError(
-            f"head={place}: cannot be written ({error.strerror or error}): {fix} the same command again"
-        ) from None
+        fix = "make room and" if error.errno in _FULL else "see to it that it can be, and"
+        raise ModelError(f"head={place}: cannot be written ({error.strerror or error}): {fix} {again}") from None
     return place
 
 
