@@ -53,10 +53,7 @@ class TrainingPrompt:
 def read_training_prompts(path: Path, tokenizer: Any, recipe: Recipe) -> list[TrainingPrompt]:
     """Return the file's prompts without duplicates, in an order that does not depend on the file's."""
     room = max(recipe.length - recipe.answer_tokens, recipe.length // 2)
-    rows = {
-        hashlib.blake2b(f"{recipe.seed}:{row.prompt}".encode(), digest_size=8).hexdigest(): row
-        for row in read_prompts(path, "data")
-    }
+    rows = {place_of(row.prompt, recipe.seed): row for row in read_prompts(path, "data")}
     if len(rows) < 2:
         raise ConfigError(f"data={path}: holds {len(rows)} prompts: give at least two, one is held out")
     chosen: list[TrainingPrompt] = []
@@ -75,6 +72,11 @@ def read_training_prompts(path: Path, tokenizer: Any, recipe: Recipe) -> list[Tr
             f"{recipe.length}: raise `length` in the recipe"
         )
     return chosen
+
+
+def place_of(prompt: str, seed: int) -> str:
+    """Return a text by which prompts are ordered, as if shuffled; those at the end are held out."""
+    return hashlib.blake2b(f"{seed}:{prompt}".encode(), digest_size=8).hexdigest()
 
 
 def _check_tokens(path: Path, row: PromptRow, vocab: int) -> None:

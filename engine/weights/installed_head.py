@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -17,6 +18,8 @@ from engine.files.removal import removed
 from engine.files.whole_file import write_whole
 
 METHOD = "block"
+MOST_LEARNED = 4
+"""Owners whose learned heads are kept, in memory and on the disk: those that learned latest."""
 _CARD = "tuned.json"
 _FILES = ("config.json", "model.safetensors", "training.json")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -57,6 +60,24 @@ def _copied(head: Path, tuned: Path, card: bytes) -> Path:
         removed(made)
         raise
     return made
+
+
+def learned_heads(folder: Path) -> dict[str, Path]:
+    """Return where the heads are that were installed last in subfolders of `folder`, by the subfolder's name."""
+    found = []
+    for place in folder.glob(f"*/{METHOD}"):
+        with suppress(OSError):  # removed meanwhile
+            found.append((place.lstat().st_mtime_ns, place.parent.name, place.resolve(strict=True)))
+    return {name: head for _, name, head in sorted(found, reverse=True)[:MOST_LEARNED]}
+
+
+def forget_heads(folder: Path) -> None:
+    """Remove the heads of those who learned before the latest `MOST_LEARNED`."""
+    kept = learned_heads(folder)
+    for owner in folder.glob("*"):
+        if owner.name not in kept:
+            for head in (owner / METHOD, *owner.glob(f".{METHOD}-*")):
+                removed(head)
 
 
 def made_for(tuned: Path) -> tuple[str, str] | None:
