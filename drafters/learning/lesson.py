@@ -141,8 +141,8 @@ _OF_HEAD = {
 
 
 def _for_texts(recipe: Recipe, rows: list[PromptRow]) -> Recipe:
-    """Return the recipe with as many steps as the texts are good for, and an eighth of them held out."""
-    far = sum(place_of(row.prompt, recipe.seed) >= _HELD_OUT for row in rows)
+    """Return the recipe with as many steps as the texts are good for, and an eighth of their prompts held out."""
+    far = sum(place_of(prompt, recipe.seed) >= _HELD_OUT for prompt in {row.prompt for row in rows})
     held_out = min(max(far, _LEAST_HELD_OUT), _MOST_HELD_OUT)
     steps = min(max(_EPOCHS * (len(rows) - held_out) // recipe.batch, _LEAST_STEPS), _MOST_STEPS)
     changes = {"held_out": held_out, "steps": steps, "evaluate_every": max(1, steps // _MEASUREMENTS)}

@@ -40,7 +40,14 @@ def build(recipe: Recipe, target: Any, draft_ids: Tensor) -> HeadModule:
         max_position_embeddings=config.max_position_embeddings,
         rms_norm_eps=config.rms_norm_eps,
         rope_parameters=config.rope_parameters,
+        qkv_bias=recipe.method == "block" and _has_bias(target),
     )
     if recipe.method == "block":
         return BlockModule(draft, recipe, target, draft_ids, kept_states(config.num_hidden_layers)[:-1])
     return EagleModule(draft, head) if recipe.method == "eagle" else Eagle3Module(draft, head, draft_ids)
+
+
+def _has_bias(target: Any) -> bool:
+    """Return whether the target adds biases to its queries, which a head that begins as its last layers needs too."""
+    attention = getattr(target.base_model.layers[-1], "self_attn", None)
+    return getattr(getattr(attention, "q_proj", None), "bias", None) is not None

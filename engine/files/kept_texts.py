@@ -24,11 +24,15 @@ _ENDING = ".talon"
 
 
 class KeptText(NamedTuple):
-    """name: of its content and its owner, as a hash; prompt, answer: tokens."""
+    """The tokens of a prompt and of its answer."""
 
-    name: str
     prompt: NDArray[np.int32]
     answer: NDArray[np.int32]
+
+    @property
+    def name(self) -> str:
+        """A name of the prompt, which tells it from others."""
+        return hashlib.sha256(self.prompt.tobytes()).hexdigest()
 
 
 def shelf_of(owner: str) -> str:
@@ -55,7 +59,7 @@ def latest_texts(shelf: Path) -> Iterator[KeptText]:
             continue
         (prompt,) = _PROMPT_TOKENS.unpack_from(content)
         tokens = np.frombuffer(content[_PROMPT_TOKENS.size :], "<i4").astype(np.int32)
-        yield KeptText(file.stem, tokens[:prompt], tokens[prompt:])
+        yield KeptText(tokens[:prompt], tokens[prompt:])
 
 
 def count_texts(shelf: Path, since_ns: int = 0) -> int:
