@@ -13,7 +13,9 @@ from engine.weights.draft_head import ASSISTANT, METHOD
 
 
 def parts(config: Config) -> tuple[str, ...]:
-    """Return the methods that the configuration's drafter is made of; ConfigError if they do not go together."""
+    """Return the methods that the configuration's drafter is made of; ConfigError if they do not go together. A head
+    that is yet to be learned is not among them.
+    """
     if not find(config.method).merges:
         return (config.method,)
     head, memories = config.drafter.head, config.drafter.memories
@@ -24,6 +26,8 @@ def parts(config: Config) -> tuple[str, ...]:
         find(name, f"drafter.{key}")
         if name not in fitting:
             raise ConfigError(f"drafter.{key}={shown(name)}: cannot stand there; these can: {', '.join(fitting)}")
+    if config.drafter.learned is not None and config.drafter.weights(head) is None:
+        return memories
     return (head, *memories)
 
 
