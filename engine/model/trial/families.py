@@ -68,7 +68,7 @@ FAMILIES = (
     Family("Gemma 2", "Gemma2Config", {"head_dim": 16}, ("gemma2",)),
     Family("Gemma 3", "Gemma3TextConfig", {"head_dim": 16}, ("gemma3",), "no images"),
     Family("Gemma 4", "Gemma4TextConfig", _GEMMA4 | {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 4},
-           ("gemma4",), "no images; on a CPU alone"),
+           ("gemma4",), "its assistant drafts (`assistant`); no images; on a CPU alone"),
     Family("Gemma 4 with experts", "Gemma4TextConfig",
            _GEMMA4 | {"layer_types": ["full_attention"] * 4, "enable_moe_block": True, "hidden_size_per_layer_input": 0,
                       "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}, ("gemma4",), "the same"),
