@@ -13,7 +13,9 @@ from engine.weights.draft_head import ASSISTANT, METHOD
 
 
 def parts(config: Config) -> tuple[str, ...]:
-    """Return the methods that the configuration's drafter is made of; ConfigError if they do not go together."""
+    """Return the methods that the configuration's drafter is made of; ConfigError if they do not go together. A head
+    that is yet to be learned is not among them.
+    """
     if not find(config.method).merges:
         return (config.method,)
     head, memories = config.drafter.head, config.drafter.memories
@@ -24,6 +26,8 @@ def parts(config: Config) -> tuple[str, ...]:
         find(name, f"drafter.{key}")
         if name not in fitting:
             raise ConfigError(f"drafter.{key}={shown(name)}: cannot stand there; these can: {', '.join(fitting)}")
+    if config.drafter.learned is not None and config.drafter.weights(head) is None:
+        return memories
     return (head, *memories)
 
 
@@ -55,6 +59,17 @@ def naming_tuned(config: Config) -> Iterator[None]:
         if tuned is None or path is None or not Path(path).is_relative_to(tuned):
             raise
         raise type(error)(str(error).replace(f"drafter.path={path}", f"drafter.tuned={path}")) from error
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Let errors of a datastore name the key that it was found by."""
+    from retrieval_index.datastore import DatastoreError
+
+    try:
+        yield
+    except DatastoreError as error:
+        raise ConfigError(f"{key}={error}") from None
 
 
 def datastore_path(config: Config) -> str:

@@ -71,6 +71,8 @@ class DrafterConfig(_Section):
     a datastore of the target's own answers, which `suffix` treats like its earlier answers; auto: that of a model that
     Talon knows; null: none. share_answers: `talon serve` drafts for every client from what others were answered;
     clients can then tell from the speed of an answer what others were told.
+    learned: a folder of block heads, each for the requests of one owner, which `talon serve --learn` sets and fills;
+    `hybrid` takes them over while it drafts.
     """
 
     budget: int = Field(60, ge=2, le=1024)
@@ -80,6 +82,7 @@ class DrafterConfig(_Section):
     datastore: str | None = None
     answers: str | None = AUTO
     share_answers: bool = False
+    learned: str | None = None
     growth: GrowthConfig = GrowthConfig()
     shared_noise: bool = True
     path: str | None = AUTO

@@ -123,5 +123,11 @@ class Drafter(ABC):
     def finish(self, request: int) -> None:
         """Forget the request."""
 
+    def renew(self) -> bool:
+        """Take over what was learned elsewhere meanwhile; return whether the verifier must be told anew what is wanted.
+        Called while there are no requests.
+        """
+        return False
+
     def close(self) -> None:  # noqa: B027
         """Write what is to outlive the worker, which ends."""

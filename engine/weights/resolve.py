@@ -81,8 +81,8 @@ def restore(given: Config, config: Config) -> bool:
     """Make anew what has been removed or damaged of the cache's directories that `config` names since it was made of
     `given`. Return whether anything was. Where that fails, one line says why.
     """
-    cached = [Path(path) for path in (config.model, config.drafter.path) if path is not None and _is_cached(path)]
-    damaged = [folder for folder in cached if not is_intact(folder)]
+    folders = [Path(path) for path in (config.model, config.drafter.path) if path is not None and _is_cached(path)]
+    before = [*map(_directory, folders)]
     try:
         if _is_cached(config.model):
             target_folder(given)
@@ -90,7 +90,14 @@ def restore(given: Config, config: Config) -> bool:
             resolve(given.drafter.path, "drafter.path")
     except TalonError as error:
         print(f"talon: {error}", file=sys.stderr)
-    return any(is_intact(folder) for folder in damaged)
+    return [*map(_directory, folders)] != before
+
+
+def _directory(folder: Path) -> int | None:
+    """Return the number of the directory on the disk, which is another one when it was made anew; None if there is
+    none.
+    """
+    return folder.stat().st_ino if folder.is_dir() else None
 
 
 def _is_cached(path: str | None) -> bool:

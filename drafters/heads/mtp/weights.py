@@ -138,7 +138,8 @@ def _of_gguf(file: GgufFile, folder: Path, config: Any, field: str, likely: tupl
             raise ModelError(f"{field}: has no tensor {block}nextn.{name}.weight; get the file again")
         norms.append(torch.from_numpy(values.copy()))
     structure = describe(model, weights)
-    head, own = output_of(weights.matrix("lm_head.weight").reordered, likely)
+    [output] = weights.places["lm_head.weight"].tensors
+    head, own = output_of(lambda ids: weights.some_rows(output, ids), likely)
     epsilon = structure.norm.epsilon
     return MtpWeights(
         structure=structure,
