@@ -15,6 +15,7 @@ from engine.config import Config, load
 from engine.core.errors import ModelError
 from engine.core.params import SamplingParams
 from engine.files.whole_file import write_whole
+from engine.weights.installed_head import METHOD
 from engine.weights.resolve import resolve, resolved, with_own
 
 from ..inputs.questions import Question
@@ -26,7 +27,6 @@ from ..measure.warm_up import SAMPLING, warm_up_prompt
 from ..report.figures import PLAIN, Row, summaries
 from ..report.progress import progress_bar
 from ..report.ratios import interval
-from .installed_head import METHOD
 from .prompts import TuningPrompt
 
 SUFFIX, NEW, OLD = "suffix", "hybrid, new head", "hybrid, old head"

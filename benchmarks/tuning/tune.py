@@ -31,6 +31,7 @@ from engine.model.loading import load_config
 from engine.model.trial.check import not_lean
 from engine.weights.cache import home
 from engine.weights.identity import model_identity
+from engine.weights.installed_head import METHOD, install, made_for
 from engine.weights.resolve import resolved
 from engine.weights.tokenizer import tokenizer_of
 from engine.weights.trained import Trained, trained_for
@@ -38,7 +39,6 @@ from engine.weights.trained import Trained, trained_for
 from ..report.figures import speed_table
 from .answering import LEAST as LEAST_ANSWERS
 from .answering import Answering
-from .installed_head import METHOD, install, made_for
 from .journal import Progressed, TuningJournal, begin_again, key_of, worked_on_alone
 from .measuring import Gain, contestants, in_use, measure
 from .prompts import read_tuning_prompts

@@ -57,8 +57,7 @@ def read_training_prompts(path: Path, tokenizer: Any, recipe: Recipe) -> list[Tr
     room = max(recipe.length - recipe.answer_tokens, recipe.length // 2)
     found: dict[str, list[PromptRow]] = {}
     for row in read_prompts(path, "data"):
-        key = hashlib.blake2b(f"{recipe.seed}:{row.prompt}".encode(), digest_size=8).hexdigest()
-        rows = found.setdefault(key, [])
+        rows = found.setdefault(place_of(row.prompt, recipe.seed), [])
         if not rows or (row.tokens is not None and all(row.tokens != other.tokens for other in rows)):
             rows.append(row)
     if len(found) < 2:
@@ -78,6 +77,11 @@ def read_training_prompts(path: Path, tokenizer: Any, recipe: Recipe) -> list[Tr
             f"{recipe.length}: raise `length` in the recipe"
         )
     return chosen
+
+
+def place_of(prompt: str, seed: int) -> str:
+    """Return a text by which prompts are ordered, as if shuffled; those at the end are held out."""
+    return hashlib.blake2b(f"{seed}:{prompt}".encode(), digest_size=8).hexdigest()
 
 
 def _check_tokens(path: Path, row: PromptRow, vocab: int) -> None:

@@ -18,9 +18,8 @@ import pytest
 from filelock import FileLock
 
 from benchmarks.report.figures import Row
-from benchmarks.tuning import answering, installed_head, journal, measuring
+from benchmarks.tuning import answering, journal, measuring
 from benchmarks.tuning import tune as tune_module
-from benchmarks.tuning.installed_head import install, made_for
 from benchmarks.tuning.journal import Progressed, TuningJournal, begin_again, worked_on_alone
 from benchmarks.tuning.measuring import NEW, OLD, Gain
 from benchmarks.tuning.prompts import OPEN_PROMPTS, TuningPrompt, read_tuning_prompts
@@ -33,6 +32,8 @@ from engine.core.errors import ModelError
 from engine.files.answer_rows import AnswerRow
 from engine.files.prompt_file import read_chats
 from engine.files.removal import removed
+from engine.weights import installed_head
+from engine.weights.installed_head import install, made_for
 from engine.weights.resolve import with_own
 from engine.weights.tokenizer import load_tokenizer
 from tests.benchmarks.tuning.conftest import PROMPTS, RECIPE, Tune, text_from
