@@ -35,7 +35,7 @@ from engine.weights.installed_head import METHOD, forget_heads, install
 LEAST_GAIN = 0.05  # tokens a round of a chain by which a new head must be better
 _LENGTH, _ANCHORS = 1024, 64  # tokens of a text, and places in it that a step drafts from
 _LEAST_ANSWER = 8  # tokens
-_EPOCHS, _LEAST_STEPS, _MOST_STEPS = 4, 60, 600
+_EPOCHS, _LEAST_STEPS, _MOST_STEPS = 8, 100, 1000
 _MEASUREMENTS = 6  # on the texts held out, in a lesson
 _HELD_OUT = "e"  # the first digit of an eighth of all places
 _LEAST_HELD_OUT, _MOST_HELD_OUT = 4, 32
