@@ -47,6 +47,15 @@ def contestants(config: Config, head: Path) -> dict[str, Config]:
     return found
 
 
+def in_use(configs: Mapping[str, Config]) -> str:
+    """Return the head that the engine finds so far, "" if there is none: a later one lies in another folder."""
+    if OLD not in configs:
+        return ""
+    drafter = configs[OLD].drafter
+    weights = drafter.weights(drafter.head)
+    return drafter.head if weights is None else str(Path(weights).resolve())
+
+
 async def measure(
     configs: Mapping[str, Config],
     prompts: Sequence[TuningPrompt],

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from drafters.heads.checkpoint import read_config
 from drafters.training.answers import place_of
+from drafters.training.build import inner_size
 from drafters.training.features import kept_states
 from drafters.training.recipe import Recipe
 from drafters.training.run import CURVE, train
@@ -175,7 +176,7 @@ class _Costs:
     def of(cls, model: str, recipe: Recipe) -> _Costs:
         config = load_config(model).get_text_config()
         hidden, states = int(config.hidden_size), len(kept_states(config.num_hidden_layers))
-        layer = 4 * hidden**2 + 3 * hidden * int(recipe.intermediate_size or config.intermediate_size)
+        layer = 4 * hidden**2 + 3 * hidden * inner_size(recipe, config)
         link = recipe.markov_rank * (2 * hidden + min(recipe.draft_vocab_size or config.vocab_size, config.vocab_size))
         parameters = recipe.layers * layer + (states + 1) * hidden**2 + link
         return cls(2 * hidden * states + 4, _COPIES * parameters)

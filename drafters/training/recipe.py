@@ -22,17 +22,18 @@ class Recipe(BaseModel):
     store_features: keep the target's hidden states on disk (StoredFeatures) instead of computing them in every epoch.
     An accelerator holds them in its memory instead, if they fit.
 
-    Optimisation: steps of `batch` examples, with drafts from `anchors` places of each (0: from all); evaluate_every:
-    steps between two measurements on held-out text, unless the time is given; lr with linear warmup (steps) and cosine decay; unroll: steps of
-    training-time test (EAGLE-3), each weighted `step_decay` times the one before; entropy_weight, distance_weight: of
-    the cross-entropy and of the distance |p - q| to the target's distribution; feature_weight, logit_weight: parts of
-    EAGLE's loss; feature_noise: width of the uniform noise on its input.
+    Optimisation: steps of `batch` examples, with drafts from `anchors` places of each (0: from all);
+    evaluate_every: steps between two measurements on held-out text, unless the time is given; lr with linear warmup
+    (steps) and cosine decay; unroll: steps of training-time test (EAGLE-3), each weighted `step_decay` times the
+    one before; entropy_weight, distance_weight: of the cross-entropy and of the distance |p - q| to the target's
+    distribution; feature_weight, logit_weight: parts of EAGLE's loss; feature_noise: width of the uniform noise on
+    its input.
 
-    Head: intermediate_size of the layer; draft_vocab_size (EAGLE-3), 0 is all; heads and blocks (Medusa, Hydra);
-    tie_lm_head: use the target's output matrix instead of training one per head (Medusa, Hydra). hidden_size, layers,
-    attention_heads: of the small model (sps). layers, markov_rank: of the block head, whose rows are `unroll`;
-    known_share: share of its drafts that start with given tokens. stored_bits: of a weight in the head's file; 8 halve
-    it, but only Talon reads it then.
+    Head: intermediate_size of the layer, or mlp_ratio, the same in hidden sizes; draft_vocab_size (EAGLE-3), 0 is
+    all; heads and blocks (Medusa, Hydra); tie_lm_head: use the target's output matrix instead of training one per
+    head (Medusa, Hydra). hidden_size, layers, attention_heads: of the small model (sps). layers, markov_rank: of
+    the block head, whose rows are `unroll`; known_share: share of its drafts that start with given tokens.
+    stored_bits: of a weight in the head's file; 8 halve it, but only Talon reads it then.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -63,6 +64,7 @@ class Recipe(BaseModel):
     logit_weight: float = Field(0.1, ge=0)
     feature_noise: float = Field(0.0, ge=0)
     intermediate_size: int | None = Field(None, ge=1)
+    mlp_ratio: float | None = Field(None, gt=0)
     draft_vocab_size: int = Field(0, ge=0)
     heads: int = Field(4, ge=1)
     blocks: int = Field(1, ge=1)

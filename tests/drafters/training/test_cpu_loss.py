@@ -21,9 +21,7 @@ def test_the_kernel_computes_the_loss_and_its_gradient_by_the_logits(
     generator = torch.Generator().manual_seed(0)
     teacher, student = (3 * torch.randn(2, ROWS, VOCAB, generator=generator)).to(dtype).unbind()
     teacher[:3] = student[:3]  # the same distribution, where the distance has no slope
-    normaliser = (
-        None if is_whole else teacher.float().logsumexp(-1) + 0.1
-    )  # some of the target's tokens are not drafted
+    normaliser = None if is_whole else teacher.float().logsumexp(-1) + 0.1  # not all is drafted
     logits = student.double().requires_grad_()
     p = teacher.double() - (teacher.double().logsumexp(-1) if normaliser is None else normaliser)[:, None]
     p, q = p.exp(), logits.softmax(-1)

@@ -389,3 +389,18 @@ def test_a_block_head_begins_as_the_last_layers_of_its_target(copying: tuple[Any
                 torch.testing.assert_close(getattr(mine.self_attn, name)(mine.input_layernorm(x)), expected)
             expected = theirs.mlp(theirs.post_attention_layernorm(x))
             torch.testing.assert_close(mine.mlp(mine.post_attention_layernorm(x)), expected)
+
+
+def test_the_width_of_a_layer_is_the_recipes_in_numbers_or_hidden_sizes_or_the_targets(
+    copying: tuple[Any, list[Example]],
+) -> None:
+    model, _ = copying
+    hidden, inner = model.config.hidden_size, model.config.intermediate_size
+    for given, width in (
+        ({}, inner),
+        ({"mlp_ratio": 0.5}, hidden // 2),
+        ({"mlp_ratio": 9.0}, inner),
+        ({"mlp_ratio": 0.5, "intermediate_size": 8}, 8),
+    ):
+        module = build(Recipe(method="block", **SMALL | given), model, torch.arange(VOCAB))
+        assert module.layers[0].mlp.up_proj.out_features == width
