@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.config import AUTO, Config
 from engine.core.errors import ConfigError, ModelError, shown
 from engine.core.methods import METHODS, find
-from engine.weights.draft_head import METHOD
+from engine.weights.draft_head import ASSISTANT, METHOD
 
 
 def parts(config: Config) -> tuple[str, ...]:
@@ -39,6 +39,11 @@ def weights_path(config: Config) -> str:
         return config.model
     if config.method == "sps":
         raise ConfigError("drafter.path: method sps needs the directory or hub id of a small model")
+    if config.method == ASSISTANT:
+        raise ConfigError(
+            "drafter.path: method assistant needs the model's assistant: name its GGUF file or its directory, or put "
+            "it beside the model's"
+        )
     raise ConfigError(
         f'drafter.path: method {config.method} needs a head: give its directory, or "talon train {config.method}"'
     )
@@ -54,6 +59,17 @@ def naming_tuned(config: Config) -> Iterator[None]:
         if tuned is None or path is None or not Path(path).is_relative_to(tuned):
             raise
         raise type(error)(str(error).replace(f"drafter.path={path}", f"drafter.tuned={path}")) from error
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Let errors of a datastore name the key that it was found by."""
+    from retrieval_index.datastore import DatastoreError
+
+    try:
+        yield
+    except DatastoreError as error:
+        raise ConfigError(f"{key}={error}") from None
 
 
 def datastore_path(config: Config) -> str:

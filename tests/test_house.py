@@ -15,6 +15,7 @@ MOST_FILES = 20  # of one folder, __init__.py aside
 
 FLOORS = (  # folders and modules from the ground up: a floor imports itself and what is below it
     "engine.places",  # where Talon's own files are
+    "engine.commit",  # that it was built from
     "engine.core",
     "engine.config",
     "engine.device",  # copies to it and back, streams
@@ -83,6 +84,7 @@ LATE = {  # modules that import within functions, or folders (with a dot), and w
     "drafters.heads.new_stack": "Triton is there with a GPU only",
     "drafters.learning.learner": "the process gives way before torch is there",
     "drafters.lookup.datastore": "numba takes half a second, which only users of an index pay",
+    "drafters.parts": "numba takes half a second, which only users of an index pay",
     "drafters.registry": "torch takes seconds, which only methods with a model pay",
     "drafters.requirements": "the front end checks paths before torch and indexes are there",
     "drafters.training.cli": "options are checked and --help is shown before torch is there",

@@ -51,7 +51,7 @@ def inner_size(recipe: Recipe, config: Any) -> int:
     """Return the width of a layer's MLP: the recipe's, else the target's."""
     if recipe.intermediate_size is not None or recipe.mlp_ratio is None:
         return int(recipe.intermediate_size or config.intermediate_size)
-    return int(min(round(recipe.mlp_ratio * config.hidden_size), config.intermediate_size))
+    return min(int(recipe.mlp_ratio * config.hidden_size + 0.5), int(config.intermediate_size))
 
 
 def _has_bias(target: Any) -> bool:

@@ -52,7 +52,9 @@ class Drafter(ABC):
     """
 
     feature_layers: tuple[int, ...] = ()
-    """Hidden states wanted from the target: 0 is the embedding, i the output of layer i (as `output_hidden_states`)."""
+    """Hidden states wanted from the target: 0 is the embedding, i the output of layer i (as `output_hidden_states`).
+    Numbers past the last layer's are parts of its keys and values (`engine.model.structure.pieces_of`).
+    """
 
     successors: int = 0
     """How many of the target's likeliest tokens after each verified node the verdicts must carry."""
