@@ -83,7 +83,7 @@ def check_weights(path: str, method: str) -> None:
     from engine.weights.hub import is_hub_id
     from engine.weights.quantised import unquantised
 
-    if method == METHOD and Path(path).is_file():
+    if Path(path).is_file():
         return  # a GGUF file is checked when it is read
     if method == "sps" and is_hub_id(path) and not Path(path).is_dir():
         return  # the draft model is fetched as the target is

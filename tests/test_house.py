@@ -45,6 +45,7 @@ FLOORS = (  # folders and modules from the ground up: a floor imports itself and
     "drafters.hybrid",
     "drafters",  # the factory
     "drafters.training",
+    "drafters.learning",  # what a server learns, in a process of its own
     "engine.compile_ahead",
     "engine.worker",  # a verifier, a drafting worker and a drafter, put together
     "engine.frontend",
@@ -81,6 +82,7 @@ LATE = {  # modules that import within functions, or folders (with a dot), and w
     "benchmarks.report.out_folder": "matplotlib is of the extra bench",
     "drafters.heads.growth.ranking": "Triton is there with a GPU only",
     "drafters.heads.new_stack": "Triton is there with a GPU only",
+    "drafters.learning.learner": "the process gives way before torch is there",
     "drafters.lookup.datastore": "numba takes half a second, which only users of an index pay",
     "drafters.parts": "numba takes half a second, which only users of an index pay",
     "drafters.registry": "torch takes seconds, which only methods with a model pay",

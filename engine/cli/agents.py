@@ -128,7 +128,7 @@ AGENTS = {
                 *("codex", "-c", 'model_provider="talon"', "-c", 'model="$model"'),
                 *("-c", "model_context_window=$context", "-c", _PROVIDER),
             ),
-            own_tokens=8_700,
+            own_tokens=8_600,
         ),
         Agent(
             "opencode",

@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from engine.config import Activations
 from engine.core.batch import Batch
@@ -84,6 +85,7 @@ class LeanDecoder:
     def _attend_in(self, pool: KVPool) -> None:
         """An attention for each part of the pool and number of queries that share keys; and which each layer has."""
         self.states, self._keys = pool.layer_states, list[tuple[KeyPlace, Attention, int]]()
+        self._parts = pool.parts
         places, mixers = self.structure.key_places, self.structure.attending.values()
         groups = [(place.part, of.heads // of.kv_heads) for place, of in zip(places, mixers, strict=True)]
         made = {
@@ -144,9 +146,22 @@ class LeanDecoder:
         self._cap(logits)
         if features is not None and last in kept:
             features[:, kept.index(last)] = program.buffers["x"][:rows]
+        if features is not None and max(kept) > last:
+            pieces = self._key_states(torch.from_numpy(batch.slots)).to(features.dtype)
+            for column, layer in enumerate(kept):
+                if layer > last:
+                    features[:, column] = pieces[:, layer - last - 1]
         if features is not None and len(kept) < len(feature_layers):
             features = features[:, [kept.index(layer) for layer in feature_layers]]
         return logits, features
+
+    def _key_states(self, slots: Tensor) -> Tensor:
+        """Return [rows, pieces, hidden]: the rows' keys and values of the structure's `last_keys`, as they lie in the
+        pool.
+        """
+        both = [self._parts[place.part].read(place.layer, slots) for place in self.structure.last_keys]
+        numbers = torch.cat([entry.flatten(1) for entries in both for entry in entries], dim=1)
+        return pad(numbers, (0, -numbers.shape[1] % self.hidden)).unflatten(1, (-1, self.hidden))
 
     def _new_out(self, batch: Batch, whole: bool) -> Tensor:
         """Allocate the logits of the rows wanted; of none, if they are chosen once the last norm has all (`whole`)."""

@@ -258,6 +258,21 @@ class DecoderStructure(msgspec.Struct, frozen=True):
         return [(count, *shape) for shape, count in Counter(own).items()]
 
     @property
+    def last_keys(self) -> list[KeyPlace]:
+        """Of the last layer with keys of its own for each rotary table, which is each type of layer, in the order of
+        layers: what a head gets that reads the target's keys.
+        """
+        own = {mixer.rotary_table: at for at, mixer in self.attending.items() if mixer.keys_of is None}
+        places = dict(zip(self.attending, self.key_places, strict=True))
+        return [places[at] for at in sorted(own.values())]
+
+    @property
+    def key_pieces(self) -> int:
+        """The number of states, as wide as the model, that these keys and their values take."""
+        sizes = [self.key_sizes[place.part][1:] for place in self.last_keys]
+        return pieces_of(sum(2 * kv_heads * head_dim for kv_heads, head_dim in sizes), self.hidden)
+
+    @property
     def key_places(self) -> list[KeyPlace]:
         """Of each layer with attention."""
         shapes, found = [shape for _, *shape in self.key_sizes], dict[int, KeyPlace]()
@@ -270,3 +285,10 @@ class DecoderStructure(msgspec.Struct, frozen=True):
             found[at] = KeyPlace(part, written[part], True)
             written[part] += 1
         return [*found.values()]
+
+
+def pieces_of(numbers: int, hidden: int) -> int:
+    """Return how many states of that width so many numbers take: a forward gives keys and values so to a draft head,
+    numbered from the one after its last hidden state.
+    """
+    return -(-numbers // hidden)

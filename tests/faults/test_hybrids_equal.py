@@ -34,7 +34,7 @@ from tests.faults.test_batching import Asked, alone, random_requests
 from tests.faults.test_faults import THREADS
 
 REQUESTS = int(os.environ.get("TALON_EQUAL", "24"))
-SMALL = {"qwen": 370_000, "lfm2": 230_000, "gran": 400_000, "nemo": 400_000, "falc": 920_000}
+SMALL = {"qwen": 370_000, "lfm2": 230_000, "gran": 400_000, "nemo": 560_000, "falc": 920_000}
 """Bytes: little more than one request needs."""
 DEATHS = {20, 60}  # forwards of several requests that are interrupted
 NUMBERS: dict[str, dict[str, Any]] = {

@@ -63,7 +63,7 @@ FAMILIES = (
     Family("Gemma 2", "Gemma2Config", {"head_dim": 16}, ("gemma2",)),
     Family("Gemma 3", "Gemma3TextConfig", {"head_dim": 16}, ("gemma3",), "no images"),
     Family("Gemma 4", "Gemma4TextConfig", _GEMMA4 | {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 4},
-           ("gemma4",), "not 26B-A4B; no images; on a CPU alone"),
+           ("gemma4",), "its assistant drafts (`assistant`); not 26B-A4B; no images; on a CPU alone"),
     Family("gpt-oss", "GptOssConfig", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, ("gpt-oss",),
            "MXFP4 in its own bits from GGUF, as bfloat16 from the hub's layout"),
     Family("Phi-3, Phi-4", "Phi3Config", {}, ("phi3",), "GGUF: not with factors for long texts"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.errors import ModelError
@@ -25,13 +27,21 @@ class GgufWeights(StoredWeights):
 
     def rows(self, tensor: str) -> StoredMatrix:
         found = self._tensors[tensor]
-        matrix = StoredMatrix.of(found.kind.name, self.gguf.read(found), found.shape[0])
-        if has_layout(found.kind.name):
+        return self._multiplied(tensor, StoredMatrix.of(found.kind.name, self.gguf.read(found), found.shape[0]))
+
+    def some_rows(self, tensor: str, rows: NDArray[np.int64]) -> StoredMatrix:
+        """Return these rows of a stored matrix, read from the file now."""
+        found = self._tensors[tensor]
+        return self._multiplied(tensor, StoredMatrix(found.kind.name, self.gguf.read_rows(found, rows.tolist())))
+
+    def _multiplied(self, tensor: str, matrix: StoredMatrix) -> StoredMatrix:
+        """Return the matrix in a type that is packed: in its own, or as numbers. Raises ModelError."""
+        if has_layout(matrix.kind):
             return matrix
         try:
             return StoredMatrix.of_numbers(matrix.values())
         except NotImplementedError:
             raise ModelError(
-                f"model={self.gguf.path}: tensor {tensor} is of type {found.kind.name}, which is not read; take "
+                f"model={self.gguf.path}: tensor {tensor} is of type {matrix.kind}, which is not read; take "
                 "another quantisation of the model"
             ) from None

@@ -86,7 +86,7 @@ def test_codex_is_started_with_the_servers_model_and_its_context(tool_server: Se
         "model_context_window": "4096",
     }
     assert settings[-1][0] == "model_providers.talon" and f'base_url="{tool_server.url}/v1"' in settings[-1][2]
-    assert "begins with about 8700 tokens of its own, and tiny holds 4096" in done.stderr
+    assert "begins with about 8600 tokens of its own, and tiny holds 4096" in done.stderr
 
 
 def test_claude_gets_the_key_and_learns_the_context(one_place: ServerProcess, tmp_path: Path) -> None:
