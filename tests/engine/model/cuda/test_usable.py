@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of to
 
 from drafters.heads.growth.ranking import _kernels
 from drafters.heads.new_stack import new_stack
+from drafters.training import loss
 from engine.model.cuda import noise_kernels
 from engine.model.cuda.usable import runs_kernels
 
@@ -37,5 +38,6 @@ def test_where_triton_cannot_compile_heads_draft_without_it_and_one_line_says_so
     monkeypatch.setattr(noise_kernels, "likeliest", broken)
     spec: Any = SimpleNamespace(first=SimpleNamespace(device=torch.device("meta")))
     assert new_stack(spec) is None and _kernels(torch.device("meta")) is None
+    assert loss._kernel(torch.empty(1, device="meta"), 10) is None
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("talon: Triton does not run on meta (no ptxas): heads are computed without its kernels")
