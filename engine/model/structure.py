@@ -303,8 +303,8 @@ class DecoderStructure(msgspec.Struct, frozen=True):
 
     @property
     def last_keys(self) -> list[KeyPlace]:
-        """Of the last layer with keys of its own for each rotary table, which is each type of layer, in the order of
-        layers: what a head gets that reads the target's keys.
+        """The keys that a head gets which reads the target's: those of the last layer that has its own, for each rotary
+        table, and so for each type of layer, in the order of layers.
         """
         own = {mixer.rotary_table: at for at, mixer in self.attending.items() if mixer.keys_of is None}
         places = dict(zip(self.attending, self.key_places, strict=True))

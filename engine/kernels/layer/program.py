@@ -150,7 +150,7 @@ class LayerProgram:
         sizes, kernel = {"hidden": goal.shape[1], "width": numbers.itemsize}, embed_kernel()
         if isinstance(embedding, TiledMatrix):
             sizes["panel_bytes"] = embedding.panel_bytes
-            kernel = tiled_embed_kernel(embedding.layout, embedding.arrangement)
+            kernel = tiled_embed_kernel(embedding.layout, embedding.code_layout)
         self.add(kernel, self._embeds.add(scale=scale, **ends, **sizes))
 
     def layer_inputs(self, inputs: PerLayerInputs, columns: int) -> None:

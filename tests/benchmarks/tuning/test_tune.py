@@ -514,7 +514,7 @@ def test_prompts_are_answered_again_while_there_is_time_and_room_for_their_hidde
         return [json.loads(line) for line in newest.read_bytes().splitlines()]
 
     recipe.write_text(json.dumps(RECIPE | {"answers_each": 3, "further_temperature": 5.0}))
-    rows, asked = learnt("0.05"), PROMPTS - 8
+    rows, asked = learnt("1"), PROMPTS - 8
     assert len(rows) == 3 * asked and len({(row["prompt"], *row["tokens"]) for row in rows}) == 3 * asked
     assert [row["prompt"] for row in rows] == [row["prompt"] for row in rows[:asked]] * 3
     monkeypatch.setattr(answering, "Engine", None)  # which answers that are there do not need
@@ -522,7 +522,7 @@ def test_prompts_are_answered_again_while_there_is_time_and_room_for_their_hidde
     monkeypatch.setattr(
         tune_module.Tuning, "_bytes_of", lambda self, some: of_all(self, some) * 1e9 ** (len(some) > asked)
     )
-    assert learnt("0.06") == rows[:asked]
+    assert learnt("1.1") == rows[:asked]
 
 
 def test_further_answers_are_begun_in_their_own_share_of_the_time(
