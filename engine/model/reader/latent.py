@@ -63,7 +63,7 @@ def latent_attention_structure(
 
 
 def _neighbours(attention: Any, config: Any) -> bool:
-    """Whether neighbouring dimensions are rotated, not halves: by an option, or as the family's code does it. One that
+    """Return whether neighbouring dimensions are rotated, not halves: by an option, or as the family's code does it. One that
     multiplies complex numbers has no other way. All of it is proved.
     """
     option = getattr(config, "rope_interleave", None)
