@@ -94,6 +94,7 @@ LATE = {  # modules that import within functions, or folders (with a dot), and w
     "engine.__main__": "Ctrl-C during the first seconds, which are imports, ends in one line",
     "engine.cli.": "options are checked and --help is shown before torch is there",
     "engine.frontend.processes": "torch takes seconds, which the user's process saves where workers are processes",
+    "engine.model.cuda.usable": "Triton is there with a GPU only",
     "engine.model.loading": "transformers takes seconds, which a model known from an earlier start does not need",
     "engine.model.target": "transformers takes seconds, which a model known from an earlier start does not need",
     "engine.model.trial.forward_choice": "Triton is there with a GPU only",

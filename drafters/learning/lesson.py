@@ -18,6 +18,7 @@ from rich.console import Console
 
 from drafters.heads.checkpoint import read_config
 from drafters.training.answers import place_of
+from drafters.training.build import inner_size
 from drafters.training.features import kept_states
 from drafters.training.recipe import Recipe
 from drafters.training.run import CURVE, train
@@ -35,7 +36,7 @@ from engine.weights.installed_head import METHOD, forget_heads, install
 LEAST_GAIN = 0.05  # tokens a round of a chain by which a new head must be better
 _LENGTH, _ANCHORS = 1024, 64  # tokens of a text, and places in it that a step drafts from
 _LEAST_ANSWER = 8  # tokens
-_EPOCHS, _LEAST_STEPS, _MOST_STEPS = 4, 60, 600
+_EPOCHS, _LEAST_STEPS, _MOST_STEPS = 8, 100, 1000
 _MEASUREMENTS = 6  # on the texts held out, in a lesson
 _HELD_OUT = "e"  # the first digit of an eighth of all places
 _LEAST_HELD_OUT, _MOST_HELD_OUT = 4, 32
@@ -175,7 +176,7 @@ class _Costs:
     def of(cls, model: str, recipe: Recipe) -> _Costs:
         config = load_config(model).get_text_config()
         hidden, states = int(config.hidden_size), len(kept_states(config.num_hidden_layers))
-        layer = 4 * hidden**2 + 3 * hidden * int(recipe.intermediate_size or config.intermediate_size)
+        layer = 4 * hidden**2 + 3 * hidden * inner_size(recipe, config)
         link = recipe.markov_rank * (2 * hidden + min(recipe.draft_vocab_size or config.vocab_size, config.vocab_size))
         parameters = recipe.layers * layer + (states + 1) * hidden**2 + link
         return cls(2 * hidden * states + 4, _COPIES * parameters)

@@ -31,7 +31,7 @@ def build(recipe: Recipe, target: Any, draft_ids: Tensor) -> HeadModule:
     heads = config.num_attention_heads
     draft = LlamaConfig(
         hidden_size=config.hidden_size,
-        intermediate_size=_inner_size(recipe, config),
+        intermediate_size=inner_size(recipe, config),
         num_hidden_layers=recipe.layers if recipe.method == "block" else 1,
         num_attention_heads=heads,
         num_key_value_heads=config.num_key_value_heads,
@@ -47,7 +47,7 @@ def build(recipe: Recipe, target: Any, draft_ids: Tensor) -> HeadModule:
     return EagleModule(draft, head) if recipe.method == "eagle" else Eagle3Module(draft, head, draft_ids)
 
 
-def _inner_size(recipe: Recipe, config: Any) -> int:
+def inner_size(recipe: Recipe, config: Any) -> int:
     """Return the width of a layer's MLP: the recipe's, else the target's."""
     if recipe.intermediate_size is not None or recipe.mlp_ratio is None:
         return int(recipe.intermediate_size or config.intermediate_size)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from drafters.training import cpu_loss
+from engine.model.cuda.usable import runs_kernels
 
 _ROWS = {"cpu": 1024, "cuda": 8192}  # rows at a time: a CPU's caches hold few, an accelerator is idle with few
 
@@ -115,9 +116,9 @@ def _kernel(like: Tensor, vocab: int) -> _LossRows | None:
     """Return the kernel that takes logits of this device, type and vocabulary; None if there is none."""
     if like.device.type == "cpu":
         return cpu_loss.loss_rows if cpu_loss.fits(like.dtype, vocab) else None
-    if vocab > FUSED_VOCABULARY:
+    if vocab > FUSED_VOCABULARY or not runs_kernels(like.device):
         return None
-    from drafters.training.triton_loss import loss_rows  # Triton comes with torch's CUDA builds alone
+    from drafters.training.triton_loss import loss_rows
 
     return loss_rows
 

@@ -92,7 +92,9 @@ class LeanDecoder:
             (part, q_per_kv): Attention(pool.parts[part], q_per_kv, groups.count((part, q_per_kv)))
             for part, q_per_kv in dict.fromkeys(groups)
         }
-        self.attentions = [*made.values()]
+        self.attentions = [*made.values()] or [
+            Attention(pool.parts[0], 1)
+        ]  # which lays out a batch, if no layer attends
         for at, (place, group) in enumerate(zip(places, groups, strict=True)):
             self._keys.append((place, made[group], groups[:at].count(group)))
 
@@ -226,8 +228,11 @@ class LeanDecoder:
             if isinstance(mixer, AttentionWeights):
                 (place, attention, use), rule = next(keys)
                 outputs = layer.products[0].outputs
-                program.product(mixer.qkv, "x", made := f"qkv {outputs}", outputs)
                 of = LayerKeys(attention, place.layer, rule, use, place.own)
+                if mixer.latent is None:
+                    program.product(mixer.qkv, "x", made := f"qkv {outputs}", outputs)
+                else:
+                    made = program.latent_rows(mixer, of)
                 beside = None if layer.weights.beside is None else next(places)
                 program.attention_and_mlp(layer.weights, of, made, beside)
             elif mixer is None:
@@ -268,8 +273,9 @@ class LeanDecoder:
         for at, mixer in attending.items():
             queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
             written = 0 if mixer.keys_of is not None else keys if mixer.values_are_keys else 2 * keys
-            gates |= {queries} if mixer.gated else set()
-            if self.layers[at].products[0].outputs != (1 + mixer.gated) * queries + written:
+            gates |= {queries} if mixer.gated or mixer.sub_norm is not None else set()
+            gates |= {(1 + mixer.gated) * queries + written} if mixer.clip else set()
+            if mixer.latent is None and self.layers[at].products[0].outputs != (1 + mixer.gated) * queries + written:
                 raise OtherStructure("layers of different sizes")
             if self.structure.rotary[mixer.rotary_table].dims > mixer.head_dim:
                 raise OtherStructure("rotary positions of more dimensions than a head has")

@@ -240,6 +240,12 @@ def drafting_model(config: Config) -> Method:
 
 
 def _facts_of(model: Any, name: str) -> Facts:
+    """Return the facts of a stock model. Raises ModelError if its texts have no limit that Talon knows."""
+    if not hasattr(model.config.get_text_config(), "num_attention_heads"):
+        raise ModelError(
+            f"model={name}: no layer of the {model.config.model_type} family attends, and its configuration names no "
+            "max_position_embeddings; use a hybrid of layers with a state and attention"
+        )
     if (facts := facts_of(model)) is None:
         raise ModelError(
             f"model={name}: the {model.config.model_type} family names no max_position_embeddings, and has no "

@@ -22,6 +22,8 @@ ARCHITECTURES = {"eagle3": "eagle3", "dflash": "block", _ASSISTANT_FILE: ASSISTA
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 """The `model_type` of assistants in directories."""
 _WITH_ASSISTANT = "gemma4"
+_LATENT = ("deepseek2",)
+"""Architectures whose heads attend by latent vectors, which our head does not."""
 _LARGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
 
 
@@ -97,7 +99,7 @@ def _model_type(folder: Path) -> str:
 
 def head_block(file: GgufFile) -> str | None:
     """Return how the names of the head's tensors begin; None if the file has none."""
-    if not file.metadata.get(f"{file.architecture}.nextn_predict_layers"):
+    if file.architecture in _LATENT or not file.metadata.get(f"{file.architecture}.nextn_predict_layers"):
         return None
     block = f"blk.{file.metadata[f'{file.architecture}.block_count'] - 1}."
     return block if file.tensor(f"{block}nextn.eh_proj.weight") is not None else None

@@ -62,7 +62,7 @@ class AssistantSession(Session):
         for features in self._unread:
             self.program.write(self.cache.places(self.held, len(features)), features[:, 1:].flatten(1))
             self.held += len(features)
-            self.before = features[-1, 0]
+            self.before = features[-1, 0].clone()  # a view would hold all of them
         self._unread.clear()
 
     def rows(self, tokens: list[int]) -> ReadingRows:

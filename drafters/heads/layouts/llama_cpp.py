@@ -98,7 +98,7 @@ class _Head:
             return f"{self.field}: is a head for method {other}, not {method}; take method={other}"
         return (
             f"{self.field}: general.architecture is {shown(architecture)}, which is no head for method {method}; a "
-            "smaller model is named with method=sps"
+            "smaller model drafts with method=sps, or with drafter.head=sps in a hybrid"
         )
 
     def eagle3(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
