@@ -145,7 +145,9 @@ def _kimi_linear(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str
 
 
 def _latent_sizes(value: _Keys) -> dict[str, Any]:
-    """Return the sizes of latent attention and of MLPs. Older files say those of a head where newer ones say the vector's."""
+    """Return the sizes of latent attention and of MLPs. Older files say those of a head where newer ones say the
+    vector's.
+    """
     rotated, heads = value("rope.dimension_count"), value("attention.head_count")
     sizes = {
         "num_key_value_heads": heads,
