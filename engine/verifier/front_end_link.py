@@ -158,7 +158,7 @@ class FrontEndLink:
         kind = type(error).__name__ if refused or isinstance(error, NotANumber) else "RequestFailed"
         self.dealer.send(Failed(request=number, kind=kind, text=where + first_line(error)))
 
-    def beat(self, requests: Scheduler) -> bool:
+    def beat(self, scheduler: Scheduler) -> bool:
         """Send a heartbeat if one is due. Returns whether it was."""
         now = time.perf_counter_ns()
         if now - self._beaten_ns <= HEARTBEAT_S * 1e9:
@@ -166,7 +166,7 @@ class FrontEndLink:
         self._beaten_ns = now
         pool = self.target.pool
         blocks, free = (0, 0) if pool is None else (pool.blocks, pool.free)
-        running, waiting = len(requests.running), len(requests.waiting)
+        running, waiting = len(scheduler.running), len(scheduler.waiting)
         self.dealer.send(Heartbeat(running=running, waiting=waiting, held_blocks=blocks - free, blocks=blocks))
         return True
 

@@ -24,7 +24,7 @@ from engine.model.drawn_tree import DrawnTree
 from engine.model.kv_pool import KVPool
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampler import verify
-from engine.verifier.known_tokens import Output, output_of
+from engine.verifier.forward_output import Output, output_of
 from engine.verifier.request import Request
 from engine.wire.messages import Array, TokenLogprob
 

@@ -1,7 +1,7 @@
 """Blocks of keys and values in a cache folder: which text a block ends is its key, so a prefix is found block by block.
 
 The key of a block is the SHA-256 of the key before it and of its tokens; the first one begins with everything that
-decides the bits (`engine.verifier.prompt_cache`) and whose text it is. The thread of the folder copies a block from the
+decides the bits (`engine.verifier.disk_cache`) and whose text it is. The thread of the folder copies a block from the
 pool while rounds go on: a block that can be found is never written to, and whether it still can be is looked up after
 the copy.
 """

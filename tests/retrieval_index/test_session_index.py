@@ -16,7 +16,7 @@ from retrieval_index import ngrams
 from retrieval_index.memories import LEAST
 from retrieval_index.ngrams import SEPARATOR
 from retrieval_index.ngrams.contexts import fill_keys, find_slot
-from retrieval_index.suffix import BYTES_PER_TOKEN, SessionIndex
+from retrieval_index.session_index import BYTES_PER_TOKEN, SessionIndex
 
 TEXTS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=30), min_size=1, max_size=12)
 
@@ -286,5 +286,5 @@ def test_the_cache_stays_below_200_bytes_for_each_token_it_may_hold(capacity: in
 
 
 def test_importing_the_index_does_not_import_its_compiler() -> None:
-    code = "import sys, retrieval_index.suffix, drafters.lookup.suffix; assert 'numba' not in sys.modules"
+    code = "import sys, retrieval_index.session_index, drafters.lookup.suffix; assert 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""The cache of prompts on disk, for as long as a verifier runs: what decides the bits of keys and values is its key."""
+"""The KV cache on disk, for as long as a verifier runs. Whatever decides the bits of keys and values is in its key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LIBRARIES = ("talon-decoding", "torch", "transformers", "numpy")
 
 
 @contextmanager
-def prompt_cache(config: Config, target: Target) -> Iterator[None]:
+def disk_cache(config: Config, target: Target) -> Iterator[None]:
     """Let the target's pool use the folder that the configuration names, if it names one. Raises ConfigError if that
     cannot be written to.
     """
