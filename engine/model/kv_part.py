@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.batch import BLOCK, Int
+from engine.core.batch import BLOCK_SIZE, Int
 from engine.core.kv_shape import KVShape
 from engine.device import uploaded
 from engine.kernels.attention.finite_blocks import FiniteBlocks
@@ -30,7 +30,7 @@ class KVPart:
 
     def __init__(self, shape: KVShape, blocks: int, device: torch.device):
         self.shape, self.blocks = shape, blocks
-        sizes = [(shape.head_bytes,)] * 2 if shape.q8_0 else [(shape.dims, BLOCK), (BLOCK, shape.dims)]
+        sizes = [(shape.head_bytes,)] * 2 if shape.q8_0 else [(shape.dims, BLOCK_SIZE), (BLOCK_SIZE, shape.dims)]
         dtype, of_part = torch.uint8 if shape.q8_0 else shape.dtype, (shape.layers, blocks, shape.kv_heads)
         self.keys, self.values = (_untouched((*of_part, *size), dtype, device) for size in sizes)
         self._finite = FiniteBlocks(shape, blocks, *self.addresses(0)) if device.type == "cpu" else None
@@ -62,7 +62,7 @@ class KVPart:
 @torch.inference_mode()  # the mode in which a target makes its pool
 def move_by_index(keys: Tensor, values: Tensor, sources: Int, places: Int) -> None:
     """What `KVPart.move` does, on any device."""
-    indexes = np.stack([*np.divmod(sources, BLOCK), *np.divmod(places, BLOCK)]).astype(np.int64)
+    indexes = np.stack([*np.divmod(sources, BLOCK_SIZE), *np.divmod(places, BLOCK_SIZE)]).astype(np.int64)
     ((old, old_lane, new, new_lane),) = uploaded([torch.from_numpy(indexes)], keys.device)
     keys[:, new, :, :, new_lane] = keys[:, old, :, :, old_lane]
     values[:, new, :, new_lane] = values[:, old, :, old_lane]

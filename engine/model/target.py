@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from engine.config import AUTO, Activations, ActivationsOption, Config, KVType
-from engine.core.batch import BLOCK
+from engine.core.batch import BLOCK_SIZE
 from engine.core.errors import ConfigError, ModelError, first_line
 from engine.kernels.gemm.product import PackedLinear, multiplies
 from engine.model.decoder import LeanDecoder
@@ -190,7 +190,7 @@ class Target(Runner):
     @property
     def context(self) -> int:
         """The maximum positions of a request: the model's, as far as the pool has room for them."""
-        return self.own_context if self.pool is None else min(self.own_context, self.pool.blocks * BLOCK)
+        return self.own_context if self.pool is None else min(self.own_context, self.pool.blocks * BLOCK_SIZE)
 
     @property
     def exact(self) -> bool:

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from engine.config import Config
-from engine.core.batch import BLOCK
+from engine.core.batch import BLOCK_SIZE
 from engine.files.cache_folder import CacheFolder
 from engine.kernels.jit_cache import machine_code
 from engine.model.target import Target
@@ -58,12 +58,12 @@ def _identity(model: str, target: Target) -> bytes:
 def _probe(target: Target) -> bytes:
     """Return a hash of the logits, keys, values and state of a fixed text."""
     assert target.pool is not None
-    length = min(_PROBE_BLOCKS * BLOCK, target.context)
+    length = min(_PROBE_BLOCKS * BLOCK_SIZE, target.context)
     cache = target.new_cache(length)
     logits, _ = target.prefill(cache, [(7919 * at + 1) % target.vocab_size for at in range(length)])
     digest = hashlib.sha256(logits.cpu().numpy().tobytes())
     for kept in [one for part in target.pool.parts for one in (part.keys, part.values)]:
-        digest.update(kept[:, cache.table.tolist()].float().numpy().tobytes())
+        digest.update(kept[:, cache.block_table.tolist()].float().numpy().tobytes())
     if target.pool.layer_states is not None:
         digest.update(target.pool.layer_states.states[cache.state.slot])
     cache.release()

@@ -91,11 +91,11 @@ class DrafterLink:
             self.router.malformed += 1
             return
         if hello.feature_layers != self.wants.feature_layers:
-            self._forget_states(hello.feature_layers)
+            self._forget_hidden_states(hello.feature_layers)
             self.target.capture(hello.feature_layers)
         self.peer, self._late, self._dropped, self.wants = peer, False, None, hello
         self.kinds = self._kinds_of(hello)
-        self.scheduler.needs_states = bool(hello.feature_layers)
+        self.scheduler.needs_hidden_states = bool(hello.feature_layers)
         for request in self.scheduler:
             request.join_drafter()
             self.introduce(request)
@@ -108,12 +108,12 @@ class DrafterLink:
         retrieves = self.method.merges or not self.method.has_model
         return DraftKinds(Experience() if retrieves else None, model)
 
-    def _forget_states(self, layers: Sequence[int]) -> None:
+    def _forget_hidden_states(self, layers: Sequence[int]) -> None:
         """Forget the hidden states that are kept: they are of other layers than these, which the new drafter wants."""
         if self.target.pool is not None:
-            self.target.pool.forget_states(layers)
+            self.target.pool.forget_hidden_states(layers)
         for request in self.scheduler:
-            request.forget_states()
+            request.forget_hidden_states()
 
     def _keep(self, message: Draft, arrays: list[Array]) -> None:
         """File a draft; those for an unknown request are dropped. Most drafts made ahead are never used, so a tree is

@@ -26,7 +26,7 @@ from engine.verifier.front_end_link import FROM_FRONT_END, FrontEndLink
 from engine.verifier.request import Request
 from engine.verifier.round_timer import RoundTimer
 from engine.verifier.scheduler import Plan, Scheduler
-from engine.verifier.step import Drawing, Step, StepResult, cut, drawings
+from engine.verifier.step import DeferredDraw, Step, StepResult, cut, deferred_draws
 from engine.wire.loop_link import LoopRouter
 from engine.wire.messages import Cancel
 from engine.wire.trace import Trace
@@ -115,11 +115,11 @@ class Verifier:
         if not (trees or chunks):
             return
         started_ns = time.perf_counter_ns()
-        self.front_end.send_progress(plan.reading, self.timer.costs, self.scheduler.chunk, started_ns)
+        self.front_end.send_progress(plan.reading, self.timer.costs, self.scheduler.prefill_chunk, started_ns)
         readers, wants = [request for request, _ in plan.reading], self.drafter_link.wants
         try:
             logits, hidden_states = self.target.run([*trees, *chunks], wants.feature_layers)
-            draws = drawings(steps, readers, chunks, logits, hidden_states, wants.successors, self.target.pool)
+            draws = deferred_draws(steps, readers, chunks, logits, hidden_states, wants.successors, self.target.pool)
         except (torch.AcceleratorError, StateLost):
             raise  # the device's or the requests' state is lost: this worker ends, and the next one continues
         except Exception as error:  # exhausted memory, say
@@ -148,7 +148,9 @@ class Verifier:
         staying = [step for step in steps if step.request in plan.decoding]
         return plan, [step.best(self.scheduler.reserve_rows(step.request, len(step.kept))) for step in staying]
 
-    def _draw_and_tell_drafter(self, plan: Plan, steps: Sequence[Step], draws: Sequence[Drawing]) -> list[StepResult]:
+    def _draw_and_tell_drafter(
+        self, plan: Plan, steps: Sequence[Step], draws: Sequence[DeferredDraw]
+    ) -> list[StepResult]:
         """Draw each request's tokens, and send the verdict at once: retrieval drafts for one request while the next
         tree is walked down. But a model drafts for all of them in one forward, and gets all verdicts together.
         """
@@ -168,7 +170,7 @@ class Verifier:
                 self._tell_drafter(result, len(results), missing)
         return results
 
-    def _draw(self, request: Request, draw: Drawing) -> StepResult | None:
+    def _draw(self, request: Request, draw: DeferredDraw) -> StepResult | None:
         """Return what the round came to for one request; None if it only read, or failed, which ends it alone."""
         try:
             return draw()

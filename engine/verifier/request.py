@@ -64,7 +64,7 @@ class Request:
         self.round = 0
         self.outcome: Outcome = (1, 0, 0, self.text[-1]) if answer else (0, 0, 0, 0)
         self.drafts: dict[Outcome, tuple[Draft, list[Array]]] = {}
-        self.forget_states()
+        self.forget_hidden_states()
         self.since_ns = self.waiting_since_ns = time.perf_counter_ns()
         self.rows_kept: Sequence[int] = ()
         self.hit = False  # when the last verdict was sent, the tree for it was already here
@@ -158,7 +158,7 @@ class Request:
     def share_blocks(self) -> None:
         """Let other requests find the full blocks of what was committed."""
         if self.target.pool is not None:
-            self.cache.publish(self.text, self.features.of_block)
+            self.cache.cache_blocks(self.text, self.features.of_block)
 
     def trim_cache(self) -> None:
         """Release the blocks of the rows that were not committed."""
@@ -199,7 +199,7 @@ class Request:
         """The text to read that others may have read: of a prompt all but the last token, whose logits are needed."""
         return self.text[: self.read_to - (not self.has_answer)]
 
-    def forget_states(self) -> None:
+    def forget_hidden_states(self) -> None:
         """Drop the hidden states kept so far."""
         self.features = HiddenStates(shared=self.target.pool is not None)
 
@@ -208,14 +208,14 @@ class Request:
         """Whether it may share blocks with other requests."""
         return not self.reads_all and self.target.pool is not None
 
-    def adopt(self, with_states: bool, now_ns: int) -> None:
+    def match_prefix(self, with_hidden_states: bool, now_ns: int) -> None:
         """Reuse what others have read of its text: a preempted request may then continue at once, and the wait for its
-        draft starts now. with_states: its drafter needs the hidden states too; of a text that is read again it has
-        them, or begins without them.
+        draft starts now. with_hidden_states: its drafter needs the hidden states too; of a text that is read again it
+        has them, or begins without them.
         """
         known = self.cache.length
-        needed = with_states and self.wants_draft and not self.has_answer
-        for states in self.cache.adopt(self.to_share, needed):
+        needed = with_hidden_states and self.wants_draft and not self.has_answer
+        for states in self.cache.match_prefix(self.to_share, needed):
             self.features.adopt(states)
         self.cached += self.cache.length - known
         if not self.reading:
@@ -250,5 +250,5 @@ class Request:
         if self.has_answer:
             self.read_to = len(self.text) - 1
         else:
-            self.forget_states()
+            self.forget_hidden_states()
             self.prompt_logprobs, self.cached = [], 0  # recomputed with the positions

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engine.config import Config
-from engine.core.batch import BLOCK, Segment
+from engine.core.batch import BLOCK_SIZE, Segment
 from engine.core.methods import GRAMMAR, MODELS
 from engine.core.tree import TokenTree
 from engine.costs.cost_model import CostModel
@@ -58,7 +58,7 @@ class RoundTimer:
     def _most_rows(self) -> int:
         """Return the maximum rows of the forwards to measure."""
         drafted = 1 if self.config.method == "none" else self.config.drafter.budget
-        room = _MEASURED_ROWS if self.target.pool is None else self.target.pool.blocks * BLOCK - BESIDE
+        room = _MEASURED_ROWS if self.target.pool is None else self.target.pool.blocks * BLOCK_SIZE - BESIDE
         if len(sizes := self.target.forward_sizes) > 1:  # what a prompt's large forward takes follows from no small one
             return max(2, min(sizes[-1], room))
         return max(2, min(_MEASURED_ROWS, room, drafted * self.config.verifier.max_running))

@@ -306,7 +306,7 @@ def test_the_last_tree_of_an_answer_is_kept_too() -> None:
 
 def test_what_was_read_of_a_prompt_is_kept_when_the_client_leaves() -> None:
     stage = Stage()
-    stage.verifier.scheduler.chunk = 16
+    stage.verifier.scheduler.prefill_chunk = 16
     stage.submit(1, [*range(10, 30)])
     stage.step()
     stage.control.inbox.append((Cancel(request=1), []))
@@ -348,7 +348,7 @@ def test_what_is_read_again_after_a_preemption_is_not_sent_again() -> None:
 
 def test_a_prompt_that_was_interrupted_is_sent_once() -> None:
     stage = Stage(HEAD)
-    stage.verifier.scheduler.chunk = 5
+    stage.verifier.scheduler.prefill_chunk = 5
     stage.submit(1, [*range(10, 22)])
     stage.step()
     stage.verifier.scheduler._preempt_youngest()
@@ -620,7 +620,7 @@ def test_a_drafter_that_slept_comes_back_by_itself() -> None:
 
 def test_the_front_end_hears_how_far_a_long_prompt_is_before_each_of_its_forwards_but_the_last() -> None:
     stage = Stage()
-    stage.verifier.scheduler.chunk = 8
+    stage.verifier.scheduler.prefill_chunk = 8
     stage.submit(1, [*range(10, 27)], max_tokens=1)
     while not stage.tokens(1):
         stage.step()
@@ -633,7 +633,7 @@ def test_a_prompt_begins_with_what_was_found_in_the_prefix_cache() -> None:
     stage = Stage()
     stage.submit(1, [*range(10, 27)], max_tokens=1)
     stage.step()
-    stage.verifier.scheduler.chunk = 4
+    stage.verifier.scheduler.prefill_chunk = 4
     stage.submit(2, [*range(10, 32)], max_tokens=1)
     stage.step()
     assert [(one.read, one.cached) for one in stage.progress()] == [(16, 16)]
@@ -644,6 +644,6 @@ def test_a_prompt_of_one_forward_and_an_answer_that_is_read_again_are_no_news() 
     request = stage.submit(1, [*range(10, 22)])
     stage.step()
     stage.verifier.scheduler._preempt_youngest()
-    stage.verifier.scheduler.chunk = 4
+    stage.verifier.scheduler.prefill_chunk = 4
     stage.step()
     assert request.has_answer and stage.progress() == []

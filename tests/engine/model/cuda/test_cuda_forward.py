@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of torch bring it, or pip install triton")
 
-from engine.core.batch import BLOCK, Batch, Segment
+from engine.core.batch import BLOCK_SIZE, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
@@ -213,8 +213,8 @@ def test_rows_that_fill_up_change_nothing_in_the_pool_and_read_nothing_unwritten
     cache = KVCache(forward.pool)
     cache.reserve(20)
     assert run(forward, Segment.of_text([1, 2, 3], cache, "all")).isfinite().all()
-    block = int(cache.table[0])
-    assert block not in neighbour.table
+    block = int(cache.block_table[0])
+    assert block not in neighbour.block_table
     for held, was, lanes in (
         (forward.pool.keys, before[0], (slice(None), block, slice(None), slice(None), slice(3))),
         (forward.pool.values, before[1], (slice(None), block, slice(None), slice(3))),
@@ -342,7 +342,7 @@ def test_so_many_rows_run_together_as_the_blocks_and_ancestors_that_they_list_ha
     caches = [read(forward, tokens)[0] for _ in range(2)]
     segments = [Segment.of_tree(tree, cache) for cache in caches]
     whole = run(forward, *segments)
-    listed = len(caches[0].table) + 3  # of its nodes one has an ancestor behind the text beside itself
+    listed = len(caches[0].block_table) + 3  # of its nodes one has an ancestor behind the text beside itself
     for room, end in ((2 * listed + 1, 8), (2 * listed, 7), (listed + 1, 4), (1, 1)):
         monkeypatch.setattr(cuda_forward, "_LISTED", room)
         assert forward._slice_of(Batch.of(segments), 0) == (end, 8)
@@ -456,12 +456,12 @@ def test_what_is_recorded_with_short_windows_is_not_replayed_with_the_real_ones(
 @pytest.mark.usefixtures("_products_by_rows")
 def test_requests_share_blocks_of_a_target_with_the_cuda_forward(loaded: tuple[Target, list[str]]) -> None:
     target, _ = loaded
-    tokens = text(BLOCK + 3, 11)
+    tokens = text(BLOCK_SIZE + 3, 11)
     first, second = target.open_cache(60), target.open_cache(60)
     expected, _ = target.prefill(first, tokens)
-    first.publish(tokens)
-    second.adopt(tokens)
-    assert second.length == BLOCK and torch.equal(target.prefill(second, tokens[BLOCK:])[0], expected)
+    first.cache_blocks(tokens)
+    second.match_prefix(tokens)
+    assert second.length == BLOCK_SIZE and torch.equal(target.prefill(second, tokens[BLOCK_SIZE:])[0], expected)
     for cache in (first, second):
         target.release(cache)
 
