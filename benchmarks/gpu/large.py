@@ -73,7 +73,7 @@ def _load(device: str, model: dict[str, Any]) -> Record:
     forward = target.forward
     return {
         "exact": target.exact,
-        "inexact": target.inexact,
+        "inexact": target.inexact_reason,
         "forward": type(forward).__name__,
         "captures": Recorded.captures,
         "lean": getattr(forward, "lean", None) is not None,

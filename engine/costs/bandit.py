@@ -1,7 +1,8 @@
 """Choices by trial, for questions that cannot be answered beforehand: what a draft gains depends on the text, and
 workers compete for cores and caches.
 
-`Bandit` chooses between two options: it keeps the one that yields more and retries the other at growing intervals.
+`TwoOptionTrial` chooses between two options: it keeps the one that yields more and retries the other at growing
+intervals.
 
 `ConservativeBandit` (Wu et al. 2016) uses an option only as far as it cannot lose much to doing without it. The options
 are a request's drafts, retrieval's and a draft model's. A draft is made if the tokens that it is expected to gain are
@@ -27,7 +28,7 @@ _SELDOM = 8  # times `_RETRIED` is the longest interval
 _KEPT = 0.95  # share of earlier measurements kept with every block
 
 
-class Bandit:
+class TwoOptionTrial:
     """Chooses between two options by what they yield.
 
     second: whether the second option is in use. settled: the choice is fixed.

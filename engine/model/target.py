@@ -48,9 +48,9 @@ class Target(Runner):
     """A model, and the facts about it that decoding needs.
 
     full_context, own_context, eos_tokens: see `Facts`. exact: whether a token's logits have the same bits whatever
-    other rows are in the forward; inexact: why not, "" if it is exact. unlike: why a CPU runs the stock forward, which
-    takes longer, and not the lean decoder; "" if it does not. weights: the type that most matrices are held in. model:
-    the stock model; None if the target is known from an earlier start.
+    other rows are in the forward; inexact_reason: why not, "" if it is exact. stock_reason: why a CPU runs the stock
+    forward, which takes longer, and not the lean decoder; "" if it does not. weights: the type that most matrices are
+    held in. model: the stock model; None if the target is known from an earlier start.
     """
 
     def __init__(self, name: str, facts: Facts, chosen: Chosen, device: torch.device, weights: str, model: Any = None):
@@ -59,7 +59,7 @@ class Target(Runner):
         self.name, self.facts, self.device, self.weights, self.model = name, facts, device, weights, model
         self.full_context, self.own_context = facts.full_context, facts.own_context
         self.layers, self.eos_tokens = facts.layers, facts.eos_tokens
-        self.inexact, self.unlike = chosen.inexact, chosen.unlike
+        self.inexact_reason, self.stock_reason = chosen.inexact_reason, chosen.stock_reason
 
     @classmethod
     def of_model(
@@ -194,7 +194,7 @@ class Target(Runner):
 
     @property
     def exact(self) -> bool:
-        return not self.inexact
+        return not self.inexact_reason
 
     @property
     def forward_sizes(self) -> tuple[int, ...]:

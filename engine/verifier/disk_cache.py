@@ -30,8 +30,8 @@ def disk_cache(config: Config, target: Target) -> Iterator[None]:
         return
     folder = CacheFolder(Path(config.verifier.cache), int(config.verifier.cache_gb * 1e9))
     try:
-        if target.pool is None or target.inexact or target.device.type != "cpu":
-            reason = target.inexact or "it is not there for GPUs"
+        if target.pool is None or target.inexact_reason or target.device.type != "cpu":
+            reason = target.inexact_reason or "it is not there for GPUs"
             print(f"talon: verifier.cache={folder.folder}: keys and values are not kept: {reason}", file=sys.stderr)
         else:
             target.pool.save_to(folder, _identity(config.model, target))

@@ -98,10 +98,10 @@ class FrontEndLink:
         if target.facts.not_applied:
             names = ", ".join(target.facts.not_applied)
             print(f"talon: model={target.name}: of generation_config.json not applied: {names}", file=sys.stderr)
-        if target.unlike:
+        if target.stock_reason:
             print(
                 f"talon: model={target.name}: runs transformers' own forward, which is slower than the lean decoder "
-                f"({target.unlike})",
+                f"({target.stock_reason})",
                 file=sys.stderr,
             )
         if target.own_context < target.full_context:
@@ -122,7 +122,7 @@ class FrontEndLink:
         ready = Ready(
             vocab_size=target.vocab_size,
             context=target.context,
-            inexact=target.inexact,
+            inexact=target.inexact_reason,
             defaults=defaults,
             eos_tokens=tuple(sorted(target.eos_tokens)),
             weight_bytes=target.weight_bytes,

@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.core.batch import Segment, WantedRows
 from engine.core.hidden_states import HiddenStates, States
+from engine.core.outcomes import DraftKey
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.costs.draft_choice import DraftChoice
@@ -18,8 +19,6 @@ from engine.sampling.matcher import Matcher
 from engine.sampling.sampler import Sampler
 from engine.wire.messages import Array, Draft, PromptProgress, TokenLogprob
 
-Outcome = tuple[int, int, int, int]
-"""Key of a draft: (round, previous draft, last accepted node, bonus token)."""
 _KEPT_DRAFTS = 64
 
 
@@ -62,8 +61,8 @@ class Request:
         self.choice = DraftChoice(len(self.text))
         self.waited_s = 0.0  # for its latest draft
         self.round = 0
-        self.outcome: Outcome = (1, 0, 0, self.text[-1]) if answer else (0, 0, 0, 0)
-        self.drafts: dict[Outcome, tuple[Draft, list[Array]]] = {}
+        self.outcome = DraftKey(1, 0, 0, self.text[-1]) if answer else DraftKey(0, 0, 0, 0)
+        self.drafts: dict[DraftKey, tuple[Draft, list[Array]]] = {}
         self.forget_hidden_states()
         self.since_ns = self.waiting_since_ns = time.perf_counter_ns()
         self.rows_kept: Sequence[int] = ()
@@ -87,11 +86,11 @@ class Request:
         """A new drafter knows nothing of the drafts of the one before it, and drafts from the text so far."""
         self.drafts, self.root_only, self.waiting_since_ns = {}, False, time.perf_counter_ns()
         self.choice = DraftChoice(len(self.text))
-        self.outcome = (self.next_round, 0, 0, self.text[-1])
+        self.outcome = DraftKey(self.next_round, 0, 0, self.text[-1])
 
     def take_draft(self, draft: Draft, arrays: list[Array]) -> None:
         """File a draft under the outcome it is for; those for an earlier round are dropped."""
-        outcome = (draft.round, draft.parent, draft.node, draft.token)
+        outcome = DraftKey(draft.round, draft.parent, draft.node, draft.token)
         late = draft.round <= self.round or (self.root_only and outcome == self.outcome)
         if not late and len(self.drafts) < _KEPT_DRAFTS:
             self.drafts[outcome] = (draft, arrays)
@@ -147,7 +146,7 @@ class Request:
     def _go_on(self, draft: int, node: int, tokens: list[int]) -> None:
         """Go on to the next round: a round emitted `tokens`; its path through tree `draft` ended at `node`."""
         self.text.extend(tokens)
-        self.outcome = (self.round + 1, draft, node, tokens[-1])
+        self.outcome = DraftKey(self.round + 1, draft, node, tokens[-1])
         self.hit = self.has_draft
 
     def end_round(self, now_ns: int) -> None:

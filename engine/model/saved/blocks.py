@@ -77,7 +77,8 @@ class SavedBlocks:
         content = self.folder.read(_STATES, _key_of_states(key, layers), self._states_room)
         if content is None:
             return None
-        return np.frombuffer(content, np.uint16).reshape(BLOCK_SIZE, len(layers), -1).copy()
+        states: States = np.frombuffer(content, np.uint16).reshape(BLOCK_SIZE, len(layers), -1).copy()
+        return states
 
     def save_hidden_states(self, key: bytes, layers: Sequence[int], states: Callable[[], States | None]) -> None:
         """Write a block's hidden states in the background. states: None once they are gone."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -11,16 +9,16 @@ from fastapi.responses import Response
 from engine.server.errors import ApiError
 from engine.server.infill.render import InfillRenderer
 from engine.server.infill.schema import InfillRequest
+from engine.server.openapi import OpenApiResponses
 from engine.server.serving import Serving
 from engine.server.translate import check_model, owned, places_for, text_choices
 from engine.text.fill_in import FillIn
 
-Responses = dict[int | str, dict[str, Any]]
 _NAMES = {"prompt": "input_prefix", "max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
 _LEAST_ANSWER = 256  # tokens that other files leave to an answer without a limit
 
 
-def add_infill(app: FastAPI, serving: Serving, stream: Responses, refusals: Responses) -> None:
+def add_infill(app: FastAPI, serving: Serving, stream: OpenApiResponses, refusals: OpenApiResponses) -> None:
     """Add the route to the application. stream: a streamed answer, as it is documented; refusals: their documented
     errors.
     """

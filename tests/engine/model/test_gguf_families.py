@@ -94,7 +94,7 @@ def test_the_described_model_computes_what_the_original_does(described: Callable
 @every_family
 def test_a_file_runs_on_the_lean_decoder_and_is_exact(target_of: Callable[[str], Target], family: str) -> None:
     target = target_of(family)
-    assert isinstance(target.forward, LeanDecoder) and target.exact and not target.unlike
+    assert isinstance(target.forward, LeanDecoder) and target.exact and not target.stock_reason
     assert target.weights == "q8_0"  # in the file's bits, and not as the stock model's numbers
 
 

@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_logits_are_near_to_those_of_keys_in_the_models_own_type(tiny: str, dtype: str) -> None:
     usual, target = loaded(tiny, dtype, "auto"), loaded(tiny, dtype)
     assert (usual.kv_type, target.kv_type) == (dtype, "q8_0")
-    assert target.exact, target.inexact
+    assert target.exact, target.inexact_reason
     expected, found = logits_of(usual).float(), logits_of(target).float()
     assert not torch.equal(found, expected)
     assert (found - expected).norm() < 0.1 * expected.norm()

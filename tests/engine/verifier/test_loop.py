@@ -53,7 +53,7 @@ class Counting:
 
     vocab_size, context, layers = VOCABULARY, CONTEXT, 2
     eos_tokens: frozenset[int] = frozenset()
-    device, inexact = torch.device("cpu"), ""
+    device, inexact_reason = torch.device("cpu"), ""
 
     def __init__(self) -> None:
         self.pool = KVPool(KVShape(1, 1, 16, torch.float32), BLOCKS)

@@ -423,7 +423,7 @@ def test_a_target_takes_the_cuda_forward_and_drafts_do_not_change_its_text(
     family: str, loaded: tuple[Target, list[str]]
 ) -> None:
     target = loaded[0] if family == "llama" else target_of(family)
-    assert isinstance(target.forward, CudaForward) and target.exact, target.inexact
+    assert isinstance(target.forward, CudaForward) and target.exact, target.inexact_reason
     assert target.forward_sizes == cuda_products.SIZES
     prompt, sampling = text(17, 10), SamplingParams(max_tokens=14)
     plain = decoded(target, prompt, sampling)
@@ -450,7 +450,7 @@ def test_what_is_recorded_with_short_windows_is_not_replayed_with_the_real_ones(
 
     monkeypatch.setattr(cuda_forward, "Recorded", Keeping)
     target = accelerated(model)
-    assert target.exact, target.inexact
+    assert target.exact, target.inexact_reason
 
 
 @pytest.mark.usefixtures("_products_by_rows")
@@ -473,7 +473,7 @@ def test_a_model_whose_logits_come_out_otherwise_is_run_with_masks() -> None:
         lambda module, inputs, out: (out[0] * (1 + (module.config._attn_implementation == NAME)), *out[1:])
     )
     target = accelerated(model)
-    assert target.inexact == "its logits differ with exact attention"
+    assert target.inexact_reason == "its logits differ with exact attention"
     assert target.pool is None and model.config._attn_implementation == usual
     assert target.prefill(target.new_cache(20), [1, 2, 3])[0].isfinite().all()
 
@@ -485,7 +485,7 @@ def test_a_target_whose_bits_depend_on_a_rows_place_says_so() -> None:
     model = stock_only(build("llama", layers=1))
     model.model.norm.register_forward_hook(uneven)
     target = accelerated(model)
-    assert target.inexact == "a token's logits depend on the rows beside it"
+    assert target.inexact_reason == "a token's logits depend on the rows beside it"
 
 
 @pytest.mark.usefixtures("_products_by_rows")
@@ -496,7 +496,7 @@ def test_a_target_whose_rows_depend_on_their_number_keeps_to_one_size_and_is_exa
     model = stock_only(build("llama", layers=1))
     model.model.norm.register_forward_hook(uneven)
     target = accelerated(model)
-    assert target.exact, target.inexact
+    assert target.exact, target.inexact_reason
     assert target.forward_sizes == (cuda_products.SLICE,)
 
 
@@ -522,13 +522,13 @@ def test_a_target_whose_products_agree_in_one_size_alone_lets_sums_be_split_agai
 
 def test_a_target_of_experts_says_that_their_products_are_not_its_own() -> None:
     target = target_of("gpt_oss with sinks")
-    assert "is multiplied in a way of its own" in target.inexact
+    assert "is multiplied in a way of its own" in target.inexact_reason
 
 
 def test_without_triton_a_target_on_cuda_is_run_with_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "engine.model.cuda.cuda_forward", None)
     target = target_of("llama")
-    assert target.inexact == "exact attention on CUDA needs Triton: pip install triton"
+    assert target.inexact_reason == "exact attention on CUDA needs Triton: pip install triton"
     assert target.forward_sizes == (1,)
     assert target.prefill(target.new_cache(20), [1, 2, 3])[0].isfinite().all()
 
