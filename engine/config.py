@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from engine.core.errors import ConfigError, first_line, printable, shown
 from engine.core.spelling import did_you_mean
-from engine.places import ROOT
+from engine.install_paths import ROOT
 
 AUTO = "auto"
 Activations = Literal["bfloat16", "int8"]

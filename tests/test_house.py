@@ -14,7 +14,7 @@ PACKAGES = ("engine", "drafters", "retrieval_index", "benchmarks")
 MOST_FILES = 20  # of one folder, __init__.py aside
 
 FLOORS = (  # folders and modules from the ground up: a floor imports itself and what is below it
-    "engine.places",  # where Talon's own files are
+    "engine.install_paths",  # where Talon's own files are
     "engine.core",
     "engine.config",
     "engine.device",  # copies to it and back, streams

@@ -19,7 +19,7 @@ from engine.cli.command import MODELS_OWN, ConfigOption, SetOption, overrides, r
 from engine.core.errors import RequestError
 from engine.core.params import SamplingParams
 from engine.frontend.processes import POOL_WAITS
-from engine.places import BENCHMARKS
+from engine.install_paths import BENCHMARKS
 from engine.sampling.matcher import check as check_grammar
 from engine.weights.resolve import with_own
 

@@ -13,13 +13,12 @@ from itertools import accumulate, chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine.core.tree import Int as Int
 from engine.core.tree import TokenTree
 
 BLOCK_SIZE = 16  # positions of a block of the pool
 
-Int = NDArray[np.int32]
 WantedRows = Literal["all", "last", "none"]
 
 

@@ -24,13 +24,25 @@ from engine.core.tree import TokenTree
 from engine.costs.constants import ENOUGH_TOKENS, GRAFT_PROB, LEAST_OUTCOME, OUTCOMES
 from engine.drafting.states import DraftedRequest, Running, Sent, WantedDraft
 from engine.wire.loop_link import LoopDealer
-from engine.wire.messages import Array, Draft, Finish, Heartbeat, Hello, Rates, Ready, Rejoin, RoundVerdict, Start, Stop
+from engine.wire.messages import (
+    HEARTBEAT_S,
+    Array,
+    Draft,
+    Finish,
+    Heartbeat,
+    Hello,
+    Rates,
+    Ready,
+    Rejoin,
+    RoundVerdict,
+    Start,
+    Stop,
+)
 from engine.wire.trace import Trace
 from engine.wire.transport import Dealer
 
 FROM_VERIFIER = (Start, RoundVerdict, Finish, Rejoin)
 FROM_FRONT_END = (Stop,)
-HEARTBEAT_S = 0.5
 
 
 class Overtaken(Exception):

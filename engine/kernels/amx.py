@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from engine.kernels.simd import features
+from engine.kernels.simd import features, pointer
 
 TILE_ROWS = 16
 TILE_BYTES = 1024
@@ -43,11 +43,6 @@ def call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> None:
     """Call an LLVM intrinsic that returns nothing."""
     kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
     builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
-
-
-def pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type = _BYTE) -> ir.Value:
-    """Return a pointer to that address."""
-    return builder.inttoptr(address, kind.as_pointer())
 
 
 def opaque(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:

@@ -18,11 +18,22 @@ from engine.verifier.request import Request
 from engine.verifier.scheduler import Scheduler
 from engine.verifier.step import StepResult
 from engine.weights.tokenizer import load_tokenizer
-from engine.wire.messages import Array, Cancel, Emitted, Failed, Heartbeat, PromptsRead, Ready, Stop, Submit, Tokens
+from engine.wire.messages import (
+    HEARTBEAT_S,
+    Array,
+    Cancel,
+    Emitted,
+    Failed,
+    Heartbeat,
+    PromptsRead,
+    Ready,
+    Stop,
+    Submit,
+    Tokens,
+)
 from engine.wire.transport import Dealer
 
 FROM_FRONT_END = (Submit, Cancel, Stop)
-HEARTBEAT_S = 0.5
 _GRAMMAR_S = 0.005  # between checks whether a grammar has been read
 
 

@@ -29,6 +29,7 @@ from engine.core.errors import ProtocolError
 from engine.core.params import SamplingParams
 
 Array = NDArray[Any]
+HEARTBEAT_S = 0.5  # seconds between two heartbeats of a worker
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -14,7 +14,7 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.amx import LINE_BYTES, fetch, pointer
+from engine.kernels.amx import LINE_BYTES, fetch
 from engine.kernels.attention.attention_work import ATTENTION
 from engine.kernels.attention.kv_codes import CODES_KIND, head_bytes, value_codes_at, value_scales_at
 from engine.kernels.attention.lane_attention import attending
@@ -38,6 +38,7 @@ from engine.kernels.simd import (
     load,
     load_float16,
     multiply,
+    pointer,
     put_float,
     read,
     spread,

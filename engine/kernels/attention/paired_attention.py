@@ -24,7 +24,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from engine.kernels.amx import LINE_BYTES, TILE_ROWS, fetch, pointer
+from engine.kernels.amx import LINE_BYTES, TILE_ROWS, fetch
 from engine.kernels.attention.attention_work import (
     finish_scores,
     first_seen,
@@ -47,6 +47,7 @@ from engine.kernels.simd import (
     fma,
     int_at,
     load,
+    pointer,
     splat,
     store,
     total,

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import carray, cfunc, literally, njit, types
 from numba.extending import intrinsic
 
-from engine.kernels.amx import LINE_BYTES, TILE_BYTES, TILE_ROWS, configure_tiles, pointer, release_tiles
+from engine.kernels.amx import LINE_BYTES, TILE_BYTES, TILE_ROWS, configure_tiles, release_tiles
 from engine.kernels.exponential import exp
 from engine.kernels.gemm.code_sums import put_totals, sum_codes
 from engine.kernels.gemm.matmul_sums import PANELS, ROW_BYTES, TILES, add_tiles, new_room, sum_tiles, sum_vectors
@@ -27,6 +27,7 @@ from engine.kernels.simd import (
     float_at,
     load,
     multiply,
+    pointer,
     put_number,
     put_numbers,
     splat,

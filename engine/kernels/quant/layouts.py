@@ -59,14 +59,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import IQ4_NL, MXFP4
-from numpy.typing import NDArray
 
 from engine.kernels.amx import TILE_BYTES
 from engine.kernels.quant import factors as read
 from engine.kernels.quant import grids
+from engine.kernels.quant.factors import Bytes as Bytes
 from engine.kernels.simd import LANES
 
-Bytes = NDArray[np.uint8]
 STEP = 32
 """Inputs that the kernels multiply at a time."""
 

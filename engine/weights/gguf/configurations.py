@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.core.errors import ModelError
-from engine.weights.gguf.mamba import mamba_sizes
+from engine.weights.gguf.mamba import mamba_config
 
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 GRANITE = {
@@ -104,7 +104,7 @@ def _gpt_oss(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, An
 def _granitehybrid(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
     """A layer without heads of keys is Mamba-2. The MLP of a dense model is the shared one of a model with experts."""
     value = _Keys(metadata, "granitehybrid")
-    sizes, hidden, inner = mamba_sizes(metadata, "granitehybrid"), value("embedding_length"), value("ssm.inner_size")
+    sizes, hidden, inner = mamba_config(metadata, "granitehybrid"), value("embedding_length"), value("ssm.inner_size")
     kv_heads, experts = value("attention.head_count_kv"), value("expert_count", 0)
     if not isinstance(kv_heads, list) or len(kv_heads) != value("block_count") or not max(kv_heads):
         raise ModelError("granitehybrid.attention.head_count_kv does not say which layers attend; get the file again")
@@ -159,7 +159,7 @@ def _nemotron_h_moe(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[
 
 def _of_blocks(value: _Keys, tensors: tuple[str, ...], with_inner: str) -> dict[str, Any]:
     """with_inner: what a layer with an inner size is."""
-    sizes = mamba_sizes(value.metadata, value.architecture)
+    sizes = mamba_config(value.metadata, value.architecture)
     kv_heads, inner = value("attention.head_count_kv"), value("feed_forward_length")
     for key, each in (("attention.head_count_kv", kv_heads), ("feed_forward_length", inner)):
         if not isinstance(each, list) or len(each) != value("block_count") or not max(each):
@@ -183,7 +183,7 @@ def _falcon_h1(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, 
     value = _Keys(metadata, "falcon-h1")
     return (
         value.common(tensors, "falcon_h1", "FalconH1ForCausalLM")
-        | mamba_sizes(metadata, "falcon-h1")
+        | mamba_config(metadata, "falcon-h1")
         | {
             "num_key_value_heads": value("attention.head_count_kv"),
             "head_dim": value("attention.key_length"),

@@ -22,7 +22,7 @@ from engine.kernels.gemm.product import multiplies
 from engine.model.decoder import LeanDecoder
 from engine.model.loading import load_config, skeleton, weights_of
 from engine.model.target import Target
-from engine.weights.gguf.describe import describe
+from engine.weights.gguf.describe_process import describe
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import GgufSource, open_gguf
 from engine.weights.gguf.weights import GgufWeights

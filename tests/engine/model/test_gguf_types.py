@@ -23,7 +23,7 @@ from engine.kernels.quant.layouts import STEP, bits_in_memory, layout_of
 from engine.kernels.quant.stored import StoredMatrix
 from engine.model.decoder import LeanDecoder
 from engine.model.target import Target
-from engine.weights.gguf.describe import describe
+from engine.weights.gguf.describe_process import describe
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import GgufSource
 from tests.engine.kernels.quant.random_blocks import CODED, expected_values, random_blocks, read_apart

@@ -16,7 +16,7 @@ from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
 from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.model.target import Target
-from engine.weights.gguf.describe import describe
+from engine.weights.gguf.describe_process import describe
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import GgufSource
 from tests.engine.tiny_engine import PROMPTS, tiny_engine

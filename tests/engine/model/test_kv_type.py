@@ -21,7 +21,7 @@ from engine.core.tree import TokenTree
 from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.model.target import Target
 from engine.model.trial import forward_choice
-from engine.weights.gguf.describe import describe
+from engine.weights.gguf.describe_process import describe
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import GgufSource
 from tests.engine.tiny_engine import PROMPTS, tiny_engine
