@@ -76,7 +76,7 @@ def norms_of(decoder: DecoderLayer) -> tuple[Tensor | None, float]:
 
 
 class CudaStack:
-    """The same as `drafters.heads.stack.Stack`; see there."""
+    """Computes on a GPU what `drafters.heads.stack.Stack` computes on a CPU; the parameters are described there."""
 
     def __init__(self, spec: StackSpec):
         self.spec, self.dtype = spec, spec.dtype

@@ -41,7 +41,9 @@ class KnownDraft(NamedTuple):
 
 
 class Unlearned(NamedTuple):
-    """A verdict to learn from. seen: what the head predicts along its tokens."""
+    """A verdict that the merge has not learned from yet. `retrieved` is retrieval's tree for the round; `seen` holds
+    the head's predictions along `tokens`.
+    """
 
     retrieved: TokenTree
     seen: list[Following]

@@ -46,7 +46,7 @@ def call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> None:
 
 
 def opaque(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """The same address or vector, of which LLVM knows nothing.
+    """Return the same address or vector, hiding from LLVM how it was computed.
 
     Otherwise LLVM counts each of many addresses near it in a register of its own, keeps most of these on the stack, and
     adds to them all in each turn of a loop; and it makes one dear instruction of two that are cheaper.

@@ -162,7 +162,9 @@ class LeanDecoder:
         return self.head(program.buffers["x"].index_select(0, torch.from_numpy(batch.chosen)))
 
     def _run_walked(self, batch: Batch, out: Tensor, states: StatePool) -> Tensor:
-        """The same where layers have a state. Raises StateLost if it is interrupted; until it runs nothing is lost."""
+        """Run the layers one by one, for models whose layers have a state. Raises StateLost if it is interrupted;
+        nothing is lost before it runs.
+        """
         assert self._walk is not None
         requests = [segment.cache.state for segment in batch.segments]
         rows = [state.rows(segment) for state, segment in zip(requests, batch.segments, strict=True)]

@@ -52,7 +52,7 @@ class Parameters(Protocol):
 
 
 class InMemory:
-    """Those of a model that is in memory."""
+    """Parameters of a model in memory."""
 
     def __init__(self, model: torch.nn.Module):
         self.model = model
@@ -284,19 +284,21 @@ def _norm_of_ones(width: int, epsilon: float) -> Norm:
 
 
 def norm_from(norm: NormStructure, parameters: Parameters) -> Norm:
-    """That norm, with its parameters."""
+    """Return the norm with the parameters its structure names."""
     bias = parameters.vector(norm.bias).detach().float().contiguous() if norm.bias else None
     return made_norm(norm, parameters.vector(norm.weight), bias)
 
 
 def made_norm(norm: NormStructure, weight: Tensor, bias: Tensor | None = None) -> Norm:
-    """That norm, with its weight and bias."""
+    """Return the norm that `norm` describes, with this weight and bias."""
     factors = weight.detach().float() + (1 if norm.adds_one else 0)
     return Norm(factors.contiguous(), norm.epsilon, norm.centred, bias)
 
 
 def joined(linear: LinearStructure, parameters: Parameters, activations: Activations, gated: bool = False) -> Product:
-    """One product that replaces several over the same input. activations: how it takes its rows, if it is in blocks."""
+    """Return one product that replaces several over the same input. activations: the type to which it rounds its rows,
+    if it is in blocks.
+    """
     found = {name: parameters.matrix(name) for name in dict.fromkeys(linear.weights)}
     weights = [_picked(found[name], order) for name, order in zip(linear.weights, linear.orders, strict=True)]
     bias = _bias(linear, parameters, [found[name].shape[0] for name in linear.weights])
@@ -307,7 +309,7 @@ def joined(linear: LinearStructure, parameters: Parameters, activations: Activat
 
 
 def _bias(linear: LinearStructure, parameters: Parameters, outputs: Sequence[int]) -> Tensor | None:
-    """That of all parts; zeros for a part without one. None if no part has one."""
+    """Return the joined bias; parts without one get zeros. None if no part has one."""
     if not any(linear.biases):
         return None
     held = [parameters.vector(name) if name else None for name in linear.biases]
@@ -319,7 +321,7 @@ def _bias(linear: LinearStructure, parameters: Parameters, outputs: Sequence[int
 
 
 def _picked(part: Any, order: Picked | None) -> Any:
-    """A tensor or a matrix of a file, with those of its outputs that are picked."""
+    """Return the picked outputs of a tensor or of a file's matrix."""
     if order is None:
         return part
     whole = torch.arange(part.shape[0]).unflatten(0, (-1, order.run))[:, list(order.outputs)].flatten()

@@ -39,7 +39,7 @@ _GROWTH = 1.05  # of the matrices; bytes of keys and values are a share of what 
 _BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "IQ4_XS": 4.3, "Q3_K_M": 4.1, "Q2_K": 3.1}
 """The bits of a weight in memory, by the names under which files are published, the largest first."""
 _QUANTISED_BITS = {name: 8 * row_bytes(name.upper(), STEP) / STEP for name in get_args(Weights) if name != AUTO}
-"""The same for weights that are quantised as they are loaded."""
+"""Bits of a weight in memory when quantised at load."""
 
 
 def free_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -121,8 +121,8 @@ def check_memory(stored: GgufFile | QuantisedCheckpoint, field: str, free_bytes:
 
 
 def check_stock_memory(stored: GgufFile, field: str, why: str, free_bytes: int) -> None:
-    """The same for a file that transformers' own forward runs, since the lean decoder does not (`why`): every weight is
-    a bfloat16 number there.
+    """Raise if a file does not fit in memory where transformers' own forward runs it, because the lean decoder does not
+    (`why`): every weight is a bfloat16 number there.
     """
     needed = 2 * stored.elements + _BESIDE
     if needed > free_bytes:

@@ -134,7 +134,7 @@ class Policy(ABC):
 
 
 class Static(Policy):
-    """The same tree every time, given by child ranks along each path (EAGLE-1, Medusa, Token Recycling)."""
+    """Grows the same tree every time, given by child ranks along each path (EAGLE-1, Medusa, Token Recycling)."""
 
     def __init__(self, paths: Sequence[Sequence[int]] = EAGLE_25):
         self.paths = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))

@@ -94,8 +94,8 @@ def next_codes(work: Any, keys_or_values: int, table: int, block: int, last: int
 
 @njit
 def _scaled(work: Any, block: int, group: int, lane: int, many: int, count: int, weights: int, room: int) -> Any:
-    """Return the address of the first query's weights of `many` values times their scales in a group; a row for each
-    query.
+    """Multiply the attention weights of `many` values by the values' scales in one group, store them in `room`, one row
+    per query, and return the first product's address.
     """
     scales = value_scales_at(block, work.dims, group)
     for vector in range(count):

@@ -155,7 +155,9 @@ def attending(score: Any, weigh: Any, weigh_own: Any) -> Any:
 
 @njit
 def _tile_of(work: Any, number: int, head: int, scratch: int) -> Any:
-    """Return a tile with one KV head. Its tail begins after the blocks that all rows with ancestors see whole."""
+    """Return tile `number` for one KV head. The tail begins at the first block that some row with ancestors does not
+    see whole.
+    """
     first, end = int_at(work.tiles + 4 * number), int_at(work.tiles + 4 * number + 4)
     low, tail, high = 1 << 40, 1 << 40, 0
     for row in range(first, end):

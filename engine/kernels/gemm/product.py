@@ -49,9 +49,8 @@ class Product:
     ):
         self.bias = bias
         self.matmul: Matmul | None = None
-        if not isinstance(weight, Tensor):
-            if activations == "int8":
-                self.matmul = int8_matmul(weight, bias, gated)
+        if not isinstance(weight, Tensor) and activations == "int8":
+            self.matmul = int8_matmul(weight, bias, gated)
         self.packed: Tensor | None = None
         self._weight: Tensor | None = None
         self.rows: RowRange | None = ANY_ROWS

@@ -274,8 +274,8 @@ def _attend_rows(
     SINKS: tl.constexpr,
     WIDENED: tl.constexpr,
 ):
-    """Join the chunks of one row and one KV head in order, each with the row's own tiles added first. A row that sees
-    nothing, which only pads a forward, becomes zeros.
+    """Join the chunks of one row and one KV head in order. The tiles with the row's ancestors are added to their chunk
+    first. A padding row sees nothing and becomes zeros.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

@@ -216,7 +216,7 @@ class ForwardChoice:
         return f"products in {name_of(self.model.dtype)} depend on the {what} on this machine"
 
     def _try_cuda(self, trial: ModelProbe) -> Chosen | str:
-        """The same on CUDA."""
+        """Try the CUDA forward; return it, or why it does not fit."""
         try:
             from engine.model.cuda.cuda_forward import CudaForward
         except ImportError:

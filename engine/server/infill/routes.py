@@ -19,9 +19,7 @@ _LEAST_ANSWER = 256  # tokens that other files leave to an answer without a limi
 
 
 def add_infill(app: FastAPI, serving: Serving, stream: OpenApiResponses, refusals: OpenApiResponses) -> None:
-    """Add the route to the application. stream: a streamed answer, as it is documented; refusals: their documented
-    errors.
-    """
+    """Register llama.cpp's infill route. `stream` and `refusals` are OpenAPI response tables."""
 
     @app.post("/infill", responses=stream | refusals)
     async def infill(body: InfillRequest, request: Request) -> Response:

@@ -19,8 +19,8 @@ from engine.server.translate import ChoiceRequest, chat_prompt, chat_request, ch
 
 
 def add_messages(app: FastAPI, serving: Serving, stream: OpenApiResponses, refusals: OpenApiResponses) -> None:
-    """Add the routes to the application. stream: a streamed answer, as it is documented; refusals: their documented
-    errors, which have a form of their own here.
+    """Register Anthropic's routes. `stream` and `refusals` are OpenAPI response tables; the error bodies are replaced
+    by Anthropic's.
     """
     refusals = {status: one | {"model": AnthropicError} for status, one in refusals.items()}
 

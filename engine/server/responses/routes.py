@@ -25,9 +25,7 @@ from engine.server.translate import ChoiceRequest, chat_request
 
 
 def add_responses(app: FastAPI, serving: Serving, stream: OpenApiResponses, refusals: OpenApiResponses) -> None:
-    """Add the routes to the application. stream: a streamed answer, as it is documented; refusals: their documented
-    errors.
-    """
+    """Register OpenAI's routes of responses. `stream` and `refusals` are OpenAPI response tables."""
     store = ResponseStore()
 
     @app.post("/v1/responses", responses=stream | refusals)

@@ -141,7 +141,7 @@ def _nemotron_h(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str,
 
 
 def _nemotron_h_moe(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
-    """The same with experts in the place of MLPs."""
+    """Return the configuration of Nemotron-H with experts in the place of MLPs."""
     value = _Keys(metadata, "nemotron_h_moe")
     if value("nextn_predict_layers"):
         raise ModelError("nemotron_h_moe.nextn_predict_layers: a draft head of this family is not read")

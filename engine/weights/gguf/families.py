@@ -88,8 +88,8 @@ def is_filled(file: GgufFile) -> bool:
 
 
 def located(file: GgufFile, model: Any) -> tuple[dict[str, Place], dict[str, Tensor]]:
-    """Return where the matrices of a stock model on the meta device are, and the values of its other parameters, by
-    name.
+    """Return, by parameter name, where the file stores each matrix and the values of all other parameters. `model` is
+    on the meta device.
 
     Raises Unreadable if the file holds them in a way that is not read, and ModelError for values that are not numbers.
     """
