@@ -164,7 +164,7 @@ class HybridDrafter(Drafter):
         ]
 
     def _has_read(self, request: int) -> bool:
-        """Whether the head can say what may follow the text, without reading much of it first."""
+        """Return whether the head can say what may follow the text without first reading much of it."""
         return request not in self._resting and (not self.memories or self.head.count_unread(request) <= LONG_READING)
 
     def observe(self, request: int, verdict: Verdict) -> None:

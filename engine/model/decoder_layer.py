@@ -43,8 +43,8 @@ class Parameters(Protocol):
 
     def matrix(self, name: str) -> Tensor | StoredMatrix: ...
     def experts(self, name: str, parts: int = 0) -> Sequence[Tensor | Sequence[StoredMatrix]]:
-        """For each expert, its matrix [outputs, inputs] or the parts of it. parts: of the parameter, if it has inputs
-        before outputs, and those of so many matrices in turn.
+        """Return each expert's matrix [outputs, inputs], or the parts of it. parts: 0, or how many matrices the
+        parameter holds in turn, with inputs before outputs.
         """
         ...
 
@@ -71,7 +71,7 @@ class InMemory:
 
 
 def apart(outputs: Tensor, parts: int) -> Tensor:
-    """The outputs of several matrices, which lie in turn, one matrix after the other."""
+    """Separate the outputs of several matrices, which lie in turn, and join each matrix's outputs."""
     return outputs.unflatten(0, (-1, parts)).transpose(0, 1).flatten(0, 1).contiguous()
 
 
@@ -105,7 +105,7 @@ class Layer:
         )
 
     def _mixer(self, mixer: Mixer) -> tuple[AttentionWeights | StateLayer, list[Product]]:
-        """What mixes rows, and the matrices that a row is multiplied with."""
+        """Return the weights that mix rows, and the matrices that a row is multiplied with."""
         if isinstance(mixer, MambaStructure):
             return self._mamba(mixer)
         if isinstance(mixer, GatedDeltaStructure):
@@ -182,12 +182,12 @@ class Layer:
         return mamba, [inputs, out]
 
     def _decay(self, mixer: GatedDeltaStructure | MambaStructure) -> Tensor:
-        """What multiplies a step of each head in the exponent of the share that is kept."""
+        """Return the factor of each head's step in the exponent of the share of the state that is kept."""
         decay = self._numbers(mixer.decay)
         return -decay.exp() if mixer.decay_is_log else decay
 
     def _numbers(self, name: str) -> Tensor:
-        """A vector as kernels read it."""
+        """Return a vector as kernels read it: contiguous float32."""
         return self._parameters.vector(name).detach().float().contiguous()
 
     def _joined(self, linear: LinearStructure) -> Product:
@@ -200,7 +200,7 @@ class Layer:
         return self._mlp(mlp) if isinstance(mlp, MlpStructure) else self._experts(mlp)
 
     def _mlp(self, mlp: MlpStructure) -> tuple[GatedMlp, list[Product]]:
-        """The MLP, and the matrices that a row is multiplied with."""
+        """Return the MLP, and the matrices that a row is multiplied with."""
         silu = mlp.activation is Activation.SILU and not mlp.plain and mlp.gate_scale == 1  # products apply that
         gate_up, down = joined(mlp.gate_up, self._parameters, self._activations, gated=silu), self._joined(mlp.down)
         amounts = [float(softplus(self._parameters.vector(name).detach().float())) for name in mlp.amounts]
@@ -213,7 +213,7 @@ class Layer:
         return LayerInput(gate, out, out.inputs, norm, added.activation), [gate, out]
 
     def _experts(self, mlp: ExpertsStructure) -> tuple[ExpertMlp, list[Product]]:
-        """The experts, and the matrices that a row is multiplied with."""
+        """Return the experts, and the matrices that a row is multiplied with."""
         parameters, take, parts = self._parameters, self._activations, 1 if mlp.plain else 2
         gated = mlp.activation is Activation.SILU and not mlp.plain
         gate_up, down = (
@@ -252,14 +252,14 @@ class Layer:
         return mixed, [router, *gate_up[: mlp.top_k], *down[: mlp.top_k], *of_shared]
 
     def _biases(self, name: str, parts: int, mlp: ExpertsStructure) -> Sequence[Tensor | None]:
-        """The bias of each expert. parts: as for `Parameters.experts`."""
+        """Return the bias of each expert. parts: as for `Parameters.experts`."""
         if not name:
             return [None] * mlp.count
         return [apart(bias, parts) if mlp.in_turn else bias for bias in self._parameters.vector(name).detach()]
 
 
 def state_shape(structure: DecoderStructure, dtype: torch.dtype) -> StateShape | None:
-    """What the layers with a state keep of a request; None if all layers have keys and values. dtype: of rows."""
+    """Return what layers with a state keep of a request; None if all layers have keys and values. dtype: of rows."""
     sizes = []
     for mixer in (mixer for layer in structure.layers for mixer in (layer.mixer, layer.beside)):
         if isinstance(mixer, GatedDeltaStructure):
@@ -274,7 +274,7 @@ def state_shape(structure: DecoderStructure, dtype: torch.dtype) -> StateShape |
 
 
 def norm_of(norm: Any) -> Norm:
-    """An RMSNorm of a stock model. Raises OtherStructure if it is none."""
+    """Return an RMSNorm of a stock model. Raises OtherStructure if it is none."""
     return made_norm(rms_structure(norm, ""), norm.weight)
 
 

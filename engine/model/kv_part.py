@@ -36,12 +36,12 @@ class KVPart:
         self._finite = FiniteBlocks(shape, blocks, *self.addresses(0)) if device.type == "cpu" else None
 
     def addresses(self, layer: int) -> tuple[int, int]:
-        """The addresses of the layer's keys and values."""
+        """Return the addresses of the layer's keys and values."""
         keys, values = (part.data_ptr() + layer * part.stride(0) * part.itemsize for part in (self.keys, self.values))
         return keys, values
 
     def finite(self, blocks: Sequence[int]) -> list[bool]:
-        """Whether each block's keys and values are all finite."""
+        """Return whether each block's keys and values are all finite."""
         return finite_by_index(self.keys, self.values, blocks) if self._finite is None else self._finite(blocks)
 
     def move(self, sources: Int, places: Int) -> None:
@@ -61,7 +61,7 @@ class KVPart:
 
 @torch.inference_mode()  # the mode in which a target makes its pool
 def move_by_index(keys: Tensor, values: Tensor, sources: Int, places: Int) -> None:
-    """What `KVPart.move` does, on any device."""
+    """Move keys and values as `KVPart.move` does, on any device."""
     indexes = np.stack([*np.divmod(sources, BLOCK_SIZE), *np.divmod(places, BLOCK_SIZE)]).astype(np.int64)
     ((old, old_lane, new, new_lane),) = uploaded([torch.from_numpy(indexes)], keys.device)
     keys[:, new, :, :, new_lane] = keys[:, old, :, :, old_lane]
@@ -70,7 +70,7 @@ def move_by_index(keys: Tensor, values: Tensor, sources: Int, places: Int) -> No
 
 @torch.inference_mode()
 def finite_by_index(keys: Tensor, values: Tensor, blocks: Sequence[int]) -> list[bool]:
-    """What `KVPart.finite` returns, on any device: one wait for all blocks."""
+    """Return what `KVPart.finite` returns, on any device, with one wait for all blocks."""
     both = [part[:, list(blocks)].isfinite().movedim(1, 0).flatten(1).all(1) for part in (keys, values)]
     found: list[bool] = (both[0] & both[1]).tolist()
     return found

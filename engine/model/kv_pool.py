@@ -112,7 +112,9 @@ class KVPool:
         return len(self._free) + len(self._idle)
 
     def has_state_beside(self, states: Sequence[RequestState | None]) -> bool:
-        """Whether one more request gets the slots that it needs, if any, beside those of other requests' states."""
+        """Return whether one more request gets the slots that it needs, if any, beside those of other requests'
+        states.
+        """
         if self.layer_states is None:
             return True
         promised = sum(state.missing for state in states if state is not None)
@@ -139,8 +141,8 @@ class KVPool:
                 self._free.append(block)
 
     def find(self, block_key: BlockKey, with_hidden_states: bool = False) -> tuple[int, int] | None:
-        """The block that ends this text, with one more reference, and the text's number. with_hidden_states: only if
-        its hidden states are there too.
+        """Return the block that ends this text, with one more reference, and the text's number; None if it is not
+        cached. with_hidden_states: only if the block's hidden states are cached too.
         """
         known = self._known.get(block_key)
         if known is None or (with_hidden_states and known[0] not in self._hidden_states):
@@ -151,12 +153,14 @@ class KVPool:
         return known
 
     def number(self, block_key: BlockKey, with_hidden_states: bool = False) -> int:
-        """The number of this text, 0 if no block ends it. with_hidden_states: or if its hidden states are not there."""
+        """Return the number of this text, 0 if no block ends it. with_hidden_states: 0 also if its hidden states are
+        not cached.
+        """
         known = self._known.get(block_key)
         return 0 if known is None or (with_hidden_states and known[0] not in self._hidden_states) else known[1]
 
     def restore(self, block_key: BlockKey, key: bytes, with_hidden_states: bool = False) -> tuple[int, int] | None:
-        """What `find` returns, from the cache folder. key: of the text there."""
+        """Read a block from the cache folder and return what `find` returns. key: of the text in the folder."""
         assert self.saved is not None
         states = self.saved.read_hidden_states(key, self._hidden_state_layers) if with_hidden_states else None
         if with_hidden_states and states is None:
@@ -197,7 +201,7 @@ class KVPool:
             self.saved.save_hidden_states(key, layers, states)
 
     def finite(self, blocks: Sequence[int]) -> list[bool]:
-        """Whether each block's keys and values are all finite: others must not be cached."""
+        """Return whether each block's keys and values are all finite: others must not be cached."""
         if not blocks:
             return []
         return [all(of_parts) for of_parts in zip(*(part.finite(blocks) for part in self.parts), strict=True)]
@@ -223,7 +227,7 @@ class KVPool:
             self._hidden_states[block] = states
 
     def hidden_states(self, block: int) -> States:
-        """The hidden states of a block that was found with them."""
+        """Return the hidden states of a block that was found with them."""
         self._hidden_states.move_to_end(block)
         return self._hidden_states[block]
 

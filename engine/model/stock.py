@@ -47,7 +47,7 @@ _under_way: ContextVar[Attends | None] = ContextVar("under_way", default=None)
 
 @contextmanager
 def attending(forward: Attends) -> Iterator[None]:
-    """In this context, attention layers call that forward. Some families do not pass options on to their layers."""
+    """Let attention layers call `forward` within this context. Some families do not pass options on to their layers."""
     token = _under_way.set(forward)
     try:
         yield

@@ -61,7 +61,7 @@ class FrontEndLink:
     # What arrives.
 
     def received(self) -> Iterator[Request | Cancel | Stop]:
-        """New requests, and control messages. An invalid request is refused at once."""
+        """Yield new requests and control messages. An invalid request is refused at once."""
         for message, arrays in self.dealer.received():
             if not isinstance(message, Submit):
                 if isinstance(message, Cancel):

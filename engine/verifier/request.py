@@ -83,7 +83,7 @@ class Request:
         return self.outcome in self.drafts
 
     def join_drafter(self) -> None:
-        """A new drafter knows nothing of the drafts of the one before it, and drafts from the text so far."""
+        """Forget the drafts of an earlier drafter: the new one drafts from the text so far."""
         self.drafts, self.root_only, self.waiting_since_ns = {}, False, time.perf_counter_ns()
         self.choice = DraftChoice(len(self.text))
         self.outcome = DraftKey(self.next_round, 0, 0, self.text[-1])

@@ -25,7 +25,7 @@ _POSITIONS = 8192  # for which memory is told
 
 
 def lines_of(model: str) -> Iterator[str]:
-    """What `talon models check` prints. Raises ModelError if the model cannot be read."""
+    """Return what `talon models check` prints. Raises ModelError if the model cannot be read."""
     folder = Path(resolve(model))
     config, stored = load_config(str(folder)), open_stored(folder)
     stock = skeleton(str(folder), config)
@@ -67,7 +67,7 @@ def _described(
 
 
 def _layers(stock: torch.nn.Module) -> list[str]:
-    """The names of its layers."""
+    """Return the names of its layers."""
     return [name for name, _ in stock.named_modules() if name.rpartition(".")[0].endswith("layers")]
 
 

@@ -83,7 +83,7 @@ def teach_transformers() -> None:
 
 
 def is_filled(file: GgufFile) -> bool:
-    """Whether a stock model gets the file's weights from `located`, and not from transformers' own reader."""
+    """Return whether a stock model gets the file's weights from `located`, and not from transformers' own reader."""
     return file.architecture in (*HYBRIDS, *CONFIGURATIONS)
 
 
