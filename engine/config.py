@@ -15,9 +15,9 @@ from engine.install_paths import ROOT
 
 AUTO = "auto"
 Activations = Literal["bfloat16", "int8"]
-"""How products take their rows."""
+"""The type to which activations are rounded before a matrix multiplication."""
 ActivationsOption = Literal["auto", "bfloat16", "int8"]
-"""The same, or what a trial at the first load finds best for the model and the processor."""
+"""One of these types, or the one that a trial at the first load finds best for the model and the processor."""
 KVType = Literal["auto", "q8_0"]
 """How keys and values are kept: in the model's own type, or in 8 bits."""
 Weights = Literal["auto", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
