@@ -38,7 +38,7 @@ def followers(store: ngrams.Store, context: list[int]) -> Counter[int]:
 
 
 def counted(tokens: list[int]) -> dict[tuple[int, ...], Counter[int]]:
-    """The same by brute force: -1 separates texts."""
+    """Count the n-grams by brute force: -1 separates texts."""
     counts: dict[tuple[int, ...], Counter[int]] = {}
     for at, token in enumerate(tokens):
         for order in range(ngrams.ORDERS):
@@ -225,7 +225,7 @@ def test_without_temperature_noise_plays_no_part() -> None:
 
 
 def test_with_the_noise_known_more_is_accepted_and_no_more_is_promised_than_that() -> None:
-    """Of a target that draws every token from the same four, whatever came before."""
+    """The target draws every token from the same four, whatever came before."""
     probs, accepted, promised = [0.4, 0.3, 0.2, 0.1], {True: 0, False: 0}, {True: 0.0, False: 0.0}
     for noise in (True, False):
         index = SessionIndex()
@@ -251,7 +251,7 @@ def test_the_more_frequent_follower_is_the_more_confident() -> None:
 
 
 def test_confidence_comes_to_mean_what_it_says() -> None:
-    """Of a text in which 1 is followed by 2 four times out of five, at random."""
+    """In the text 1 is followed by 2 four times out of five, at random."""
     rng = np.random.default_rng(0)
     index = SessionIndex()
     index.start(1, [1])

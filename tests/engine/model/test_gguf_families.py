@@ -125,7 +125,7 @@ def test_drafted_text_is_plain_text(target_of: Callable[[str], Target], family: 
 def test_experts_have_one_set_of_bits_in_batches_of_many_rows(
     described: Callable[..., str], family: str, kind: Kind
 ) -> None:
-    """So many rows that threads share what they compute of an expert's rows."""
+    """There are enough rows for threads to share what they compute of an expert's rows."""
     target = Target.load(described(family, kind), kv_memory=1 << 22)
     assert isinstance(target.forward, LeanDecoder) and target.exact
     rng = random.Random(3)

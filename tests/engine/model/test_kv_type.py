@@ -37,7 +37,7 @@ def loaded(model: str, dtype: str = "bfloat16", kv_type: Any = "q8_0") -> Target
 
 
 def logits_of(target: Target, cuts: tuple[int, ...] = ()) -> Tensor:
-    """Of all positions of the text, read in chunks that end at the cuts."""
+    """Return the logits of all positions of the text, read in chunks that end at the cuts."""
     cache, parts = target.new_cache(len(TEXT)), []
     for start, end in zip((0, *cuts), (*cuts, len(TEXT)), strict=True):
         logits, _ = target.run([Segment.of_text(TEXT[start:end], cache, wanted="all")])

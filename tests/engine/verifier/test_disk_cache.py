@@ -15,7 +15,7 @@ from engine.verifier.disk_cache import _identity, disk_cache
 
 
 def identity(model: str, folder: Path, dtype: str = "float32") -> bytes | None:
-    """Of the bits of this model; None if nothing is kept."""
+    """Return the identity under which this model's bits are kept; None if nothing is kept."""
     target = Target.load(model, dtype, "cpu", 1 << 20)
     config = Config.model_validate({"model": model, "verifier": {"cache": str(folder)}})
     with disk_cache(config, target):
@@ -25,7 +25,7 @@ def identity(model: str, folder: Path, dtype: str = "float32") -> bytes | None:
 
 @pytest.fixture
 def copy(tiny: str, tmp_path: Path) -> Path:
-    """The same model at another place, with the same times."""
+    """Return a copy of the model at another place, with the same times."""
     shutil.copytree(tiny, tmp_path / "copy")
     return tmp_path / "copy"
 

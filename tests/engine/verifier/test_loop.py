@@ -149,7 +149,7 @@ class Stage:
         return self.target.forwards[-1]
 
     def verdicts(self) -> list[tuple[RoundVerdict, list[Any]]]:
-        """Those told since the last look."""
+        """Return the verdicts sent since the last look."""
         told = [(parts[1], parts[2]) for parts in self.drafts.sent if isinstance(parts[1], RoundVerdict)]
         self.drafts.sent.clear()
         return told

@@ -155,7 +155,7 @@ def test_a_norm_over_all_heads_changes_its_columns_alone(dtype: torch.dtype) -> 
 
 @types
 def test_rows_of_zeros_are_left_as_they_are_where_a_layer_has_no_norm(dtype: torch.dtype) -> None:
-    """Such as the embedding of a padding token, in a model that normalises only what attention adds."""
+    """The embedding of a padding token is such a row, in a model that normalises only what attention adds."""
     torch.manual_seed(0)
     residual = torch.randn(ROWS, HIDDEN)
     residual[3] = 0

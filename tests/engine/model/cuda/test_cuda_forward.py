@@ -298,7 +298,7 @@ def test_rows_are_padded_to_the_least_size_that_holds_them_and_more_run_in_slice
 
 
 def test_all_forwards_of_a_model_are_recorded_over_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of prompts too; what a forward leaves there is copied before the next one runs."""
+    """Forwards of prompts too; what a forward leaves there is copied before the next one runs."""
     memories = []
 
     def captured(work: Work, inputs: Sequence[Tensor], device: torch.device, memory: object) -> tuple[object, ...]:

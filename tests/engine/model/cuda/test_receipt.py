@@ -44,7 +44,7 @@ def receipt_of(
     trees: list[TokenTree], samplers: list[Sampler], logits: Tensor, states: Tensor | None = None, pool: Any = None,
     caches: list[KVCache] | None = None,
 ) -> Receipt:  # fmt: skip
-    """Of trees whose rows come one after the other."""
+    """Return the receipt of trees whose rows come one after the other."""
     first, drawn = FIRST, []
     for i, (tree, sampler) in enumerate(zip(trees, samplers, strict=True)):
         drawn.append(DrawnTree(tree, sampler, first, None if caches is None else caches[i]))
