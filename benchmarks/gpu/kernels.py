@@ -160,7 +160,7 @@ def _spine_with_siblings(length: int) -> tuple[TokenTree, list[int]]:
 
 
 def _chain(count: int, device: torch.device) -> Record:
-    """Measure the microseconds of each of so many small kernels in a graph, as they are and as each begins while the
+    """Measure the microseconds of each of `count` small kernels in a graph, as they are and as each begins while the
     last ends.
     """
     found: Record = {}

@@ -87,7 +87,9 @@ class Experience:
         self.spare = 0.0
 
     def observe(self, gained: float, seconds: float, reading: int = 0) -> None:
-        """Learn that a draft took `seconds`, the reading of so many positions included."""
+        """Learn that a draft gained `gained` tokens and took `seconds`, including the reading of `reading`
+        positions.
+        """
         self.gained.observe(gained)
         if reading:
             self.read_s += (max(0.0, seconds - self.draft_s) / reading - self.read_s) / MEMORY
@@ -126,7 +128,7 @@ class ConservativeBandit:
         return self._on_trial
 
     def observe(self, shared: Experience, gained: float, net: float) -> None:
-        """Learn that a draft has gained so much. net: less its cost, in tokens of plain decoding."""
+        """Learn that a draft gained `gained` tokens. net: these less its cost, in tokens of plain decoding."""
         self._gained.observe(gained)
         self._balance += net
         if self._on_trial:

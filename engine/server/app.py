@@ -193,7 +193,7 @@ def _handle_errors(app: FastAPI, serving: Serving) -> None:
 
 
 def _http_error(error: HTTPException, app: FastAPI) -> ApiError:
-    """Translate errors met while a body is read, and those of FastAPI itself: no such path, another method."""
+    """Translate errors met while a body is read, and FastAPI's own: no such path, another method."""
     if isinstance(error.detail, ApiError):
         return error.detail
     if error.status_code == 404 and error.detail == "Not Found":

@@ -153,7 +153,9 @@ class FrontEndLink:
             self.dealer.send(Emitted(tokens=tuple(_tokens(one, forward_ns, busy_ns, now_ns) for one in results)))
 
     def send_progress(self, reading: Sequence[tuple[Request, int]], costs: CostModel, most: int, now_ns: int) -> None:
-        """Send how far prompts are whose next chunk, of so many tokens, is not their last. most: rows of a chunk."""
+        """Send how far each prompt is whose next chunk is not its last. reading: requests, and the tokens of their next
+        chunks. most: maximum rows of a chunk.
+        """
         prompts = []
         for request, count in reading:
             past, left = request.cache.length, request.read_to - request.cache.length

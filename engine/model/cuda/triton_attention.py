@@ -84,7 +84,7 @@ class Work(NamedTuple):
 
 def grouped(table_of: Int, most: int) -> Int:
     """Return [rows + 1] where each group begins: at most `most` consecutive rows of one request. Groups past the last
-    are empty, so that there are as many for every batch of so many rows.
+    are empty, so that every batch of as many rows has an array of the same length.
     """
     rows = np.arange(len(table_of))
     begins = np.flatnonzero(np.diff(table_of, prepend=-1))

@@ -43,7 +43,7 @@ def add_infill(app: FastAPI, serving: Serving, stream: OpenApiResponses, refusal
 
 
 def _prompt(body: InfillRequest, fill_in: FillIn, context: int) -> list[int]:
-    """Return the tokens of the prompt, and before it those of the other files that fit."""
+    """Return the tokens of the prompt, after as many tokens of the other files as fit."""
     prompt = fill_in.prompt(body.input_prefix + body.prompt, body.input_suffix)
     answer = _LEAST_ANSWER if body.n_predict == -1 else max(1, body.n_predict)
     files = [(one.filename, one.text) for one in body.input_extra]
