@@ -1,4 +1,5 @@
 # make demo: get a real model (93 MB, once) and answer a question with it. make test: everything CI checks.
+# make dist: a wheel and a source distribution in dist/.
 # make soak MINUTES=30: mixed load with cancelled requests, killed workers and damaged caches, and against a server; memory must stay flat.
 # make mutants: plants faults in the modules that decide what is exact; the tests must see them. It tries MOST=60 of each
 # module, drawn with SEED=1; MOST=1000 tries all.
@@ -27,6 +28,10 @@ model: .venv/installed
 
 demo: model
 	$(BIN)/talon generate "Give three tips for staying healthy." --max-tokens 128
+
+dist: .venv/installed
+	rm -rf dist
+	$(BIN)/hatchling build --directory dist
 
 HEADS := block eagle3 medusa hydra eagle sps
 heads: model
@@ -62,9 +67,10 @@ test-kernels: .venv/installed
 test-others: .venv/installed
 	$(PYTEST) -n 3 --ignore tests/engine/kernels
 
-# All kernels of this processor and of lesser ones: minutes of compiling, with what the tests leave of the cores.
+# All kernels of this processor, and each as on one of the lesser ones (without --spread on all of them, which takes three
+# times as long): minutes of compiling, with what the tests leave of the cores.
 check-kernels: .venv/installed
-	nice -n 19 $(BIN)/talon check --kernels
+	nice -n 19 $(BIN)/talon check --kernels --spread
 
 # make agents: try the agents that install in less than a minute, each in a folder of its own, with the 0.5 B coder.
 AGENTS := llm openai-agents pydantic-ai langgraph smolagents
@@ -87,4 +93,4 @@ mutants: .venv/installed
 clean:
 	rm -rf mutants .venv .venv-clients build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: install model demo heads evidence lint types test test-kernels test-others check-kernels agents soak mutants clean
+.PHONY: install model demo dist heads evidence lint types test test-kernels test-others check-kernels agents soak mutants clean

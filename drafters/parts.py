@@ -9,11 +9,13 @@ from pathlib import Path
 from engine.config import AUTO, Config
 from engine.core.errors import ConfigError, ModelError, shown
 from engine.core.methods import METHODS, find
-from engine.weights.draft_head import METHOD
+from engine.weights.draft_head import ASSISTANT, METHOD
 
 
 def parts(config: Config) -> tuple[str, ...]:
-    """Return the methods that the configuration's drafter is made of; ConfigError if they do not go together."""
+    """Return the methods that the configuration's drafter is made of; ConfigError if they do not go together. A head
+    that is yet to be learned is not among them.
+    """
     if not find(config.method).merges:
         return (config.method,)
     head, memories = config.drafter.head, config.drafter.memories
@@ -24,6 +26,8 @@ def parts(config: Config) -> tuple[str, ...]:
         find(name, f"drafter.{key}")
         if name not in fitting:
             raise ConfigError(f"drafter.{key}={shown(name)}: cannot stand there; these can: {', '.join(fitting)}")
+    if config.drafter.learned is not None and config.drafter.weights(head) is None:
+        return memories
     return (head, *memories)
 
 
@@ -35,6 +39,11 @@ def weights_path(config: Config) -> str:
         return config.model
     if config.method == "sps":
         raise ConfigError("drafter.path: method sps needs the directory or hub id of a small model")
+    if config.method == ASSISTANT:
+        raise ConfigError(
+            "drafter.path: method assistant needs the model's assistant: name its GGUF file or its directory, or put "
+            "it beside the model's"
+        )
     raise ConfigError(
         f'drafter.path: method {config.method} needs a head: give its directory, or "talon train {config.method}"'
     )
@@ -50,6 +59,17 @@ def naming_tuned(config: Config) -> Iterator[None]:
         if tuned is None or path is None or not Path(path).is_relative_to(tuned):
             raise
         raise type(error)(str(error).replace(f"drafter.path={path}", f"drafter.tuned={path}")) from error
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Let errors of a datastore name the key that it was found by."""
+    from retrieval_index.datastore import DatastoreError
+
+    try:
+        yield
+    except DatastoreError as error:
+        raise ConfigError(f"{key}={error}") from None
 
 
 def datastore_path(config: Config) -> str:

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from drafters.parts import datastore_path, naming_tuned, parts, weights_path
+from drafters.parts import datastore_path, naming, naming_tuned, parts, weights_path
 from engine.config import Config
 from engine.core.errors import ConfigError, ModelError
 from engine.core.methods import find
+from engine.install_paths import ROOT
 from engine.weights.draft_head import METHOD
 
 
@@ -82,7 +83,7 @@ def check_weights(path: str, method: str) -> None:
     from engine.weights.hub import is_hub_id
     from engine.weights.quantised import unquantised
 
-    if method == METHOD and Path(path).is_file():
+    if Path(path).is_file():
         return  # a GGUF file is checked when it is read
     if method == "sps" and is_hub_id(path) and not Path(path).is_dir():
         return  # the draft model is fetched as the target is
@@ -90,14 +91,22 @@ def check_weights(path: str, method: str) -> None:
     read_config(folder, "drafter.path")
     in_gguf = method in ("sps", METHOD) and source_of(folder) is not None
     if not in_gguf and not any(file.suffix in (".safetensors", ".bin", ".pt") for file in folder.iterdir()):
-        raise ModelError(f"drafter.path={path}: holds no weights (.safetensors, .bin, .pt): copy the directory again")
+        raise ModelError(
+            f"drafter.path={path}: holds no weights (.safetensors, .bin, .pt): {_where_weights_are(folder)}"
+        )
+
+
+def _where_weights_are(folder: Path) -> str:
+    """Return what to do about a head's weights that are missing. Distributions leave out most that come with Talon."""
+    if not folder.is_relative_to(ROOT / "models"):
+        return "copy the directory again"
+    inside = folder.relative_to(ROOT).as_posix()
+    return f"a clone of Talon has them: --set drafter.path=CLONE/{inside}, or take --method hybrid or block"
 
 
 def check_datastore(key: str, path: str, tokenizer: Any = None) -> None:
     """Require a datastore, of the tokenizer if one is given, with no file missing or truncated."""
-    from retrieval_index.datastore import Datastore, DatastoreError
+    from retrieval_index.datastore import Datastore
 
-    try:
+    with naming(key):
         Datastore(Path(path), tokenizer)
-    except DatastoreError as error:
-        raise ConfigError(f"{key}={error}") from None

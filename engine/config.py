@@ -62,11 +62,14 @@ class DrafterConfig(_Section):
     width of the SPS tree at each level, e.g. [3, 2, 1]; empty drafts a chain. max_ngram, min_ngram: context lengths
     tried. growth: of draft heads. shared_noise: heads and `suffix` rank candidates by the noise of the target's own
     draw. head, memories: the methods that `hybrid` merges, one draft model and any number of retrieval drafters; head
-    auto: mtp if the file of the path or else the model's own brings such a head, otherwise the best that Talon has
-    trained for the model; one that was tuned comes first. vocabulary: the most tokens that mtp drafts. datastore: a
-    folder made by "talon index build". answers: a datastore of the target's own answers, which `suffix` treats like its
-    earlier answers; auto: that of a model that Talon knows; null: none. share_answers: `talon serve` drafts for every
-    client from what others were answered; clients can then tell from the speed of an answer what others were told.
+    auto: the method of the head that the file of the path or else the model's own brings, or of the assistant that lies
+    beside the model, otherwise the best that Talon has trained for the model; one that was tuned comes first.
+    vocabulary: the most tokens that mtp and assistant draft. datastore: a folder made by "talon index build". answers:
+    a datastore of the target's own answers, which `suffix` treats like its earlier answers; auto: that of a model that
+    Talon knows; null: none. share_answers: `talon serve` drafts for every client from what others were answered;
+    clients can then tell from the speed of an answer what others were told.
+    learned: a folder of block heads, each for the requests of one owner, which `talon serve --learn` sets and fills;
+    `hybrid` takes them over while it drafts.
     """
 
     budget: int = Field(60, ge=2, le=1024)
@@ -76,6 +79,7 @@ class DrafterConfig(_Section):
     datastore: str | None = None
     answers: str | None = AUTO
     share_answers: bool = False
+    learned: str | None = None
     growth: GrowthConfig = GrowthConfig()
     shared_noise: bool = True
     path: str | None = AUTO

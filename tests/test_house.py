@@ -15,6 +15,7 @@ MOST_FILES = 20  # of one folder, __init__.py aside
 
 FLOORS = (  # folders and modules from the ground up: a floor imports itself and what is below it
     "engine.install_paths",  # where Talon's own files are
+    "engine.commit",  # that it was built from
     "engine.core",
     "engine.config",
     "engine.device",  # copies to it and back, streams
@@ -44,6 +45,7 @@ FLOORS = (  # folders and modules from the ground up: a floor imports itself and
     "drafters.hybrid",
     "drafters",  # the factory
     "drafters.training",
+    "drafters.learning",  # what a server learns, in a process of its own
     "engine.compile_ahead",
     "engine.worker",  # a verifier, a drafting worker and a drafter, put together
     "engine.frontend",
@@ -80,7 +82,9 @@ LATE = {  # modules that import within functions, or folders (with a dot), and w
     "benchmarks.report.out_folder": "matplotlib is of the extra bench",
     "drafters.heads.growth.ranking": "Triton is there with a GPU only",
     "drafters.heads.new_stack": "Triton is there with a GPU only",
+    "drafters.learning.learner": "the process gives way before torch is there",
     "drafters.lookup.datastore": "numba takes half a second, which only users of an index pay",
+    "drafters.parts": "numba takes half a second, which only users of an index pay",
     "drafters.registry": "torch takes seconds, which only methods with a model pay",
     "drafters.requirements": "the front end checks paths before torch and indexes are there",
     "drafters.training.cli": "options are checked and --help is shown before torch is there",
@@ -90,6 +94,7 @@ LATE = {  # modules that import within functions, or folders (with a dot), and w
     "engine.__main__": "Ctrl-C during the first seconds, which are imports, ends in one line",
     "engine.cli.": "options are checked and --help is shown before torch is there",
     "engine.frontend.processes": "torch takes seconds, which the user's process saves where workers are processes",
+    "engine.model.cuda.usable": "Triton is there with a GPU only",
     "engine.model.loading": "transformers takes seconds, which a model known from an earlier start does not need",
     "engine.model.target": "transformers takes seconds, which a model known from an earlier start does not need",
     "engine.model.trial.forward_choice": "Triton is there with a GPU only",

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.commit import commit_of
+
 ROOT = Path(__file__).parents[1]
 pytest.importorskip("hatchling")
 
@@ -46,7 +48,10 @@ def test_a_wheel_takes_no_names_but_those_of_its_packages(installed: Path) -> No
 
 
 def test_the_command_finds_its_configurations_models_and_benchmarks_in_the_wheel(installed: Path) -> None:
-    assert run(installed, "-m", "engine", "--version").startswith("talon 0.")
+    told = run(installed, "-m", "engine", "--version")
+    (about,) = installed.glob("*.dist-info")
+    version = about.name.removeprefix("talon_decoding-").removesuffix(".dist-info")
+    assert told == f"talon {version}, built from commit {commit_of(ROOT)}\n"
     assert "--concurrency" in run(installed, "-m", "engine", "bench", "--help")
     found = run(
         installed,
@@ -56,6 +61,24 @@ def test_the_command_finds_its_configurations_models_and_benchmarks_in_the_wheel
     ).split()
     assert found[0].startswith(str(installed)) and found[1] == "True"
     assert (Path(found[2]) / "model.safetensors").is_file() and found[2].startswith(str(installed))
+
+
+def test_the_heads_that_hybrid_takes_are_in_the_wheel_and_an_error_says_where_others_are(
+    installed: Path,
+) -> None:
+    models = installed / "engine" / "data" / "models"
+    heads = {file.parent.relative_to(models).as_posix() for file in models.rglob("*.safetensors")}
+    assert heads == {"smollm2-135m/block", "qwen2.5-coder-1.5b-instruct/block"}
+    asked = (
+        "from drafters.requirements import check; from engine.config import DEMO, load;"
+        "from engine.core.errors import ModelError\n"
+        "for method in ('hybrid', 'eagle3'):\n"
+        "    try: check(load(DEMO.with_name('smollm2.yaml'), {'method': method})); print(method)\n"
+        "    except ModelError as error: print(error)"
+    )
+    fine, error = run(installed, "-c", asked).splitlines()
+    assert fine == "hybrid" and error.startswith(f"drafter.path={models}/smollm2-135m/eagle3: holds no weights")
+    assert "--set drafter.path=CLONE/models/smollm2-135m/eagle3, or" in error
 
 
 def test_the_prompts_of_a_tuning_are_in_the_wheel_with_the_notices_that_their_licences_ask_for(installed: Path) -> None:

@@ -41,7 +41,9 @@ def check(
     methods: Annotated[str, typer.Option(help="Comma-separated, as they are served; a wrong name lists them.")] = (
         "none,pld,suffix"
     ),
-    modes: Annotated[str, typer.Option(help="Comma-separated: sequential, async.")] = "sequential",
+    modes: Annotated[
+        str | None, typer.Option(help="Comma-separated: sequential, async, auto.", show_default="as configured")
+    ] = None,
     transports: Annotated[str, typer.Option(help="Comma-separated: inproc (threads), ipc (processes).")] = "inproc,ipc",
     threads: Annotated[
         str | None, typer.Option(help="Comma-separated: threads of the verifier, 1,2.", show_default="as configured")
@@ -58,7 +60,12 @@ def check(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     spread: Annotated[
-        bool, typer.Option("--spread", help="A question under one setting of each method, in turn, not under all.")
+        bool,
+        typer.Option(
+            "--spread",
+            help="A question under one setting of each method, in turn, not under all. With --kernels: a kernel as on "
+            "one lesser processor, in turn.",
+        ),
     ] = False,
     log: Annotated[
         Path | None, typer.Option(help="File for what was compared. A check that was ended goes on from there.")
@@ -86,7 +93,7 @@ def check(
     console = Console(stderr=True)
     if kernels:
         with one_line_errors():
-            _check_kernels(console)
+            _check_kernels(console, spread)
         return
     if against is not None:
         with one_line_errors():
@@ -105,7 +112,7 @@ def check(
         samplings = [SamplingParams(max_tokens=max_tokens, temperature=t, seed=seed).validate() for t in temperatures]
         grid = Grid(
             names_in(methods),
-            names_in(modes),
+            [settings.mode] if modes is None else names_in(modes),
             names_in(transports),
             counts or [settings.verifier.threads],
             temperatures,
@@ -122,18 +129,20 @@ def check(
         raise typer.Exit(1)
 
 
-def _check_kernels(told: Console) -> None:
+def _check_kernels(told: Console, spread: bool) -> None:
     from ..kernels.every import check_kernels, counted, kernel_table
-    from ..kernels.processors import PROCESSORS, check_as
+    from ..kernels.processors import PROCESSORS, check_as, environment_as
 
     out = Console(width=120, highlight=False)
     told.print("talon: each kernel is compiled the first time, which takes some minutes")
     checks = check_kernels()
     out.print(kernel_table(checks).rich(), f"\non this processor: {counted(checks)}")
+    able = [one for one in PROCESSORS if environment_as(one) is not None]
+    step = len(able) if spread else 1
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each check is a process, which compiles on one core
-        others = list(pool.map(check_as, PROCESSORS))
-    for processor, found in zip(PROCESSORS, others, strict=True):
-        if found is None:
+        found_as = dict(zip(able, pool.map(lambda one: check_as(one, able.index(one) % step, step), able), strict=True))
+    for processor in PROCESSORS:
+        if (found := found_as.get(processor)) is None:
             out.print(f"as on one with {processor.name}: not run, this processor cannot stand for it")
             continue
         out.print(f"as on one with {processor.name}: {counted(found)}")

@@ -10,10 +10,11 @@ Milliseconds are an estimate for an H100, from the counted bytes and operations 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafters.heads.growth import ahead, growth_kernel
 from engine import device as device_module
@@ -49,17 +50,19 @@ SGLANG = 373.25
 """Tokens a second of SGLang with EAGLE-3 on one H100, by its documentation: Llama-3.1-8B, MT-bench, one request."""
 
 
-def run(device: str) -> Iterator[Record]:
-    tracing, served = Tracing(), list[Record]()
+def run(device: str, layers: int | str = LLAMA_8B.num_hidden_layers) -> Iterator[Record]:
+    """Count what rounds of each head do. layers: of the target; each takes the same kernels, and its time to trace."""
+    tracing, served, config = Tracing(), list[Record](), deepcopy(LLAMA_8B)
+    config.num_hidden_layers = int(layers)
     _replace_kernels(tracing)
     with torch.inference_mode(), tracing:
-        runner = _target()
-        yield tried("target", _forwards, tracing, runner)
+        runner = _target(config)
+        yield tried("target", _forwards, tracing, runner, config.num_hidden_layers)
         for method in HEADS:
             for temperature in (0.0, 1.0) if method == "eagle3" else (0.0,):
                 for requests in REQUESTS:
                     name = f"{method}, T={temperature:g}"
-                    served.append(tried(name, _round, tracing, runner, method, requests, temperature))
+                    served.append(tried(name, _round, tracing, runner, config, method, requests, temperature))
                     yield served[-1]
     yield {"check": "table", "table": _table(served)}
 
@@ -99,13 +102,12 @@ def _replace_kernels(tracing: Tracing) -> None:
     device_module._split_up = lambda packed, like: [invented(one.held) for one in like]
 
 
-def _target() -> Runner:
+def _target(config: LlamaConfig) -> Runner:
     with torch.device("meta"):
-        model = LlamaForCausalLM._from_config(LLAMA_8B, dtype=torch.bfloat16).eval()
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             held.update({name: _moved(tensor) for name, tensor in held.items() if tensor is not None})
-    config = model.config
     shape = KVShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, torch.bfloat16)
     pool = KVPool(shape, 4096, DEVICE)
     forward = CudaForward(model, pool, config.num_attention_heads // config.num_key_value_heads)
@@ -125,7 +127,7 @@ def _weight(_: str, shape: tuple[int, ...]) -> Tensor:
     return TracedTensor(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
 
 
-def _forwards(tracing: Tracing, runner: Runner) -> Record:
+def _forwards(tracing: Tracing, runner: Runner, layers: int) -> Record:
     """Count the kernels of a forward of 16 rows, and of each layer."""
     cache = runner.new_cache(64)
     tree = TokenTree.chain(1, [2] * 15, [1.0] * 15)
@@ -133,14 +135,16 @@ def _forwards(tracing: Tracing, runner: Runner) -> Record:
     with tracing.counting() as counts:
         runner.run([Segment.of_tree(tree, cache)])
     cache.release()
-    layers, names = LLAMA_8B.num_hidden_layers, counts.names
+    names = counts.names
     of_layer = {name: count // layers for name, count in names.items() if count >= layers}
     return {"kernels": counts.graph_kernels, "kernels_a_layer": sum(of_layer.values()), "of_a_layer": of_layer,
             "weights_gb": round(counts.weights / 1e9, 2)}  # fmt: skip
 
 
-def _round(tracing: Tracing, runner: Runner, method: str, requests: int, temperature: float) -> Record:
-    served = Rounds(tracing.counting, runner, LLAMA_8B, head_of(method, LLAMA_8B, _weight), requests, temperature)
+def _round(
+    tracing: Tracing, runner: Runner, config: LlamaConfig, method: str, requests: int, temperature: float
+) -> Record:
+    served = Rounds(tracing.counting, runner, config, head_of(method, config, _weight), requests, temperature)
     for _ in range(_ROUNDS):
         steps = served.drafter.steps
         parts, rows = served.step()

@@ -53,7 +53,7 @@ class _Made(Checkpoint):
 
     def __init__(self, method: str, config: LlamaConfig, make: Weights):
         self.path = self.method = method
-        self.field, self.speculator = "drafter.path", None
+        self.field, self.source, self.speculator, self._stored_name = "drafter.path", "config.json", None, str
         self.config, shapes, more = layout_of(method, config)
         self.tensors = {name: make(name, shape) for name, shape in shapes.items()} | more
 

@@ -49,11 +49,13 @@ def environment_as(processor: Processor) -> dict[str, str] | None:
     return child_environment() | {"NUMBA_CPU_NAME": processor.llvm, "NUMBA_CPU_FEATURES": ",".join(wanted)}
 
 
-def check_as(processor: Processor) -> list[KernelCheck] | None:
-    """Check the kernels that this processor runs when it stands for that one; None if it cannot."""
+def check_as(processor: Processor, first: int = 0, step: int = 1) -> list[KernelCheck] | None:
+    """Check the kernels that this processor runs when it stands for that one, or some of them (`check_kernels`); None
+    if it cannot.
+    """
     if (environment := environment_as(processor)) is None:
         return None
-    command = [sys.executable, "-m", "benchmarks.kernels.processors"]
+    command = [sys.executable, "-m", f"{__package__}.processors", str(first), str(step)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
@@ -62,4 +64,4 @@ def check_as(processor: Processor) -> list[KernelCheck] | None:
 
 
 if __name__ == "__main__":
-    sys.stdout.buffer.write(msgspec.json.encode(check_kernels()))
+    sys.stdout.buffer.write(msgspec.json.encode(check_kernels(*map(int, sys.argv[1:]))))

@@ -23,7 +23,8 @@ _SAVED_S = 2.0  # seconds of answering that a kill may forget
 class Progressed(msgspec.Struct):
     """What is done. answering_s: seconds spent on answers. training_minutes: how long to train, None before the answers
     are complete. trained: the head is there. outcome: what is said at the end, "" before; method: which is then the
-    best; pays: whether the head is to be installed; installed: it was.
+    best; pays: whether the head is to be installed; installed: it was. compared: the head in use that it is measured
+    against, "" if there is none.
     """
 
     answering_s: float = 0.0
@@ -33,6 +34,7 @@ class Progressed(msgspec.Struct):
     method: str = ""
     pays: bool = False
     installed: bool = False
+    compared: str = ""
 
 
 class TuningJournal:

@@ -15,6 +15,7 @@ from engine.config import Config, load
 from engine.core.errors import ModelError
 from engine.core.params import SamplingParams
 from engine.files.whole_file import write_whole
+from engine.weights.installed_head import METHOD
 from engine.weights.resolve import resolve, resolved, with_own
 
 from ..inputs.questions import Question
@@ -26,7 +27,6 @@ from ..measure.warm_up import SAMPLING, warm_up_prompt
 from ..report.figures import PLAIN, Row, summaries
 from ..report.progress import progress_bar
 from ..report.ratios import interval
-from .installed_head import METHOD
 from .prompts import TuningPrompt
 
 SUFFIX, NEW, OLD = "suffix", "hybrid, new head", "hybrid, old head"
@@ -45,6 +45,15 @@ def contestants(config: Config, head: Path) -> dict[str, Config]:
     if old.drafter.head == "mtp" or old.drafter.weights(old.drafter.head) is not None:
         found[OLD] = old
     return found
+
+
+def in_use(configs: Mapping[str, Config]) -> str:
+    """Return the head that the engine finds so far, "" if there is none: a later one lies in another folder."""
+    if OLD not in configs:
+        return ""
+    drafter = configs[OLD].drafter
+    weights = drafter.weights(drafter.head)
+    return drafter.head if weights is None else str(Path(weights).resolve())
 
 
 async def measure(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from engine.files.prompt_file import read_chats
 from engine.install_paths import ROOT
 from engine.text.chat import Rendering
 from engine.text.encode import encode_text
+from engine.text.template import told_the_day
 
 OPEN_PROMPTS = ROOT / "configs" / "train" / "prompts.jsonl.xz"
 """The prompts that come with Talon; docs/heads.md names their licences."""
 LEAST = 32  # prompts, of which a head learns anything at all
+_DAY = datetime(2026, 1, 1)
+"""What chat templates that name the day are told: a tuning that lasts past midnight goes on with the same prompts."""
 _LEAST_MEASURED, _MOST_MEASURED = 8, 24
 _MEASURED_SHARE = 10  # one prompt of so many
 
@@ -60,7 +64,8 @@ def read_tuning_prompts(path: Path, tokenizer: Any, longest: int) -> TuningPromp
     for total, row in enumerate(read_chats(path, "prompts"), start=1):
         prompt = row.messages or [] if row.prompt is None else row.prompt
         try:
-            tokens = encode_text(tokenizer, prompt, rendering=Rendering(tools=row.tools))
+            with told_the_day(_DAY):
+                tokens = encode_text(tokenizer, prompt, rendering=Rendering(tools=row.tools))
         except RequestError as error:
             raise ConfigError(f"prompts={path}: prompt {total} cannot be asked: {error}") from None
         if 0 < len(tokens) <= longest:

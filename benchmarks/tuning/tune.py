@@ -6,31 +6,24 @@ import asyncio
 import ctypes
 import gc
 import shutil
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import Progress
 
 from drafters.heads.checkpoint import find_folder
 from drafters.training.build import build
 from drafters.training.features import kept_states
-from drafters.training.progress import COLUMNS, Stage
 from drafters.training.recipe import Recipe
 from drafters.training.run import CURVE, RECIPES, train
 from drafters.training.target import load_target
 from drafters.training.trainer import draft_vocabulary, states_read
-from engine.api import Engine
-from engine.cli.answer_file import answer_all
-from engine.config import Config, load
-from engine.core.errors import ConfigError, ModelError, first_line
+from engine.config import Config
+from engine.core.errors import ConfigError, ModelError, TalonError, first_line
 from engine.core.params import SamplingParams
-from engine.files.answer_rows import open_answers
 from engine.files.prompt_file import PromptRow
 from engine.files.removal import removed
 from engine.files.whole_file import write_whole
@@ -38,23 +31,23 @@ from engine.model.loading import load_config
 from engine.model.trial.check import not_lean
 from engine.weights.cache import home
 from engine.weights.identity import model_identity
+from engine.weights.installed_head import METHOD, install, made_for
 from engine.weights.resolve import resolved
 from engine.weights.tokenizer import tokenizer_of
 from engine.weights.trained import Trained, trained_for
 
 from ..report.figures import speed_table
-from .installed_head import METHOD, install, made_for
+from .answering import LEAST as LEAST_ANSWERS
+from .answering import Answering
 from .journal import Progressed, TuningJournal, begin_again, key_of, worked_on_alone
-from .measuring import Gain, contestants, measure
-from .prompts import TuningPrompt, read_tuning_prompts
+from .measuring import Gain, contestants, in_use, measure
+from .prompts import read_tuning_prompts
 
 TUNE_RECIPE = RECIPES / "tune.yaml"
-ANSWERING, MEASURING = 0.45, 0.15  # shares of the time; what is left of it is for training
+MEASURING = 0.15  # share of the time; what answers (`answering`) and this leave is for training
 LEAST_TRAINING = 0.2  # and so much, where a slow model needs longer for the fewest answers
-_LEAST_ANSWERS = 20  # of which a head learns anything at all
 _KEPT_MINUTES = 1.0  # of training that a kill may cost
 _ROOM = 200e6  # bytes for answers, head and rows
-_ANSWERING: dict[str, Any] = {"method": "suffix", "verifier.cache": None}
 _COPIES = 24  # bytes of a checkpoint of training for each parameter
 
 
@@ -110,7 +103,7 @@ class Tuning:
             if done.training_minutes is None:
                 self._check_training()
                 _free_memory()
-                asyncio.run(self._answer())
+                self._answer()
             if not done.trained:
                 self._train()
                 _free_memory()
@@ -141,53 +134,41 @@ class Tuning:
             ) from None
         _check_room(self.place, _ROOM + _COPIES * sum(one.numel() for one in head.parameters()))
 
-    async def _answer(self) -> None:
+    def _answer(self) -> None:
         """Answer the prompts to train with, as many as the time allows, and write them as training reads them."""
-        config = self.config
-        arithmetic = config.activations, config.dtype, config.device, config.weights, config.verifier.kv_type
-        file = self.place / f"answers-{key_of(self.sampling, arithmetic)}.jsonl"
-        answers, journal = open_answers(file, self.identity, self.sampling), self.journal
-        wanted, done = self.prompts.trained, journal.done
-        asked = [one for one in wanted if one.asked not in answers]
-        seconds = 3600 * ANSWERING * self.plan.hours - done.answering_s
-        ready = len(wanted) - len(asked)
-        if asked and (seconds > 0 or ready < _LEAST_ANSWERS):
-            ends, many = time.monotonic() + seconds, self.plan.at_once
-            with Progress(*COLUMNS, console=self.console) as progress, journal.answering():
-                stage = Stage(progress, "answering", len(wanted), ready)
-
-                def report(ended: int) -> None:
-                    journal.tick()
-                    stage(ready + ended)
-
-                async with await Engine.start(load(self.plan.config, _ANSWERING)) as engine:
-                    in_time = _in_time(asked, ready, ends)
-                    await answer_all(engine, in_time, file, self.identity, self.sampling, many, report)
-            answers = open_answers(file, self.identity, self.sampling)
-        rows = [PromptRow(one.name, one.tokens, answers[one.asked]) for one in wanted if one.asked in answers]
-        if len(rows) < _LEAST_ANSWERS:
-            raise ConfigError(f"prompts={self.plan.prompts}: the model answers {len(rows)} of them: give other prompts")
-        tokens = sum(len(row.prompt_tokens or ()) + len(row.tokens or ()) for row in rows)
-        _check_room(self.place, _ROOM + tokens * self._feature_bytes())
+        plan, journal, done = self.plan, self.journal, self.journal.done
+        answering = Answering(self.place, self.identity, plan.config, self.config, self.recipe)
+        asyncio.run(answering.answer(self.prompts.trained, plan.hours, plan.at_once, journal, self.console))
+        rows, *further = answering.rows(self.prompts.trained)
+        if len(rows) < LEAST_ANSWERS:
+            raise ConfigError(f"prompts={plan.prompts}: the model answers {len(rows)} of them: give other prompts")
+        _check_room(self.place, self._bytes_of(rows))
+        for more in further:
+            if shutil.disk_usage(self.place).free >= self._bytes_of([*rows, *more]):
+                rows += more
         removed(journal.head)  # of a tuning that was begun again
         write_whole(journal.data, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-        left = 60 * self.plan.hours * (1 - MEASURING) - done.answering_s / 60
-        done.training_minutes = max(left, 60 * self.plan.hours * LEAST_TRAINING)
+        left = 60 * plan.hours * (1 - MEASURING) - done.answering_s / 60
+        done.training_minutes = max(left, 60 * plan.hours * LEAST_TRAINING)
         journal.save()
 
-    def _feature_bytes(self) -> int:
-        """Return what a token's hidden states take on the disk."""
+    def _bytes_of(self, rows: Sequence[PromptRow]) -> float:
+        """Return what the rows' hidden states take on the disk, and all else."""
         config = load_config(str(self.folder)).get_text_config()
-        return 2 * int(config.hidden_size) * len(kept_states(config.num_hidden_layers))
+        tokens = sum(len(row.prompt_tokens or ()) + len(row.tokens or ()) for row in rows)
+        return _ROOM + 2 * tokens * int(config.hidden_size) * len(kept_states(config.num_hidden_layers))
 
     def _train(self) -> None:
         """Train the head, from its last checkpoint if there is one, and draw its curve."""
         journal, begun = self.journal, (self.journal.head / "training" / "state.pt").is_file()
-        train(
-            METHOD, str(self.folder), journal.data, journal.head, self.plan.recipe, resume=begun, answers=self.run,
-            save_minutes=_KEPT_MINUTES, device=self.config.device, minutes=journal.done.training_minutes,
-            console=self.console,
-        )  # fmt: skip
+        try:
+            train(
+                METHOD, str(self.folder), journal.data, journal.head, self.plan.recipe, resume=begun, answers=self.run,
+                save_minutes=_KEPT_MINUTES, device=self.config.device, minutes=journal.done.training_minutes,
+                console=self.console,
+            )  # fmt: skip
+        except TalonError as error:
+            raise type(error)(_without_resume(str(error))) from None
         draw(journal.head / CURVE, self.run / "curve.png", self.console)
         journal.done.trained = True
         journal.save()
@@ -197,6 +178,7 @@ class Tuning:
         config, journal = self.plan.config, self.journal
         minutes = 60 * self.plan.hours * MEASURING
         configs = contestants(config, journal.head)
+        self._forget_rows_of_another(in_use(configs))
         asked = self.prompts.measured, self.sampling, minutes
         rows = asyncio.run(measure(configs, *asked, journal.rows, self.console))
         gain = Gain.of(rows)
@@ -211,6 +193,14 @@ class Tuning:
         journal.done.method = "hybrid" if gain.pays else configs[gain.other].method
         Console().print(speed_table(rows).rich())
         journal.save()
+
+    def _forget_rows_of_another(self, head: str) -> None:
+        """Measure anew if the head in use is another than before a kill: its rows would stand among the other's."""
+        journal = self.journal
+        if journal.done.compared != head:
+            removed(journal.rows)
+            journal.done.compared = head
+            journal.save()
 
     def _install(self) -> None:
         """Install the head if it pays and is not there, and remove what nothing reads any more. A kill may have come
@@ -244,14 +234,11 @@ def _known(config: Config, folder: Path) -> Trained:
     return own
 
 
-def _in_time(prompts: Sequence[TuningPrompt], ready: int, ends: float) -> Iterator[tuple[str, list[int]]]:
-    """Yield prompts to answer until the time ends; as many as training needs in any case. ready: how many are answered;
-    ends: of the monotonic clock.
-    """
-    for number, one in enumerate(prompts, start=ready):
-        if number >= _LEAST_ANSWERS and time.monotonic() >= ends:
-            return
-        yield one.asked, one.tokens
+def _without_resume(told: str) -> str:
+    """Return what training tells, with the options of this command."""
+    told = told.replace("run again with --resume", "run the same command again")
+    reason, _, fix = told.rpartition(": ")
+    return f"{reason}: add --again to start over" if "--resume" in fix else told
 
 
 def _free_memory() -> None:

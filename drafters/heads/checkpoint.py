@@ -7,8 +7,9 @@ is refused before it serves a request. Pickles are only ever opened with `weight
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from drafters.heads import speculators
+from drafters.heads.layouts import llama_cpp, speculators
 from engine.core.errors import DrafterMismatch, ModelError, first_line
 from engine.kernels.quant.layouts import STEP
 from engine.kernels.quant.nearest import nearest_codes, values_of
@@ -29,19 +30,29 @@ from engine.weights.gguf.source import open_gguf
 from engine.weights.quantised import unquantised
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+_OWN_FIELD = "drafter.path"
+"""The key whose heads may be GGUF files."""
 _SCALES = ".scales"
 """Ending of the tensor beside a matrix that is stored in codes of 8 bits, as Talon's own heads may be."""
 
 
 class Checkpoint:
-    """A directory with `config.json` and one file of tensors, taken out by name until none is left.
+    """A directory with `config.json` and one file of tensors, or a GGUF file, taken out by name until none is left.
 
     method: the method to train instead, for the fix in each message (`talon train <method>`). field: the key that names
-    the directory.
+    the directory. source: where the configuration stands. folder: the directory, or the file.
     """
 
-    def __init__(self, path: str, method: str, files: Sequence[str] = WEIGHT_FILES, field: str = "drafter.path"):
-        self.path, self.method, self.field = path, method, field
+    def __init__(self, path: str, method: str, files: Sequence[str] = WEIGHT_FILES, field: str = _OWN_FIELD):
+        self.path, self.method, self.field, self.source = path, method, field, "config.json"
+        self.speculator: str | None = None
+        """The kind of head in a file of the `speculators` format, None in another layout."""
+        self._stored_name: Callable[[str], str] = str
+        self.folder = Path(path)
+        if field == _OWN_FIELD and Path(path).is_file():
+            self.config, self.tensors = llama_cpp.read_head(path, method, field)
+            self.source, self._stored_name = "metadata", llama_cpp.stored_name
+            return
         folder = self.folder = find_folder(path, field)
         self.config = read_config(folder, field)
         found = [folder / name for name in files if (folder / name).is_file()]
@@ -49,8 +60,7 @@ class Checkpoint:
             raise self.error(f"has none of {', '.join(files)}")
         self.tensors = read_tensors(found[0], field)
         self._decode()
-        self.speculator: str | None = self.config.get(speculators.TYPE)
-        """The kind of head in a file of the `speculators` format, None in the public layout."""
+        self.speculator = self.config.get(speculators.TYPE)
         if self.speculator is not None:
             self._read_as_public()
 
@@ -61,6 +71,7 @@ class Checkpoint:
             raise self.error(f"config.json: {problem}") from None
         if self.speculator != self.method:
             raise self.error(f"is a head for method {self.speculator}, not {self.method}")
+        self._stored_name = partial(speculators.stored_name, kind=self.speculator)
 
     def _decode(self) -> None:
         """Replace matrices that are stored in codes of 8 bits (`coded`) by their bfloat16 values."""
@@ -79,12 +90,16 @@ class Checkpoint:
         """Return a size or count from the config."""
         value = self.config.get(key, default)
         if not isinstance(value, int) or value < 1:
-            raise self.error(f"config.json: {key}={value!r} is not a positive count")
+            raise self.error(f"{self.source}: {key}={value!r} is not a positive count")
         return value
+
+    def has(self, name: str) -> bool:
+        """Return whether the tensor `name` of the public layout is there."""
+        return self._stored_name(name) in self.tensors
 
     def take(self, name: str, *shape: int) -> Tensor:
         """Take the tensor `name`, which must have `shape`."""
-        name = speculators.stored_name(name, self.speculator)
+        name = self._stored_name(name)
         if name not in self.tensors:
             raise self.error(f"tensor {name} is missing")
         tensor = self.tensors.pop(name)
@@ -93,7 +108,7 @@ class Checkpoint:
         return tensor
 
     def take_optional(self, name: str, *shape: int) -> Tensor | None:
-        return self.take(name, *shape) if speculators.stored_name(name, self.speculator) in self.tensors else None
+        return self.take(name, *shape) if self.has(name) else None
 
     def target_ids(self, draft_vocab: int, vocab: int) -> Tensor:
         """Take [draft_vocab] int64, the target's ids of the outputs: offsets in `d2t`, checked against `t2d`."""

@@ -4,8 +4,9 @@ of the most frequent tokens.
 Public layout: `fc.weight` [h, 3 * target hidden]; `midlayer.*`, a Llama layer whose attention reads the normalised
 embedding and feature, concatenated; `norm.weight`; `lm_head.weight` [draft_vocab, h]; `d2t` [draft_vocab], what to add
 to a draft id to get the target's; `t2d` [vocab], which target ids have one. Embeddings are the target's, unless the
-file has its own. The config may change two things, as in `speculators` heads: `norm_before_residual` adds
-the attention's output to the normalised feature, `eagle_aux_hidden_state_layer_ids` names the hidden states.
+file has its own, and so is the output matrix. The config may change three things, as in `speculators` heads:
+`norm_before_residual` adds the attention's output to the normalised feature, `eagle_aux_hidden_state_layer_ids` names
+the hidden states, and `norm_before_fc` normalises them together (`input_norm.weight`, [3 * target hidden]).
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ class Eagle3Head(FeatureHead):
         if own is None:
             checkpoint.match("embedding size", hidden, target.hidden_size)
         self.target_ids = checkpoint.target_ids(vocab, target.vocab_size).to(device)
+        self.input_norm: RMSNorm | None = None  # of the three hidden states together
+        if checkpoint.config.get("norm_before_fc", False):
+            self.input_norm = RMSNorm(take("input_norm.weight", 3 * target_hidden), config.rms_norm_eps)
         self.fc = Linear(take("fc.weight", hidden, 3 * target_hidden))
         embedding_norm = RMSNorm(take("midlayer.input_layernorm.weight", hidden), config.rms_norm_eps)
         embedding = target.embedding if own is None else own
@@ -77,7 +81,11 @@ class Eagle3Head(FeatureHead):
         self.qkv = PairLinear(embed, target.vocab_size, likely, *qkv_weights(config, take_layer, 2 * hidden))
         self.layer = DecoderLayer(config, take_layer, device, self.dtype)
         self.norm = RMSNorm(take("norm.weight", hidden), config.rms_norm_eps)
-        self.lm_head = Linear(take("lm_head.weight", vocab, hidden))
+        lm_head = checkpoint.take_optional("lm_head.weight", vocab, hidden)
+        if lm_head is None:
+            checkpoint.match("hidden size", hidden, target.hidden_size)
+            lm_head = target.lm_head[self.target_ids.cpu()]
+        self.lm_head = Linear(lm_head.to(device, self.dtype))
         checkpoint.ignore("rotary_emb.inv_freq")
         checkpoint.finish()
 
@@ -91,7 +99,9 @@ class Eagle3Head(FeatureHead):
         named = checkpoint.config.get("eagle_aux_hidden_state_layer_ids")
         read = fused_layers(layers) if named is None else named
         if not isinstance(read, list | tuple) or len(read) != 3 or not all(isinstance(layer, int) for layer in read):
-            raise checkpoint.error(f"config.json: eagle_aux_hidden_state_layer_ids={named} does not name three layers")
+            raise checkpoint.error(
+                f"{checkpoint.source}: eagle_aux_hidden_state_layer_ids={named} does not name three layers"
+            )
         if read[-1] < 1 or not all(0 <= layer < layers for layer in read):
             raise DrafterMismatch(
                 f"target has {layers} layers, EAGLE-3 reads layers {', '.join(map(str, read))} "
@@ -100,7 +110,8 @@ class Eagle3Head(FeatureHead):
         return tuple(read)
 
     def fuse(self, features: Tensor) -> Tensor:
-        return self.fc(features.flatten(1))
+        joined = features.flatten(1)
+        return self.fc(joined if self.input_norm is None else self.input_norm(joined))
 
     def forward(
         self,

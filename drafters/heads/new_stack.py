@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 from drafters.heads.stack import Stack, StackSpec, fits
+from engine.model.cuda.usable import runs_kernels
 
 if TYPE_CHECKING:
     from drafters.heads.cuda_stack import CudaStack
@@ -15,9 +16,9 @@ AnyStack: TypeAlias = "Stack | CudaStack"
 def new_stack(spec: StackSpec) -> AnyStack | None:
     """Return the stack, or None where there is none for such layers: sessions then compute request by request."""
     if spec.first.device.type != "cpu":
-        try:
-            from drafters.heads.cuda_stack import CudaStack
-        except ImportError:  # Triton is missing
+        if not runs_kernels(spec.first.device):
             return None
+        from drafters.heads.cuda_stack import CudaStack
+
         return CudaStack(spec)
     return Stack(spec) if fits(spec.first) else None

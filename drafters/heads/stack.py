@@ -142,8 +142,15 @@ class GrowingPool(KVPool):
     features: [slots + 1, width], what a head keeps of each slot's row; rows that pad a forward write to the last.
     """
 
-    def __init__(self, shape: KVShape, blocks: int, width: int, dtype: torch.dtype, device: torch.device = _CPU):
-        super().__init__(shape, blocks, device)
+    def __init__(
+        self,
+        shapes: KVShape | Sequence[KVShape],
+        blocks: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device = _CPU,
+    ):
+        super().__init__(shapes, blocks, device)
         self.features = torch.empty(blocks * BLOCK_SIZE + 1, width, dtype=dtype, device=device)
         if device.type != "cpu":
             self.features.zero_()  # what pads a forward reads any row
@@ -154,8 +161,10 @@ class GrowingPool(KVPool):
         return super().allocate(wanted)
 
     def _grow(self, blocks: int) -> None:
-        larger = GrowingPool(self.shape, blocks, self.features.shape[1], self.features.dtype, self.features.device)
-        larger.keys[:, : self.blocks], larger.values[:, : self.blocks] = self.keys, self.values
+        shapes, kept = [part.shape for part in self.parts], self.features
+        larger = GrowingPool(shapes, blocks, kept.shape[1], kept.dtype, kept.device)
+        for new, old in zip(larger.parts, self.parts, strict=True):
+            new.keys[:, : self.blocks], new.values[:, : self.blocks] = old.keys, old.values
         larger.features[: len(self.features)] = self.features
         self.parts, self.features = larger.parts, larger.features
         self._free = [*range(blocks - 1, self.blocks - 1, -1), *self._free]

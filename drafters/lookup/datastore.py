@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from drafters.calibration import Calibrator
-from drafters.parts import datastore_path
+from drafters.parts import datastore_path, naming
 from engine.config import Config
 from engine.core.drafter_protocol import Drafter, Verdict
 from engine.core.params import SamplingParams
@@ -43,7 +43,8 @@ class DatastoreDrafter(Drafter):
 
     @classmethod
     def from_config(cls, config: Config) -> DatastoreDrafter:
-        drafter = cls(datastore_path(config), budget=config.drafter.budget, tokenizer=load_tokenizer(config.model))
+        with naming("drafter.datastore"):
+            drafter = cls(datastore_path(config), budget=config.drafter.budget, tokenizer=load_tokenizer(config.model))
         drafter.store.prepare()  # before the worker is ready, not during a request
         return drafter
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from drafters.parts import naming
 from engine.config import Config
 from engine.core.drafter_protocol import Drafter, Verdict
 from engine.core.params import SamplingParams
@@ -49,7 +50,8 @@ class SuffixDrafter(Drafter):
     def from_config(cls, config: Config) -> SuffixDrafter:
         compile_kernels()
         options = config.drafter
-        answers = None if (folder := options.answers_folder) is None else Datastore(Path(folder))
+        with naming("drafter.answers"):
+            answers = None if (folder := options.answers_folder) is None else Datastore(Path(folder))
         return cls(
             options.budget,
             answers=answers,

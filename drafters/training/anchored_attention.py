@@ -16,9 +16,10 @@ class AnchoredAttention(nn.Module):
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads or self.heads
         self.head_dim: int = config.head_dim or config.hidden_size // self.heads
-        self.q_proj = nn.Linear(inputs, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=False)
+        biased: bool = getattr(config, "qkv_bias", False)
+        self.q_proj = nn.Linear(inputs, self.heads * self.head_dim, bias=biased)
+        self.k_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=biased)
+        self.v_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=biased)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
         self.rotary = LlamaRotaryEmbedding(config)
 

@@ -51,17 +51,19 @@ class TrainingPrompt:
 
 
 def read_training_prompts(path: Path, tokenizer: Any, recipe: Recipe) -> list[TrainingPrompt]:
-    """Return the file's prompts without duplicates, in an order that does not depend on the file's."""
+    """Return the file's prompts without duplicates, in an order that does not depend on the file's. A prompt stands
+    once for each of the answers that come with it, one after the other.
+    """
     room = max(recipe.length - recipe.answer_tokens, recipe.length // 2)
-    rows = {
-        hashlib.blake2b(f"{recipe.seed}:{row.prompt}".encode(), digest_size=8).hexdigest(): row
-        for row in read_prompts(path, "data")
-    }
-    if len(rows) < 2:
-        raise ConfigError(f"data={path}: holds {len(rows)} prompts: give at least two, one is held out")
+    found: dict[str, list[PromptRow]] = {}
+    for row in read_prompts(path, "data"):
+        rows = found.setdefault(place_of(row.prompt, recipe.seed), [])
+        if not rows or (row.tokens is not None and all(row.tokens != other.tokens for other in rows)):
+            rows.append(row)
+    if len(found) < 2:
+        raise ConfigError(f"data={path}: holds {len(found)} prompts: give at least two, one is held out")
     chosen: list[TrainingPrompt] = []
-    for key in sorted(rows):
-        row = rows[key]
+    for row in (row for key in sorted(found) for row in found[key]):
         prompt = chat(tokenizer, row.prompt) if row.prompt_tokens is None else row.prompt_tokens
         fits = len(prompt) <= room if row.tokens is None else len(prompt) + len(row.tokens) <= recipe.length
         if fits and row.tokens != []:
@@ -75,6 +77,11 @@ def read_training_prompts(path: Path, tokenizer: Any, recipe: Recipe) -> list[Tr
             f"{recipe.length}: raise `length` in the recipe"
         )
     return chosen
+
+
+def place_of(prompt: str, seed: int) -> str:
+    """Return a text by which prompts are ordered, as if shuffled; those at the end are held out."""
+    return hashlib.blake2b(f"{seed}:{prompt}".encode(), digest_size=8).hexdigest()
 
 
 def _check_tokens(path: Path, row: PromptRow, vocab: int) -> None:

@@ -21,6 +21,9 @@ from drafters.training.head_module import HeadModule, Texts, llama_values, vocab
 from drafters.training.loss import Factors
 from drafters.training.recipe import Recipe
 
+_MLP = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
+_SAMPLED = 256  # tokens, of which the size of hidden states is measured
+
 
 class BlockAttention(AnchoredAttention):
     """Each row sees the text up to its anchor, and the rows of its block up to itself."""
@@ -32,7 +35,7 @@ class BlockAttention(AnchoredAttention):
         flat = x.flatten(1, 2)
         cos, sin = self.rotary(flat, positions)
         query = self._split(self.q_proj(flat))
-        query, _ = apply_rotary_pos_emb(query, query, cos, sin)
+        query = apply_rotary_pos_emb(query, query, cos, sin)[0] * self.head_dim**-0.5
         key, value = (states.unflatten(2, (count, size)) for states in self.keys(flat, positions))
         keys, values = true
         later_rows = torch.arange(keys.shape[2], device=x.device) > texts.anchors[:, None, :, None]
@@ -41,7 +44,7 @@ class BlockAttention(AnchoredAttention):
         )
         later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
         own = (query.unflatten(2, (count, size)) @ key.transpose(3, 4)).masked_fill(later, -torch.inf)
-        weight = (torch.cat([scores, own], dim=-1).float() * self.head_dim**-0.5).softmax(-1).to(values.dtype)
+        weight = torch.cat([scores, own], dim=-1).softmax(-1, dtype=torch.float32).to(values.dtype)
         context = (weight[..., : keys.shape[2]].flatten(2, 3) @ values).unflatten(2, (count, size))
         attended = context + weight[..., keys.shape[2] :] @ value
         return self.o_proj(attended.permute(0, 2, 3, 1, 4).flatten(3))
@@ -117,23 +120,20 @@ class BlockModule(HeadModule):
         self.mask_embedding = nn.Parameter(embedding.float().mean(0))
         self.markov_head = MarkovLink(embedding, recipe.markov_rank, len(draft_ids))
         self.confidence_head = nn.Linear(hidden + recipe.markov_rank, 1)
-        self.register_buffer("target_head", head[draft_ids.to(head.device)].float(), persistent=False)
+        self.register_buffer("target_head", head[draft_ids.to(head.device)], persistent=False)
         self._begin_as(target)
 
+    @torch.no_grad()
     def _begin_as(self, target: Any) -> None:
-        """Initialise from the target's last layers, reading the deepest state: much of the work is the same."""
-        own = dict(self.named_parameters())
-        hidden, last = self.config.hidden_size, target.base_model.layers[-self.recipe.layers :]
-        with torch.no_grad():
-            self.fc.weight.mul_(0.1)[:, -hidden:] += torch.eye(hidden)
-            size = float(target.get_input_embeddings().weight.float().pow(2).mean().sqrt())
-            self.entry.weight.copy_(torch.cat([torch.eye(hidden) * (0.5 / size), torch.eye(hidden)], dim=1))
-            for index, layer in enumerate(last):
-                for name, weight in layer.named_parameters():
-                    mine = own.get(f"layers.{index}.{name}")
-                    if mine is not None and mine.shape == weight.shape:
-                        mine.copy_(weight)
-            self.norm.weight.copy_(target.base_model.norm.weight)
+        """Begin as the target's last layers, which read the deepest state: much of the work is the same."""
+        hidden, embedding = self.config.hidden_size, target.get_input_embeddings().weight
+        depth = _size_of(target, self.draft_ids, self.states[-1])
+        self.fc.weight.mul_(0.1)[:, -hidden:] += torch.eye(hidden)
+        token = torch.eye(hidden) * (0.5 * depth / float(embedding.float().pow(2).mean().sqrt()))
+        self.entry.weight.copy_(torch.cat([token, torch.eye(hidden) * depth], dim=1))
+        for mine, theirs in zip(self.layers, target.base_model.layers[-self.recipe.layers :], strict=True):
+            _begin_layer(mine, theirs)
+        self.norm.weight.copy_(target.base_model.norm.weight)
 
     def draft(self, texts: Texts, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         size = min(self.recipe.unroll, steps)
@@ -160,6 +160,9 @@ class BlockModule(HeadModule):
     @torch.no_grad()
     def begin_with(self, start: Checkpoint) -> None:
         link = start.tensors.get("markov_head.markov_w1.weight")
+        for name, own in self.state_dict().items():
+            if name.startswith("layers.") and name.endswith(".bias"):
+                start.tensors.setdefault(name, torch.zeros_like(own))  # of a head that was made without them
         super().begin_with(start)  # refuses a head without a link
         assert link is not None
         self.markov_head.begin_with(link)
@@ -173,6 +176,7 @@ class BlockModule(HeadModule):
         tensors |= vocabulary_maps(self.draft_ids, self.vocab_size)
         config = {
             **llama_values(self.config),
+            **({"qkv_bias": True} if self.config.qkv_bias else {}),
             "num_hidden_layers": self.recipe.layers,
             "block_size": self.recipe.unroll,
             "target_layer_ids": [state - 1 for state in self.states],
@@ -185,3 +189,29 @@ class BlockModule(HeadModule):
             "confidence_head_with_markov": True,
         }
         return "model.safetensors", config, tensors
+
+
+def _size_of(target: Any, tokens: Tensor, state: int) -> float:
+    """Return how large the numbers of a hidden state are: the root of their mean square, the median over a text."""
+    text = tokens[:_SAMPLED][None].to(target.device)
+    states = target.base_model(text, output_hidden_states=True, use_cache=False).hidden_states[state]
+    return float(states[0, 1:].float().pow(2).mean(-1).sqrt().median())
+
+
+def _begin_layer(mine: BlockLayerModule, theirs: Any) -> None:
+    """Copy what has the same shape, and the most important inner numbers of a wider MLP. The context is not multiplied
+    by the weight of the input's norm, so the products have that weight.
+    """
+    own, given = dict(mine.named_parameters()), dict(theirs.named_parameters())
+    if all(name in given for name in _MLP):
+        gate, up, down = (given[name].float() for name in _MLP)
+        weights = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
+        kept = weights.topk(min(len(weights), mine.mlp.up_proj.out_features)).indices.sort().values
+        given |= zip(_MLP, (gate[kept], up[kept], down[:, kept]), strict=True)
+    for name, weight in own.items():
+        if (copied := given.get(name)) is not None and copied.shape == weight.shape:
+            weight.copy_(copied)
+    scale = mine.input_layernorm.weight.clone()
+    for product in (mine.self_attn.q_proj, mine.self_attn.k_proj, mine.self_attn.v_proj):
+        product.weight.mul_(scale)
+    mine.input_layernorm.weight.fill_(1)

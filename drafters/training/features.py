@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafters.training import cpu_loss
 from drafters.training.answers import Example
 from engine.core.errors import ConfigError
 
@@ -69,7 +70,7 @@ class FeatureSource:
         answered = ((at >= firsts) & (at < ends)).flatten().nonzero().flatten().to(device)
         last, normaliser = out.hidden_states[-1].flatten(0, 1), torch.zeros(len(chosen) * width, device=device)
         for rows in answered.split(max(1, _LOGITS // output.weight.shape[0])):
-            normaliser[rows] = output(last[rows]).float().logsumexp(-1)
+            normaliser[rows] = _log_sums(output(last[rows]))
         return hidden, normaliser.view(len(chosen), width)
 
 
@@ -155,6 +156,13 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return values
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def _log_sums(logits: Tensor) -> Tensor:
+    """Return log(sum(exp(row))) of each row, [rows] float32."""
+    if logits.device.type == "cpu" and cpu_loss.fits(logits.dtype, logits.shape[1]):
+        return cpu_loss.log_sums(logits.contiguous())
+    return logits.float().logsumexp(-1)
 
 
 def _groups(lengths: Sequence[int], chosen: Sequence[int], at_once: int) -> list[list[int]]:

@@ -4,12 +4,15 @@ computed together, some rows at a time, and never kept: backward needs only the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from drafters.training import cpu_loss
+from engine.model.cuda.usable import runs_kernels
 
 _ROWS = {"cpu": 1024, "cuda": 8192}  # rows at a time: a CPU's caches hold few, an accelerator is idle with few
 
@@ -23,15 +26,20 @@ Factors = Sequence[tuple[Tensor, Tensor]]
 @dataclass(frozen=True)
 class Teacher:
     """The target's probabilities. hidden: [n, h]; head: [vocab, h], the output matrix's rows of the draft vocabulary;
-    normaliser: [n] log-normalisers over the whole vocabulary, None where the draft vocabulary is the whole one.
+    normaliser: [n] log-normalisers over the whole vocabulary, None where the draft vocabulary is the whole one. known:
+    [m, vocab] logits that are computed already, and which of them each row's are, [n].
     """
 
     hidden: Tensor
     head: Tensor
     normaliser: Tensor | None
+    known: tuple[Tensor, Tensor] | None = None
 
     def logits(self, rows: slice) -> Tensor:
         """Return [rows, vocab] logits over the draft vocabulary."""
+        if self.known is not None:
+            logits, places = self.known
+            return logits[places[rows]]
         return self.hidden[rows] @ self.head.T
 
     def prob(self, rows: slice) -> Tensor:
@@ -70,11 +78,12 @@ class _Loss(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         gradients = [torch.zeros_like(tensor) if wanted else None for tensor, wanted in zip(flat, needed, strict=True)]
         losses, best, overlap = (torch.empty(n, device=flat[0].device) for _ in range(3))
-        fused = flat[0].device.type == "cuda" and len(teacher.head) <= FUSED_VOCABULARY
+        fused = _kernel(teacher.hidden, len(teacher.head))
         for start in range(0, n, at_once):
             rows = slice(start, min(start + at_once, n))
-            if fused:
-                gradient = _fused(teacher, inputs, weights, rows, (entropy, distance), 1 / n, (losses, best, overlap))
+            if fused is not None:
+                parts, made = (entropy, distance, 1 / n), (losses, best, overlap)
+                gradient = _fused(fused, teacher, inputs, weights, rows, parts, made)
                 if any(needed):
                     _accumulate(gradients, gradient, inputs, weights, rows)
                 continue
@@ -100,23 +109,37 @@ class _Loss(torch.autograd.Function):
         return (None, None, None, None, *(None if g is None else g.mul_(outer[0]) for g in ctx.gradients))
 
 
+_LossRows = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def _kernel(like: Tensor, vocab: int) -> _LossRows | None:
+    """Return the kernel that takes logits of this device, type and vocabulary; None if there is none."""
+    if like.device.type == "cpu":
+        return cpu_loss.loss_rows if cpu_loss.fits(like.dtype, vocab) else None
+    if vocab > FUSED_VOCABULARY or not runs_kernels(like.device):
+        return None
+    from drafters.training.triton_loss import loss_rows
+
+    return loss_rows
+
+
 def _fused(
+    loss_rows: _LossRows,
     teacher: Teacher,
     inputs: list[Tensor],
     weights: list[Tensor],
     rows: slice,
-    parts: tuple[float, float],
-    scale: float,
+    parts: tuple[float, float, float],
     found: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
-    """Compute one chunk by the kernel: fill `found`, the losses, best ids and overlaps; return the logits' gradient."""
-    from drafters.training.triton_loss import loss_rows  # Triton comes with torch's CUDA builds alone
-
+    """Compute one chunk by the kernel: fill `found`, the losses, best ids and overlaps; return the logits' gradient.
+    parts: the weights of entropy and distance, and the gradient's scale.
+    """
     z = inputs[0][rows] @ weights[0].T
     for x, w in zip(inputs[1:], weights[1:], strict=True):
         z = z.addmm_(x[rows], w.T)
     normaliser = None if teacher.normaliser is None else teacher.normaliser[rows]
-    made = loss_rows(teacher.logits(rows), normaliser, z, *parts, scale)
+    made = loss_rows(teacher.logits(rows), normaliser, z, *parts)
     for out, values in zip(found, made, strict=True):
         out[rows] = values
     return z

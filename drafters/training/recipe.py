@@ -16,22 +16,24 @@ Method = Literal["eagle", "eagle3", "medusa", "hydra", "sps", "block"]
 
 class Recipe(BaseModel):
     """Data: prompts: the most that are used, held_out of them only for the acceptance table; answer_tokens,
-    answer_batch, temperature: how the target answers them (0 is greedy); length: tokens of an example, prompt included.
+    answer_batch, temperature: how the target answers them (0 is greedy); answers_each: to a prompt of `talon tune`, all
+    but the first at `further_temperature`, while there is time; length: tokens of an example, prompt included.
 
     store_features: keep the target's hidden states on disk (StoredFeatures) instead of computing them in every epoch.
     An accelerator holds them in its memory instead, if they fit.
 
-    Optimisation: steps of `batch` examples, with drafts from `anchors` places of each (0: from all); evaluate_every:
-    steps between two measurements on held-out text; lr with linear warmup (steps) and cosine decay; unroll: steps of
-    training-time test (EAGLE-3), each weighted `step_decay` times the one before; entropy_weight, distance_weight: of
-    the cross-entropy and of the distance |p - q| to the target's distribution; feature_weight, logit_weight: parts of
-    EAGLE's loss; feature_noise: width of the uniform noise on its input.
+    Optimisation: steps of `batch` examples, with drafts from `anchors` places of each (0: from all);
+    evaluate_every: steps between two measurements on held-out text, unless the time is given; lr with linear warmup
+    (steps) and cosine decay; unroll: steps of training-time test (EAGLE-3), each weighted `step_decay` times the
+    one before; entropy_weight, distance_weight: of the cross-entropy and of the distance |p - q| to the target's
+    distribution; feature_weight, logit_weight: parts of EAGLE's loss; feature_noise: width of the uniform noise on
+    its input.
 
-    Head: intermediate_size of the layer; draft_vocab_size (EAGLE-3), 0 is all; heads and blocks (Medusa, Hydra);
-    tie_lm_head: use the target's output matrix instead of training one per head (Medusa, Hydra). hidden_size, layers,
-    attention_heads: of the small model (sps). layers, markov_rank: of the block head, whose rows are `unroll`;
-    known_share: share of its drafts that start with given tokens. stored_bits: of a weight in the head's file; 8 halve
-    it, but only Talon reads it then.
+    Head: intermediate_size of the layer, or mlp_ratio, the same in hidden sizes; draft_vocab_size (EAGLE-3), 0 is
+    all; heads and blocks (Medusa, Hydra); tie_lm_head: use the target's output matrix instead of training one per
+    head (Medusa, Hydra). hidden_size, layers, attention_heads: of the small model (sps). layers, markov_rank: of
+    the block head, whose rows are `unroll`; known_share: share of its drafts that start with given tokens.
+    stored_bits: of a weight in the head's file; 8 halve it, but only Talon reads it then.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -42,6 +44,8 @@ class Recipe(BaseModel):
     answer_tokens: int = Field(256, ge=1)
     answer_batch: int = Field(32, ge=1)
     temperature: float = Field(0.0, ge=0)
+    answers_each: int = Field(1, ge=1)
+    further_temperature: float = Field(0.8, gt=0)
     length: int = Field(384, ge=8)
     store_features: bool = True
     steps: int = Field(2000, ge=1)
@@ -60,6 +64,7 @@ class Recipe(BaseModel):
     logit_weight: float = Field(0.1, ge=0)
     feature_noise: float = Field(0.0, ge=0)
     intermediate_size: int | None = Field(None, ge=1)
+    mlp_ratio: float | None = Field(None, gt=0)
     draft_vocab_size: int = Field(0, ge=0)
     heads: int = Field(4, ge=1)
     blocks: int = Field(1, ge=1)

@@ -36,13 +36,15 @@ CurvePoint = tuple[int, float, list[float]]
 """A held-out score: the steps and the seconds trained by then, and the acceptance by position."""
 EVALUATED_STEPS = 5  # draft positions in the acceptance table of heads that can draft any number
 
+_JUDGED = 16  # times that a run of a given time is measured
+
 
 class Trainer:
-    """One run. target: a loaded causal LM; features: of its examples, training ones first, then `recipe.held_out` to
-    measure on; tokens: drafts that the module has seen already; limit_s: how long to train, instead of the recipe's
-    steps. averaged: the head with the running mean of its weights, which is measured and kept: wherever a run stops, it
-    is nearly as good as at the end of a schedule. best: the greatest held-out chain length, that of `best_state`.
-    trained_s: how long it has been trained. curve: every held-out score.
+    """One run. target: a loaded causal LM; features: of its examples, the last of which are measured on; tokens: drafts
+    that the module has seen already; limit_s: how long to train, instead of the recipe's steps. averaged: the head with
+    the running mean of its weights, which is measured and kept: wherever a run stops, it is nearly as good as at the
+    end of a schedule. best: the greatest held-out chain length, that of `best_state`. trained_s: how long it has been
+    trained. curve: every held-out score.
     """
 
     def __init__(
@@ -54,12 +56,10 @@ class Trainer:
         tokens: int = 0,
         limit_s: float | None = None,
     ):
-        total = len(features.examples)
-        held_out = min(recipe.held_out, total // 2)
         self.recipe, self.target, self.features = recipe, target, features
         self.device: torch.device = target.device
         self.module = module.to(self.device)
-        self.training, self.held_out = range(total - held_out), range(total - held_out, total)
+        self.training, self.held_out = held_apart(features.examples, recipe.held_out)
         if module.draft_ids is not None:
             module.draft_ids = module.draft_ids.to(self.device)
         self.states = states_read(recipe, target)
@@ -98,7 +98,7 @@ class Trainer:
             score = self.train_step()
             report(self.step, score)
             self.trained_s = time.monotonic() - began
-            if self.step % self.recipe.evaluate_every == 0 or self.done >= 1:
+            if self._is_due():
                 self.judge(judged)
             if time.monotonic() - saved > save_every_s or self.done >= 1:
                 self.save(checkpoint)
@@ -108,6 +108,14 @@ class Trainer:
     def done(self) -> float:
         """The share of the run that is done, from 0 on."""
         return self.step / self.recipe.steps if self.limit_s is None else self.trained_s / self.limit_s
+
+    def _is_due(self) -> bool:
+        """Return whether held-out text is to be measured: after so many steps, or shares of a run of a given time."""
+        if self.done >= 1:
+            return True
+        if self.limit_s is None:
+            return self.step % self.recipe.evaluate_every == 0
+        return self.done * _JUDGED >= len(self.curve) + 1
 
     def judge(self, judged: Callable[[Score, bool], None]) -> None:
         """Measure on held-out text, and keep the weights if they are the best."""
@@ -212,7 +220,8 @@ class Trainer:
         lengths = torch.tensor([len(example.tokens) for example in examples])
         anchors, real = self._anchors(examples, seed)
         predicted = [torch.nonzero(real & (anchors + step + 2 < lengths[:, None])) for step in range(steps)]
-        known, anchors = sent(self._known(anchors, seed), self.device), sent(anchors, self.device)
+        drafted, anchors = anchors, sent(anchors, self.device)
+        known = sent(self._known(drafted, seed), self.device)
         hidden, normaliser = self.features.read(chosen, self.states)
         width = hidden.shape[1]
         padded = torch.tensor([e.tokens + [0] * (width + steps - len(e.tokens)) for e in examples])
@@ -223,6 +232,7 @@ class Trainer:
             noise = torch.rand(features.shape, generator=torch.Generator().manual_seed(seed)).to(features) - 0.5
             features = features + noise * recipe.feature_noise
         head = self.head.to(true.dtype)
+        logits, places = self._taught(true, head, drafted, predicted)
         total = torch.zeros((), device=self.device)
         with self._autocast():
             embedded = module.embed(tokens, self.target)
@@ -232,7 +242,8 @@ class Trainer:
                     break
                 b, a = sent(predicted[step], self.device).unbind(1)
                 j = anchors[b, a] + 1 + step  # hidden state j predicts token j + 1
-                teacher = Teacher(true[b, j], head, None if module.draft_ids is None else normaliser[b, j])
+                normalisers = None if module.draft_ids is None else normaliser[b, j]
+                teacher = Teacher(true[b, j], head, normalisers, (logits, places[b, j]))
                 said, previous = states[b, a], tokens[b, j]
                 loss, verdicts = vocabulary_loss(
                     module.factors(said, step, previous), teacher, recipe.entropy_weight, recipe.distance_weight
@@ -246,6 +257,19 @@ class Trainer:
                     loss = loss + F.binary_cross_entropy_with_logits(confidence.float(), verdicts.overlap.clamp(0, 1))
                 total = total + recipe.step_decay**step * loss
         return total
+
+    def _taught(
+        self, true: Tensor, head: Tensor, anchors: Tensor, predicted: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the target's logits at all places that drafts predict, [m, vocab], since each is predicted by several
+        drafts, and where a place's are, [batch, rows]. anchors, predicted: on the CPU.
+        """
+        used = torch.zeros(true.shape[:2], dtype=torch.bool)
+        for step, cases in enumerate(predicted):
+            batch, anchor = cases.unbind(1)
+            used[batch, anchors[batch, anchor] + 1 + step] = True
+        batch, rows = sent(used.nonzero(), self.device).unbind(1)
+        return true[batch, rows] @ head.T, sent((used.flatten().cumsum(0) - 1).view(used.shape), self.device)
 
     def _anchors(self, examples: Sequence[Example], seed: int | None) -> tuple[Tensor, Tensor]:
         """Return [batch, anchors] rows of the answers, in order, and which of them are not padding; both on the CPU."""
@@ -273,6 +297,18 @@ class Trainer:
 
     def _autocast(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.low_precision)
+
+
+def held_apart(examples: Sequence[Example], count: int) -> tuple[range, list[int]]:
+    """Return the examples to train on and those to measure on: an answer to each of the last `count` prompts, at most
+    half of them, whose other answers are not trained on either. Answers to one prompt follow each other.
+    """
+    prompts = [example.tokens[: example.answer] for example in examples]
+    firsts = [i for i, prompt in enumerate(prompts) if not i or prompt != prompts[i - 1]]
+    if len(firsts) < 2:
+        firsts = [*range(len(examples))]
+    held_out = firsts[len(firsts) - min(count, len(firsts) // 2) :]
+    return range(held_out[0]), held_out
 
 
 def states_read(recipe: Recipe, target: Any) -> tuple[int, ...]:

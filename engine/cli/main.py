@@ -16,10 +16,11 @@ from drafters.requirements import check_paths
 from engine import config as configuration
 from engine.cli import options
 from engine.cli.command import MODELS_OWN, ConfigOption, SetOption, overrides, run
+from engine.commit import commit_of
 from engine.core.errors import RequestError
 from engine.core.params import SamplingParams
 from engine.frontend.processes import POOL_WAITS
-from engine.install_paths import BENCHMARKS
+from engine.install_paths import BENCHMARKS, ROOT
 from engine.sampling.matcher import check as check_grammar
 from engine.weights.resolve import with_own
 
@@ -46,14 +47,21 @@ _MEASUREMENTS = (
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"talon {version('talon-decoding')}")
+        commit = commit_of(ROOT)
+        typer.echo(f"talon {version('talon-decoding')}" + (f", built from commit {commit}" if commit else ""))
         raise typer.Exit
 
 
 @app.callback()
 def talon(
     version_: Annotated[
-        bool, typer.Option("--version", help="Print Talon's version.", is_eager=True, callback=_show_version)
+        bool,
+        typer.Option(
+            "--version",
+            help="Print Talon's version and the commit that it was built from.",
+            is_eager=True,
+            callback=_show_version,
+        ),
     ] = False,
 ) -> None:
     """Talon: faster answers from large language models, not one token changed."""

@@ -55,11 +55,15 @@ def list_command() -> None:
 
 @app.command("check")
 def check_command(model: Annotated[str, typer.Argument(metavar="FILE", help="A GGUF file or a directory.")]) -> None:
-    """Say of a model, without starting it: its family, types, memory, drafter, and what will not work."""
+    """Say of a model, without starting it: its family, types, memory, drafter, and what will not work.
+
+    A GGUF file that holds a draft head alone is told from a model: its method, and which target it is for.
+    """
+    from drafters.head_file import lines_of_head
     from engine.model.trial.check import lines_of
 
     with one_line_errors():
-        for line in lines_of(model):
+        for line in lines_of_head(model) or lines_of(model):
             typer.echo(line)
 
 

@@ -49,7 +49,9 @@ class Drafter(ABC):
     """
 
     feature_layers: tuple[int, ...] = ()
-    """Hidden states wanted from the target: 0 is the embedding, i the output of layer i (as `output_hidden_states`)."""
+    """Hidden states wanted from the target: 0 is the embedding, i the output of layer i (as `output_hidden_states`).
+    Numbers past the last layer's are parts of its keys and values (`engine.model.structure.pieces_of`).
+    """
 
     successors: int = 0
     """How many of the target's likeliest tokens after each verified node the verdicts must carry."""
@@ -117,6 +119,12 @@ class Drafter(ABC):
     @abstractmethod
     def finish(self, request: int) -> None:
         """Forget the request."""
+
+    def renew(self) -> bool:
+        """Take over what was learned elsewhere meanwhile; return whether the verifier must be told anew what is wanted.
+        Called while there are no requests.
+        """
+        return False
 
     def close(self) -> None:  # noqa: B027
         """Write what is to outlive the worker, which ends."""

@@ -16,7 +16,8 @@ class Method:
     drafter: "module:class", a `Head` or a drafter with a `from_config`; None for plain decoding. has_model: it runs a
     torch model. merges: it drafts with what `drafters.parts` names, one method that has a model and some that have
     none. probes: it learns from nodes that it does not expect to be accepted, so they must not be cut. remembers: it
-    drafts from what earlier requests of the same owner were answered. bit: its place among the bits of
+    drafts from what earlier requests of the same owner were answered. reads_keys: it needs the target's keys and
+    values, which the lean decoder alone gives. bit: its place among the bits of
     `TokenTree.source`, 0 to 31, by which messages name it; drafters that are not in the table share the last one.
     """
 
@@ -25,6 +26,7 @@ class Method:
     merges: bool = False
     probes: bool = False
     remembers: bool = False
+    reads_keys: bool = False
     bit: int = 31
 
 
@@ -43,6 +45,7 @@ METHODS = {
     "block": Method("drafters.heads.one_pass.block:BlockHead", has_model=True, bit=11),
     "hybrid": Method("drafters.hybrid.hybrid:HybridDrafter", has_model=True, merges=True, bit=12),
     "mtp": Method("drafters.heads.mtp.head:MtpHead", has_model=True, bit=13),
+    "assistant": Method("drafters.heads.assistant.head:AssistantHead", has_model=True, reads_keys=True, bit=14),
 }
 
 

@@ -83,6 +83,8 @@ class DrafterWorker:
             self._join()
         for message, arrays in self.verdicts.received():
             self._process(message, arrays)
+        if not self.requests and self.drafter.renew():
+            self._join()
         self._work()
 
     def _join(self) -> None:

@@ -36,10 +36,12 @@ Task = Callable[[], object]
 
 
 class CacheFolder:
-    """Raises ConfigError if the folder cannot be made or written to. most_bytes: of all files in it."""
+    """Raises ConfigError if the folder cannot be made or written to. most_bytes: of all files in it. key: the option
+    that names it, for what is told.
+    """
 
-    def __init__(self, folder: Path, most_bytes: int):
-        self.folder, self.most_bytes = folder, most_bytes
+    def __init__(self, folder: Path, most_bytes: int, key: str = "verifier.cache"):
+        self.folder, self.most_bytes, self._key = folder, most_bytes, key
         self._told: set[object] = set()  # kinds of errors that were told
         self._open()
         self._retry_s = 0.0
@@ -167,7 +169,7 @@ class CacheFolder:
             if removed(Path(name)):
                 total -= size
         if total > most:
-            raise OSError(errno.EBUSY, f"{total:,} bytes cannot be removed, more than verifier.cache_gb allows")
+            raise OSError(errno.EBUSY, f"{total:,} bytes cannot be removed, more than {self._key}_gb allows")
         self._uncounted = 0
 
     def _all_files(self) -> Iterator[os.DirEntry[str]]:
@@ -206,10 +208,10 @@ class CacheFolder:
             self._tell(text)
 
     def _tell(self, text: str) -> None:
-        print(f"talon: verifier.cache={self.folder}: {text}", file=sys.stderr)
+        print(f"talon: {self._key}={self.folder}: {text}", file=sys.stderr)
 
     def _unusable(self, reason: str) -> ConfigError:
-        return ConfigError(f"verifier.cache={self.folder}: no folder that can be written to ({reason}); name another")
+        return ConfigError(f"{self._key}={self.folder}: no folder that can be written to ({reason}); name another")
 
 
 def _on_disk(size: int) -> int:

@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from engine.config import Activations
 from engine.core.batch import Batch
@@ -86,13 +87,16 @@ class LeanDecoder:
         each layer.
         """
         self.states, self._keys = pool.layer_states, list[tuple[KeyPlace, Attention, int]]()
+        self._parts = pool.parts
         places, mixers = self.structure.key_places, self.structure.attending.values()
         groups = [(place.part, of.heads // of.kv_heads) for place, of in zip(places, mixers, strict=True)]
         made = {
             (part, q_per_kv): Attention(pool.parts[part], q_per_kv, groups.count((part, q_per_kv)))
             for part, q_per_kv in dict.fromkeys(groups)
         }
-        self.attentions = [*made.values()]
+        self.attentions = [*made.values()] or [
+            Attention(pool.parts[0], 1)
+        ]  # which lays out a batch, if no layer attends
         for at, (place, group) in enumerate(zip(places, groups, strict=True)):
             self._keys.append((place, made[group], groups[:at].count(group)))
 
@@ -146,9 +150,22 @@ class LeanDecoder:
         self._cap(logits)
         if features is not None and last in kept:
             features[:, kept.index(last)] = program.buffers["x"][:rows]
+        if features is not None and max(kept) > last:
+            pieces = self._key_states(torch.from_numpy(batch.slots)).to(features.dtype)
+            for column, layer in enumerate(kept):
+                if layer > last:
+                    features[:, column] = pieces[:, layer - last - 1]
         if features is not None and len(kept) < len(feature_layers):
             features = features[:, [kept.index(layer) for layer in feature_layers]]
         return logits, features
+
+    def _key_states(self, slots: Tensor) -> Tensor:
+        """Return [rows, pieces, hidden]: the rows' keys and values of the structure's `last_keys`, as they lie in the
+        pool.
+        """
+        both = [self._parts[place.part].read(place.layer, slots) for place in self.structure.last_keys]
+        numbers = torch.cat([entry.flatten(1) for entries in both for entry in entries], dim=1)
+        return pad(numbers, (0, -numbers.shape[1] % self.hidden)).unflatten(1, (-1, self.hidden))
 
     def _new_out(self, batch: Batch, whole: bool) -> Tensor:
         """Allocate the logits of the rows wanted; of none, if they are chosen once the last norm has all (`whole`)."""
@@ -217,8 +234,11 @@ class LeanDecoder:
             if isinstance(mixer, AttentionWeights):
                 (place, attention, use), rule = next(keys)
                 outputs = layer.products[0].outputs
-                program.product(mixer.qkv, "x", made := f"qkv {outputs}", outputs)
                 of = LayerKeys(attention, place.layer, rule, use, place.own)
+                if mixer.latent is None:
+                    program.product(mixer.qkv, "x", made := f"qkv {outputs}", outputs)
+                else:
+                    made = program.latent_rows(mixer, of)
                 beside = None if layer.weights.beside is None else next(places)
                 program.attention_and_mlp(layer.weights, of, made, beside)
             elif mixer is None:
@@ -259,8 +279,9 @@ class LeanDecoder:
         for at, mixer in attending.items():
             queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
             written = 0 if mixer.keys_of is not None else keys if mixer.values_are_keys else 2 * keys
-            gates |= {queries} if mixer.gated else set()
-            if self.layers[at].products[0].outputs != (1 + mixer.gated) * queries + written:
+            gates |= {queries} if mixer.gated or mixer.sub_norm is not None else set()
+            gates |= {(1 + mixer.gated) * queries + written} if mixer.clip else set()
+            if mixer.latent is None and self.layers[at].products[0].outputs != (1 + mixer.gated) * queries + written:
                 raise OtherStructure("layers of different sizes")
             if self.structure.rotary[mixer.rotary_table].dims > mixer.head_dim:
                 raise OtherStructure("rotary positions of more dimensions than a head has")

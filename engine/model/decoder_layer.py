@@ -13,18 +13,29 @@ from engine.config import Activations
 from engine.core.state_shape import StateShape
 from engine.kernels.fused import Activation
 from engine.kernels.gemm.product import Product
-from engine.kernels.layer.weights import AttentionWeights, ExpertMlp, GatedMlp, LayerInput, LayerWeights, Norm
+from engine.kernels.layer.weights import (
+    AttentionWeights,
+    ExpertMlp,
+    ExpertNorms,
+    GatedMlp,
+    LatentWeights,
+    LayerInput,
+    LayerWeights,
+    Norm,
+)
 from engine.kernels.quant.stored import StoredMatrix
-from engine.kernels.state.delta import GatedDelta, delta_sizes
+from engine.kernels.state.delta import ChannelGates, GatedDelta, delta_sizes
 from engine.kernels.state.mamba import Mamba, mamba_sizes
 from engine.kernels.state.short_convolution import ShortConvolution, short_convolution_sizes
 from engine.kernels.state.walk import StateLayer
 from engine.kernels.state.windows import taps_of
 from engine.model.reader.parts import rms_structure
 from engine.model.structure import (
+    ChannelGatesStructure,
     DecoderStructure,
     ExpertsStructure,
     GatedDeltaStructure,
+    LatentStructure,
     LayerInputStructure,
     LayerStructure,
     LinearStructure,
@@ -113,6 +124,7 @@ class Layer:
         if isinstance(mixer, ShortConvolutionStructure):
             return self._short_convolution(mixer)
         qkv, out = self._joined(mixer.qkv), self._joined(mixer.out)
+        latent, of_latent = (None, []) if mixer.latent is None else self._latent(mixer.latent, mixer.heads)
         attention = AttentionWeights(
             qkv=qkv,
             out=out,
@@ -124,19 +136,49 @@ class Layer:
             value_norm=_norm_of_ones(mixer.head_dim, mixer.value_epsilon) if mixer.value_epsilon else None,
             values_are_keys=mixer.values_are_keys,
             norms_last=mixer.norms_last,
+            latent=latent,
+            clip=mixer.clip,
+            sub_norm=self._norm(mixer.sub_norm),
         )
-        return attention, [qkv, out]
+        return attention, [qkv, out, *of_latent]
+
+    def _latent(self, latent: LatentStructure, heads: int) -> tuple[LatentWeights, list[Product]]:
+        inputs, keys = latent.query_inputs, self._joined(latent.keys)
+        query_inputs = None if inputs is None else self._joined(inputs)
+        matrices = self._of_heads(latent, heads)
+        products = [[Product(matrix, activations=self._activations) for matrix in some] for some in matrices]
+        to_latent, to_values = [[one.matmul for one in some if one.matmul is not None] for some in products]
+        if not len(to_latent) == len(to_values) == heads:
+            raise OtherStructure("heads, which this processor cannot multiply apart")
+        norms = self._norm(latent.query_norm), norm_from(latent.key_norm, self._parameters)
+        weights = LatentWeights(query_inputs, norms[0], keys, norms[1], to_latent, to_values)
+        return weights, [keys, *([] if query_inputs is None else [query_inputs]), *products[0], *products[1]]
+
+    def _of_heads(self, latent: LatentStructure, heads: int) -> Sequence[Sequence[Tensor | Sequence[StoredMatrix]]]:
+        """For each head, [latent, key] and [value, latent]. In blocks, the first of a whole matrix is numbers."""
+        if len(latent.of_heads) == 2:
+            return [self._parameters.experts(name) for name in latent.of_heads]
+        [name] = latent.of_heads
+        whole, key, each = self._parameters.matrix(name), latent.key_dim, latent.key_dim + latent.value_dim
+        starts = range(0, heads * each, each)
+        if isinstance(whole, Tensor):
+            return [whole[at : at + key].T.contiguous() for at in starts], [
+                whole[at + key : at + each] for at in starts
+            ]
+        keys = [StoredMatrix.of_numbers(whole.row_slice(at, at + key).values().T) for at in starts]
+        return [[one] for one in keys], [[whole.row_slice(at + key, at + each)] for at in starts]
 
     def _delta(self, mixer: GatedDeltaStructure) -> tuple[GatedDelta, list[Product]]:
         vector, norm = self._parameters.vector, made_norm(mixer.norm, self._parameters.vector(mixer.norm.weight))
         inputs, gates, out = (self._joined(linear) for linear in (mixer.inputs, mixer.gates, mixer.out))
+        by_channel, of_channels = (None, []) if mixer.by_channel is None else self._channel_gates(mixer.by_channel)
         delta = GatedDelta(
             inputs=inputs,
             gates=gates,
             out=out,
             taps=taps_of(vector(mixer.convolution)),
             decay=self._decay(mixer),
-            dt_bias=self._numbers(mixer.dt_bias),
+            dt_bias=self._numbers(mixer.dt_bias) if mixer.dt_bias else torch.zeros(0),
             norm=norm.weight,
             epsilon=norm.epsilon,
             key_heads=mixer.key_heads,
@@ -145,8 +187,15 @@ class Layer:
             value_dim=mixer.value_dim,
             key_head_of=torch.tensor(mixer.key_head_of, dtype=torch.int32),
             width=self._width,
+            by_channel=by_channel,
         )
-        return delta, [inputs, gates, out]
+        return delta, [inputs, gates, out, *of_channels]
+
+    def _channel_gates(self, gates: ChannelGatesStructure) -> tuple[ChannelGates, list[Product]]:
+        products = [self._joined(linear) for linear in (*gates.forget, *gates.out)]
+        forget_low, forget_high, out_low, out_high = products
+        bias = self._numbers(gates.forget_bias)
+        return ChannelGates((forget_low, forget_high), (out_low, out_high), bias, gates.rank), products
 
     def _short_convolution(self, mixer: ShortConvolutionStructure) -> tuple[ShortConvolution, list[Product]]:
         inputs, out = self._joined(mixer.inputs), self._joined(mixer.out)
@@ -183,7 +232,7 @@ class Layer:
 
     def _decay(self, mixer: GatedDeltaStructure | MambaStructure) -> Tensor:
         """Return the factor of each head's step in the exponent of the share of the state that is kept."""
-        decay = self._numbers(mixer.decay)
+        decay = self._numbers(mixer.decay).flatten()
         return -decay.exp() if mixer.decay_is_log else decay
 
     def _numbers(self, name: str) -> Tensor:
@@ -205,7 +254,8 @@ class Layer:
         gate_up, down = joined(mlp.gate_up, self._parameters, self._activations, gated=silu), self._joined(mlp.down)
         amounts = [float(softplus(self._parameters.vector(name).detach().float())) for name in mlp.amounts]
         kind = mlp.activation, mlp.plain, mlp.gate_scale, amounts or (0.0, 0.0)
-        return GatedMlp(gate_up, down, down.inputs, gate_up.gated, *kind), [gate_up, down]
+        sub_norm = self._norm(mlp.sub_norm)
+        return GatedMlp(gate_up, down, down.inputs, gate_up.gated, *kind, sub_norm), [gate_up, down]
 
     def _layer_input(self, added: LayerInputStructure) -> tuple[LayerInput, list[Product]]:
         gate, out = self._joined(added.gate), self._joined(added.out)
@@ -241,6 +291,10 @@ class Layer:
             sigmoid=mlp.sigmoid,
             bias=self._numbers(mlp.bias) if mlp.bias else None,
             scale=mlp.scale,
+            scales=self._numbers(mlp.scales) if mlp.scales else None,
+            groups=mlp.groups,
+            top_groups=mlp.top_groups,
+            counted=mlp.counted,
             shared=shared,
             shared_gate=mlp.shared_gate,
             gated=gated,
@@ -248,6 +302,7 @@ class Layer:
             alpha=mlp.alpha,
             limit=mlp.limit,
             plain=mlp.plain,
+            norms=ExpertNorms(*(norm_from(norm, parameters) for norm in mlp.norms)) if mlp.norms else None,
         )
         return mixed, [router, *gate_up[: mlp.top_k], *down[: mlp.top_k], *of_shared]
 
@@ -264,7 +319,7 @@ def state_shape(structure: DecoderStructure, dtype: torch.dtype) -> StateShape |
     for mixer in (mixer for layer in structure.layers for mixer in (layer.mixer, layer.beside)):
         if isinstance(mixer, GatedDeltaStructure):
             heads = mixer.key_heads, mixer.value_heads, mixer.key_dim, mixer.value_dim
-            sizes.append(delta_sizes(*heads, mixer.width, dtype.itemsize))
+            sizes.append(delta_sizes(*heads, mixer.width, dtype.itemsize, mixer.by_channel is not None))
         elif isinstance(mixer, ShortConvolutionStructure):
             sizes.append(short_convolution_sizes(structure.hidden, mixer.width, dtype.itemsize))
         elif isinstance(mixer, MambaStructure):
@@ -285,13 +340,15 @@ def _norm_of_ones(width: int, epsilon: float) -> Norm:
 
 def norm_from(norm: NormStructure, parameters: Parameters) -> Norm:
     """Return the norm with the parameters its structure names."""
+    if not norm.weight:
+        return Norm(torch.ones(norm.width, dtype=torch.float32), norm.epsilon, norm.centred)
     bias = parameters.vector(norm.bias).detach().float().contiguous() if norm.bias else None
     return made_norm(norm, parameters.vector(norm.weight), bias)
 
 
 def made_norm(norm: NormStructure, weight: Tensor, bias: Tensor | None = None) -> Norm:
     """Return the norm that `norm` describes, with this weight and bias."""
-    factors = weight.detach().float() + (1 if norm.adds_one else 0)
+    factors = norm.factor * (weight.detach().float() + (1 if norm.adds_one else 0))
     return Norm(factors.contiguous(), norm.epsilon, norm.centred, bias)
 
 

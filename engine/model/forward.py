@@ -40,7 +40,8 @@ class Forward(Protocol):
         The caller has reserved the slots (`KVCache.reserve`) and commits those of rows that are to stay; the others are
         overwritten later. Returns the logits of the batch's chosen rows, [chosen, vocab] in the model's type, in
         tensors that no later forward writes to, and, if layers are given, [rows, layers, hidden]: the input of each,
-        where the number past the last layer means the output after the last norm. IndexError for a token that the
+        where the number past the last layer means the output after the last norm, and further numbers, which the lean
+        decoder alone knows, parts of keys and values (`DecoderStructure.last_keys`). IndexError for a token that the
         model has no embedding of.
         """
         ...

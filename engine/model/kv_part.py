@@ -15,14 +15,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.core.batch import BLOCK_SIZE, Int
 from engine.core.kv_shape import KVShape
 from engine.device import uploaded
 from engine.kernels.attention.finite_blocks import FiniteBlocks
-from engine.kernels.attention.kv_codes import move_codes_kernel
+from engine.kernels.attention.kv_codes import decoded, move_codes_kernel
 from engine.kernels.fused import MOVE, move_kernel
+from engine.kernels.simd import LANES
 
 
 class KVPart:
@@ -39,6 +41,36 @@ class KVPart:
         """Return the addresses of the layer's keys and values."""
         keys, values = (part.data_ptr() + layer * part.stride(0) * part.itemsize for part in (self.keys, self.values))
         return keys, values
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a layer at these slots, [slots, kv_heads, head_dim] each, those in codes as
+        float32.
+        """
+        if self.shape.q8_0:
+            keys, values = self.keys[layer].numpy(), self.values[layer].numpy()
+            both = decoded(keys, values, slots.numpy(), self.shape.dims)
+            found = [torch.from_numpy(part) for part in both]
+        else:
+            found = [entries[place].flatten(2) for entries, place in self._entries(layer, slots)]
+        return found[0][..., : self.shape.head_dim], found[1][..., : self.shape.head_dim]
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values as `read` returns them, in a part of numbers."""
+        for (entries, place), numbers in zip(self._entries(layer, slots), (keys, values), strict=True):
+            whole = F.pad(numbers, (0, self.shape.dims - self.shape.head_dim)).to(entries.dtype)
+            entries[place] = whole.view(len(slots), *entries.shape[len(place) :])
+
+    def _entries(self, layer: int, slots: Tensor) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
+        """Return a layer's keys as [blocks, lanes, kv_heads, ...] numbers, and where in them these slots are; and its
+        values.
+        """
+        keys, values = self.keys[layer], self.values[layer]
+        block, lane = slots.long() // BLOCK_SIZE, slots.long() % BLOCK_SIZE
+        if not self.shape.vnni:
+            return [(keys.permute(0, 3, 1, 2), (block, lane)), (values.permute(0, 2, 1, 3), (block, lane))]
+        paired = keys.view(*keys.shape[:2], -1, BLOCK_SIZE, 2).permute(0, 3, 1, 2, 4)
+        pairs = values.view(*values.shape[:2], -1, BLOCK_SIZE // 2, LANES, 2).permute(0, 3, 5, 1, 2, 4)
+        return [(paired, (block, lane)), (pairs, (block, lane // 2, lane % 2))]
 
     def finite(self, blocks: Sequence[int]) -> list[bool]:
         """Return whether each block's keys and values are all finite."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 _CHUNK = 2048
+_LAST_BIT = 2.0**-23
 
 
 def hold_frequencies(model: nn.Module) -> None:
@@ -46,7 +47,8 @@ class Frequencies(msgspec.Struct, frozen=True):
 
 def frequencies_of(rotary: Any) -> dict[str, Frequencies] | None:
     """Return the frequencies of a stock rotary module, keyed by layer type; "" if there is only one. None if its
-    cosines and sines are not those of `RotaryTables`, to the bit. A model without such a module rotates nothing.
+    cosines and sines are not those of `RotaryTables`, to the bit; complex numbers have them from another function, and
+    may differ in the last. A model without such a module rotates nothing.
     """
     if rotary is None:
         return {"": Frequencies((), 1.0)}
@@ -57,7 +59,8 @@ def frequencies_of(rotary: Any) -> dict[str, Frequencies] | None:
         angles = getattr(rotary, f"{prefix}inv_freq").float().tolist()
         found[kind] = Frequencies(tuple(angles), float(getattr(rotary, f"{prefix}attention_scaling", 1.0)))
         stock = torch.cat(cosines_sines(rotary, 0, _CHUNK, torch.device("cpu"), kind or None), dim=1)
-        if not torch.equal(_table(found[kind], 0, _CHUNK), stock):
+        allowed = _LAST_BIT * found[kind].scaling if _is_complex(rotary, *filter(None, [kind])) else 0.0
+        if not bool((_table(found[kind], 0, _CHUNK) - stock).abs().max() <= allowed):
             return None
     return found
 
@@ -98,14 +101,24 @@ def cosines_sines(
     """Cosines and sines of positions `first` to `end`, [positions, rotated / 2] float32 each. kind: of layers."""
     kinds = () if kind is None else (kind,)
     of_chunks, pairs = [], len(getattr(rotary, f"{kind}_inv_freq" if kind else "inv_freq"))
-    two = rotary(torch.zeros(1, dtype=torch.float32, device=device), torch.arange(1, 3, device=device)[None], *kinds)
+    two = _angles(rotary, torch.arange(1, 3, device=device), *kinds)
     step = 2 if _repeats(two[0][0]) else 1
     for start in range(first, end, _CHUNK):  # where a row has every number twice, in halves or in turn, one is taken
-        positions = torch.arange(start, min(start + _CHUNK, end), device=device)[None]
-        whole = rotary(torch.zeros(1, dtype=torch.float32, device=device), positions, *kinds)
+        whole = _angles(rotary, torch.arange(start, min(start + _CHUNK, end), device=device), *kinds)
         of_chunks.append([part[0, :, : pairs * step : step].float() for part in whole])
     cosines, sines = zip(*of_chunks, strict=True)
     return torch.cat(cosines), torch.cat(sines)
+
+
+def _angles(rotary: Any, positions: Tensor, *kinds: str) -> tuple[Tensor, Tensor]:
+    """What a stock module makes of positions: two tensors, or one of complex numbers."""
+    made = rotary(torch.zeros(1, dtype=torch.float32, device=positions.device), positions[None], *kinds)
+    return (made.real, made.imag) if isinstance(made, Tensor) else made
+
+
+def _is_complex(rotary: Any, *kinds: str) -> bool:
+    """Whether a stock module makes complex numbers."""
+    return isinstance(rotary(torch.zeros(1), torch.arange(1)[None], *kinds), Tensor)
 
 
 def _repeats(cosines: Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from engine.kernels.fused import Activation
+from engine.kernels.simd import LANES
 from engine.model.rotary import Frequencies
 
 
@@ -38,13 +39,17 @@ class LinearStructure(msgspec.Struct, frozen=True):
 
 
 class NormStructure(msgspec.Struct, frozen=True):
-    """See `Norm`. adds_one: it multiplies by 1 + weight. bias: "" if there is none."""
+    """See `Norm`. adds_one: it multiplies by 1 + weight. factor: and by this. bias: "" if there is none. weight: "" if
+    there is none, of `width` numbers.
+    """
 
     weight: str
     epsilon: float
     adds_one: bool
     centred: bool = False
     bias: str = ""
+    factor: float = 1.0
+    width: int = 0
 
 
 class MlpStructure(msgspec.Struct, frozen=True, tag=True):
@@ -56,13 +61,15 @@ class MlpStructure(msgspec.Struct, frozen=True, tag=True):
     plain: bool = False
     gate_scale: float = 1.0
     amounts: tuple[str, ...] = ()
+    sub_norm: NormStructure | None = None
 
 
 class ExpertsStructure(msgspec.Struct, frozen=True, tag=True):
     """See `ExpertMlp`. gate_up, down: the parameters that hold the matrices of all experts, `count` of them. router:
     its outputs are one for each expert, then the gate of the shared one, if there is one. bias: of the router's choice,
     "" if there is none. gate_up_bias, down_bias: [experts, outputs], "" if there are none. in_turn: the parameters have
-    inputs before outputs, and the outputs of gate and up in turn. plain: there is no gate; gate_up is up alone.
+    inputs before outputs, and the outputs of gate and up in turn. plain: there is no gate; gate_up is up alone. scales:
+    the parameter that multiplies the share of each expert, "" if there is none. norms: as of `ExpertNorms`; (): none.
     """
 
     router: LinearStructure
@@ -75,6 +82,10 @@ class ExpertsStructure(msgspec.Struct, frozen=True, tag=True):
     sigmoid: bool = False
     bias: str = ""
     scale: float = 1.0
+    scales: str = ""
+    groups: int = 1
+    top_groups: int = 1
+    counted: int = 1
     shared: MlpStructure | None = None
     shared_gate: bool = True
     activation: Activation = Activation.SILU
@@ -84,6 +95,21 @@ class ExpertsStructure(msgspec.Struct, frozen=True, tag=True):
     down_bias: str = ""
     in_turn: bool = False
     plain: bool = False
+    norms: tuple[NormStructure, ...] = ()
+
+
+class LatentStructure(msgspec.Struct, frozen=True):
+    """See `LatentWeights`. of_heads: the parameter that makes each head's key and then its value of a latent vector, or
+    the two of a file: of keys [heads, latent, key], of values [heads, value, latent].
+    """
+
+    query_inputs: LinearStructure | None
+    query_norm: NormStructure | None
+    keys: LinearStructure
+    key_norm: NormStructure
+    of_heads: tuple[str, ...]
+    key_dim: int
+    value_dim: int
 
 
 class AttentionStructure(msgspec.Struct, frozen=True, tag=True):
@@ -108,6 +134,18 @@ class AttentionStructure(msgspec.Struct, frozen=True, tag=True):
     norms_last: bool = False
     keys_of: int | None = None
     score_scale: float = 1.0
+    latent: LatentStructure | None = None
+    clip: float = 0.0
+    sub_norm: NormStructure | None = None
+
+
+class ChannelGatesStructure(msgspec.Struct, frozen=True):
+    """See `ChannelGates`: the two matrices of each, one after the other."""
+
+    forget: tuple[LinearStructure, LinearStructure]
+    out: tuple[LinearStructure, LinearStructure]
+    forget_bias: str
+    rank: int
 
 
 class GatedDeltaStructure(msgspec.Struct, frozen=True, tag=True):
@@ -116,7 +154,8 @@ class GatedDeltaStructure(msgspec.Struct, frozen=True, tag=True):
     inputs: its outputs are q and k of each key head, then v and z of each value head. gates: b, then a, one for each
     value head. convolution: [channels of q, k and v, width]. decay, dt_bias: one for each value head. decay_is_log: a
     step keeps exp(-exp(decay) * softplus(a + dt_bias)) of the state; otherwise `decay` stands for -exp(decay). norm: of
-    each value head, multiplied by SiLU(z). key_head_of: for each value head, the key head that serves it.
+    each value head, multiplied by SiLU(z). key_head_of: for each value head, the key head that serves it. by_channel:
+    as of `GatedDelta`; `dt_bias` is "" then.
     """
 
     inputs: LinearStructure
@@ -133,6 +172,7 @@ class GatedDeltaStructure(msgspec.Struct, frozen=True, tag=True):
     value_dim: int
     width: int
     key_head_of: tuple[int, ...]
+    by_channel: ChannelGatesStructure | None = None
 
 
 class MambaStructure(msgspec.Struct, frozen=True, tag=True):
@@ -253,9 +293,28 @@ class DecoderStructure(msgspec.Struct, frozen=True):
 
     @property
     def key_sizes(self) -> list[tuple[int, int, int]]:
-        """Return how many layers write to each part of a pool, their KV heads, and the dimensions of a head."""
+        """How many layers write to each part of a pool, their KV heads, and the dimensions of a head. Where no layer
+        attends there is one part that nobody writes to: texts are counted in its blocks.
+        """
+        if not self.attending:
+            return [(1, 1, LANES)]
         own = [(mixer.kv_heads, mixer.head_dim) for mixer in self.attending.values() if mixer.keys_of is None]
         return [(count, *shape) for shape, count in Counter(own).items()]
+
+    @property
+    def last_keys(self) -> list[KeyPlace]:
+        """The keys that a head gets which reads the target's: those of the last layer that has its own, for each rotary
+        table, and so for each type of layer, in the order of layers.
+        """
+        own = {mixer.rotary_table: at for at, mixer in self.attending.items() if mixer.keys_of is None}
+        places = dict(zip(self.attending, self.key_places, strict=True))
+        return [places[at] for at in sorted(own.values())]
+
+    @property
+    def key_pieces(self) -> int:
+        """The number of states, as wide as the model, that these keys and their values take."""
+        sizes = [self.key_sizes[place.part][1:] for place in self.last_keys]
+        return pieces_of(sum(2 * kv_heads * head_dim for kv_heads, head_dim in sizes), self.hidden)
 
     @property
     def key_places(self) -> list[KeyPlace]:
@@ -270,3 +329,10 @@ class DecoderStructure(msgspec.Struct, frozen=True):
             found[at] = KeyPlace(part, written[part], True)
             written[part] += 1
         return [*found.values()]
+
+
+def pieces_of(numbers: int, hidden: int) -> int:
+    """Return how many states of that width so many numbers take: a forward gives keys and values so to a draft head,
+    numbered from the one after its last hidden state.
+    """
+    return -(-numbers // hidden)

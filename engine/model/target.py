@@ -15,6 +15,7 @@ import torch
 from engine.config import AUTO, Activations, ActivationsOption, Config, KVType
 from engine.core.batch import BLOCK_SIZE
 from engine.core.errors import ConfigError, ModelError, first_line
+from engine.core.methods import METHODS, Method
 from engine.kernels.gemm.product import PackedLinear, multiplies
 from engine.model.decoder import LeanDecoder
 from engine.model.decoder_layer import state_shape
@@ -123,6 +124,12 @@ class Target(Runner):
                 f"verifier.kv_type={kv_type}: only the lean decoder keeps keys and values so, on a CPU with AVX2, and "
                 "this model does not run on it here; take verifier.kv_type=auto"
             )
+        if drafting_model(config).reads_keys and not target.key_pieces:
+            raise ConfigError(
+                f"method={config.method}: an assistant reads the target's keys and values, which only the lean decoder "
+                f"gives, and this target does not run on it ({target.stock_reason or target.device.type}); take "
+                "method=suffix"
+            )
         return target
 
     @classmethod
@@ -197,6 +204,11 @@ class Target(Runner):
         return not self.inexact_reason
 
     @property
+    def key_pieces(self) -> int:
+        """The number of states that its keys and values take for a head that reads them; 0 if it gives none."""
+        return self.forward.structure.key_pieces if isinstance(self.forward, LeanDecoder) else 0
+
+    @property
     def forward_sizes(self) -> tuple[int, ...]:
         """How many rows a forward computes: fewer are padded to the next of these, more run in slices of the last."""
         return self.forward.sizes
@@ -222,7 +234,19 @@ class Target(Runner):
         return self.forward.matrix_bytes if isinstance(self.forward, LeanDecoder) else None
 
 
+def drafting_model(config: Config) -> Method:
+    """Return the method of the model that drafts, or the configuration's own if none does."""
+    named = config.drafter.head if METHODS[config.method].merges else config.method
+    return METHODS.get(named, METHODS[config.method])
+
+
 def _facts_of(model: Any, name: str) -> Facts:
+    """Return the facts of a stock model. Raises ModelError if its texts have no limit that Talon knows."""
+    if not hasattr(model.config.get_text_config(), "num_attention_heads"):
+        raise ModelError(
+            f"model={name}: no layer of the {model.config.model_type} family attends, and its configuration names no "
+            "max_position_embeddings; use a hybrid of layers with a state and attention"
+        )
     if (facts := facts_of(model)) is None:
         raise ModelError(
             f"model={name}: the {model.config.model_type} family names no max_position_embeddings, and has no "

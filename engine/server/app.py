@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
+from engine.config import Config
 from engine.core.errors import TalonError
 from engine.server.answers import (
     ChatCompletion,
@@ -39,6 +40,7 @@ from engine.server.render import ChatRenderer, TextRenderer, unnamed_sources
 from engine.server.responses.routes import add_responses
 from engine.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from engine.server.serving import Serving
+from engine.server.settings import Settings
 from engine.server.tools.calling import Calling, shown_to
 from engine.server.translate import ChoiceRequest, check_model, names_of, owned, places_for, text_choices
 
@@ -75,7 +77,7 @@ def create_app(serving: Serving) -> FastAPI:
         settings=settings,
         log=serving.log,
         traces=serving.traces,
-        owners=OwnerNames(engine.config.verifier.cache),
+        owners=_owner_names(engine.config, settings),
         refused=serving.latencies.refused,
     )
     if settings.cors_origins:
@@ -174,6 +176,12 @@ def create_app(serving: Serving) -> FastAPI:
         return HTMLResponse(files("engine.server").joinpath("page.html").read_text("utf8"))
 
     return app
+
+
+def _owner_names(config: Config, settings: Settings) -> OwnerNames:
+    """Return what names clients. Where a server without keys learns, clients that name no session are one owner."""
+    alone = settings.learn_gb is not None and not settings.api_keys
+    return OwnerNames(config.verifier.cache or config.drafter.learned, "" if alone else None)
 
 
 def _handle_errors(app: FastAPI, serving: Serving) -> None:

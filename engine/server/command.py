@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
+import anyio.to_thread
 import typer
 
 from engine import config as configuration
@@ -47,6 +48,10 @@ def serve(
         Path | None,
         typer.Option(help="Folder of prompts and answers that outlive a restart.", show_default="none"),
     ] = None,
+    learn: Annotated[
+        bool, typer.Option("--learn", help="Learn to draft from each client's texts while there are no requests.")
+    ] = False,
+    learn_gb: Annotated[float, typer.Option(help="Of the disk for what is learned, at most.", min=0.001)] = 10.0,
     drain: Annotated[int, typer.Option(help="Seconds that SIGTERM leaves to answers under way.", min=0)] = 30,
     keep_alive: Annotated[int, typer.Option(help="Seconds that a connection without requests stays open.", min=1)] = 75,
     root_path: Annotated[
@@ -71,6 +76,7 @@ def serve(
 
     async def main() -> None:
         try:
+            from engine.server.learning import learning_config
             from engine.server.run import Listening, run_server
             from engine.server.settings import Settings
         except ImportError as error:
@@ -78,6 +84,8 @@ def serve(
         own = {"queue.size": queue, "verifier.cache": None if cache is None else str(cache.absolute())}
         given = overrides(set_, method=method, **own)
         engine_config = configuration.load(config, given | {"queue.full": "refuse"})
+        if learn:
+            engine_config = await anyio.to_thread.run_sync(learning_config, engine_config)
         settings = Settings(
             model=model_name or short_name(engine_config.model),
             api_keys=read_keys(api_keys),
@@ -88,6 +96,7 @@ def serve(
             max_choices=max_choices,
             root_path=checked_root_path(root_path),
             tool_format=tool_format,
+            learn_gb=learn_gb if learn else None,
             log_prompts=log_prompts,
             traces=traces,
         )

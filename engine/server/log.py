@@ -10,6 +10,7 @@ import logging
 import sys
 from typing import Any
 
+from engine.files.lessons import LessonOutcome
 from engine.wire.messages import Ready
 
 _LOGGER = "talon.server"
@@ -66,6 +67,15 @@ class Log:
         megabytes = {"weights_mb": target.weight_bytes // 10**6, "kv_mb": target.kv_bytes // 10**6}
         megabytes |= {"state_mb": target.state_bytes // 10**6} if target.state_bytes else {}
         self._logger.info("serving", extra={"fields": fields | megabytes})
+
+    def learned(self, outcome: LessonOutcome) -> None:
+        """Log what a lesson came to."""
+        fields = {
+            "tokens_per_chain_before": round(outcome.before, 3),
+            "tokens_per_chain_after": round(outcome.after, 3),
+        }
+        fields |= {name: getattr(outcome, name) for name in ("texts", "held_out", "steps", "installed")}
+        self._logger.info("learned", extra={"fields": fields})
 
     def warn(self, text: str) -> None:
         """Log something that the operator should know."""

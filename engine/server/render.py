@@ -329,10 +329,12 @@ class TextRenderer(_Format):
 
 def unnamed_sources(config: Config) -> frozenset[str]:
     """Return the sources that clients are not told of: where answers are shared, retrieval names what
-    others were told.
+    others were told, and so does a head that has learned it.
     """
+    if not config.drafter.share_answers:
+        return frozenset()
     remembers = any(METHODS[name].remembers for name in parts(config))
-    return frozenset({"retrieval"} if config.drafter.share_answers and remembers else ())
+    return frozenset(({"retrieval"} if remembers else set()) | ({"head"} if config.drafter.learned else set()))
 
 
 def _metrics(results: Sequence[Result], ignored: list[str]) -> AnswerMetrics:

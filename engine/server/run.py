@@ -54,7 +54,11 @@ async def run_server(config: Config, settings: Settings, where: Listening) -> No
             serving = Serving(engine, settings)
             await serving.warm_up()
             server = _Server(_uvicorn(serving, where), serving)
-            await server.serve(sockets=[listener])
+            try:
+                await server.serve(sockets=[listener])
+            finally:
+                if serving.learning is not None:
+                    await serving.learning.close()
             serving.traces.close()
 
 

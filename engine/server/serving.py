@@ -22,6 +22,7 @@ from engine.server.answers import Chunk
 from engine.server.choices import Event, RunningChoices
 from engine.server.errors import ApiError, api_error, returning
 from engine.server.http.connection import EventStream, while_there
+from engine.server.learning import Learning
 from engine.server.log import Log
 from engine.server.metrics import EngineCollector, Latencies
 from engine.server.reading.changes import ChangedText
@@ -58,6 +59,9 @@ class Serving:
         self.changed = ChangedText()
         self.registry.register(EngineCollector(engine, settings.model, self.changed))
         self.latencies = Latencies(self.registry, settings.model)
+        self.learning = _learning(engine, settings, self.log)
+        if self.learning is not None:
+            self.registry.register(self.learning)
         self.vocabulary = Vocabulary(engine.tokenizer)
         self.fill_in = FillIn.of(engine.tokenizer)
         self.answers = AnswerFormat.of(engine.tokenizer, settings.tool_format)
@@ -119,7 +123,7 @@ class Serving:
             record["request"] = body.model_dump(exclude_unset=True, by_alias=True)
         self.note(body.ignored)
         self._compare(wanted[0].prompt)
-        results = Results(self.latencies, record, self.log.prompts, wanted, calling)
+        results = Results(self.latencies, record, self.log.prompts, wanted, calling, self.learning)
         if body.stream:
             events = self._stream(choices, format_, results, request.state.names)
             opening = await while_there(request, anext(events))
@@ -175,7 +179,7 @@ class Serving:
 class Results:
     """The results of a request's choices as they arrive, counted and added to its record for the log. texts: whether
     that holds answers. calling: what they may call, if anything. progress: how far the prompt is, while it is read in
-    several forwards.
+    several forwards. learning: remembers them.
     """
 
     def __init__(
@@ -185,8 +189,9 @@ class Results:
         texts: bool,
         wanted: Sequence[ChoiceRequest],
         calling: Calling | None = None,
+        learning: Learning | None = None,
     ):
-        self.latencies, self.record, self.texts = latencies, record, texts
+        self.latencies, self.record, self.texts, self.learning = latencies, record, texts, learning
         self.started_s = time.perf_counter()
         self._wanted, self._calling = wanted, calling
         self.progress: PromptProgress | None = None
@@ -233,6 +238,9 @@ class Results:
             record["completion_tokens"] = record.get("completion_tokens", 0) + len(arrival.token_ids)
             return
         self._results[choice] = arrival
+        if self.learning is not None:
+            one = self._wanted[choice]
+            self.learning.keep(one.sampling.owner, one.prompt, arrival.token_ids)
         found = min(arrival.metrics.cached_tokens, arrival.prompt_tokens)
         record["cached_tokens"] = record.get("cached_tokens", 0) + found
         reason = "length" if arrival.finish_reason == "length" else "stop"
@@ -240,6 +248,13 @@ class Results:
         record["finish_reasons"] = [*record.get("finish_reasons", []), reason]
         if self.texts:
             record["answers"] = [*record.get("answers", []), arrival.text]
+
+
+def _learning(engine: Engine, settings: Settings, log: Log) -> Learning | None:
+    """Return what learns; None where nothing does."""
+    if settings.learn_gb is None:
+        return None
+    return Learning(engine.config, settings.model, int(settings.learn_gb * 1e9), lambda: engine.requests > 0, log)
 
 
 def _events(format_: Renderer, chunks: Sequence[Chunk]) -> bytes:

@@ -14,7 +14,8 @@ class Settings:
     None: what the context holds. clamp_max_tokens: a max_tokens beyond the rest of the context means that rest; False:
     it is refused. max_choices: maximum answers of one request, over all of its prompts. root_path: where a proxy serves
     this, such as /talon; it may remove that from the paths, or not. log_prompts: put prompts and answers into the log.
-    tool_format: how calls of tools are written, None: as the chat template says. traces: an OTLP endpoint for
+    tool_format: how calls of tools are written, None: as the chat template says. learn_gb: learn from texts while there
+    are no requests, in so many gigabytes of the disk; None: do not. traces: an OTLP endpoint for
     OpenTelemetry, such as http://localhost:4318/v1/traces.
     """
 
@@ -28,4 +29,5 @@ class Settings:
     root_path: str = ""
     log_prompts: bool = False
     tool_format: str | None = None
+    learn_gb: float | None = None
     traces: str | None = None

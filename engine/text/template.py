@@ -7,7 +7,9 @@ A template is foreign code: it runs in Jinja's sandbox, and sees only copies of 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -116,8 +118,21 @@ def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
+_TOLD: ContextVar[datetime | None] = ContextVar("_TOLD", default=None)
+
+
+@contextmanager
+def told_the_day(day: datetime) -> Iterator[None]:
+    """Let templates that name the day name this one, for prompts that are to be the same tomorrow."""
+    before = _TOLD.set(day)
+    try:
+        yield
+    finally:
+        _TOLD.reset(before)
+
+
 def _now(form: str) -> str:
-    return datetime.now().strftime(form)
+    return (_TOLD.get() or datetime.now()).strftime(form)
 
 
 class _Generation(Extension):

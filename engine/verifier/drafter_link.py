@@ -86,7 +86,8 @@ class DrafterLink:
 
     def _welcome(self, peer: str, hello: Hello) -> None:
         """Welcome a drafter that joins: it learns of every request, and drafts from the text so far."""
-        layers_exist = all(0 <= layer <= self.target.layers for layer in hello.feature_layers)
+        most = self.target.layers + self.target.key_pieces
+        layers_exist = all(0 <= layer <= most for layer in hello.feature_layers)
         if not (layers_exist and 0 <= hello.successors <= self.target.vocab_size):
             self.router.malformed += 1
             return

@@ -87,6 +87,7 @@ class Verifier:
     # The round, on one page.
 
     def _receive(self) -> None:
+        self.drafter_link.receive()  # one that says Hello is told of each request once
         for arrival in self.front_end.received():
             if isinstance(arrival, Request):
                 self.scheduler.waiting.append(arrival)
@@ -96,7 +97,6 @@ class Verifier:
                     self._forget(request)
             else:
                 self.stopping = True
-        self.drafter_link.receive()
 
     def _plan(self) -> Plan:
         return self.scheduler.plan(time.perf_counter_ns(), self.timer.costs, self.drafter_link.present)

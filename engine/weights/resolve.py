@@ -8,17 +8,21 @@ from pathlib import Path
 
 from engine.config import AUTO, Config
 from engine.core.errors import ModelError, TalonError
+from engine.core.methods import METHODS
 from engine.files.digest import sha256_of
 from engine.files.progress import shown
 from engine.weights.cache import home, is_intact, keep
 from engine.weights.catalogue import CATALOGUE, KnownModel
 from engine.weights.download import download
-from engine.weights.draft_head import METHOD, brings_head
+from engine.weights.draft_head import ASSISTANT, assistant_beside, method_of
 from engine.weights.gguf.described_folder import DESCRIPTION_BYTES, describe, described
 from engine.weights.gguf.source import is_unchanged, read_source, remember, source_of
 from engine.weights.hub import fetched
 from engine.weights.quantised import quantised_folder
 from engine.weights.trained import best_head, trained_for, trained_for_name
+
+_SMALL_MODEL = "sps"
+"""The method whose `drafter.path` is a model."""
 
 
 def resolve(model: str, key: str = "model") -> str:
@@ -54,17 +58,31 @@ def resolved(config: Config) -> Config:
     """
     config = with_own(config.model_copy(update={"model": target_folder(config)}))
     drafter = config.drafter
-    if drafter.path is not None and not (Path(drafter.path).is_file() and brings_head(Path(drafter.path))):
+    if drafter.path is not None and not _holds_head(config, Path(drafter.path)):
         drafter = drafter.model_copy(update={"path": resolve(drafter.path, "drafter.path")})
     return config.model_copy(update={"drafter": drafter})
+
+
+def _head_of(config: Config) -> str:
+    """Return the head that a configuration merges, the assistant where it leaves that to Talon; "" if it merges
+    none.
+    """
+    head = config.drafter.head if config.method in METHODS and METHODS[config.method].merges else ""
+    return ASSISTANT if head == AUTO else head
+
+
+def _holds_head(config: Config, path: Path) -> bool:
+    """Return whether `drafter.path` is a GGUF file that a head is read from, and not a model to be described."""
+    drafts_by_model = _SMALL_MODEL in (config.method, config.drafter.head)
+    return path.is_file() and path.suffix.lower() == ".gguf" and not drafts_by_model
 
 
 def restore(given: Config, config: Config) -> bool:
     """Make anew what has been removed or damaged of the cache's directories that `config` names since it was made of
     `given`. Return whether anything was. Where that fails, one line says why.
     """
-    cached = [Path(path) for path in (config.model, config.drafter.path) if path is not None and _is_cached(path)]
-    damaged = [folder for folder in cached if not is_intact(folder)]
+    folders = [Path(path) for path in (config.model, config.drafter.path) if path is not None and _is_cached(path)]
+    before = [*map(_directory, folders)]
     try:
         if _is_cached(config.model):
             target_folder(given)
@@ -72,7 +90,14 @@ def restore(given: Config, config: Config) -> bool:
             resolve(given.drafter.path, "drafter.path")
     except TalonError as error:
         print(f"talon: {error}", file=sys.stderr)
-    return any(is_intact(folder) for folder in damaged)
+    return [*map(_directory, folders)] != before
+
+
+def _directory(folder: Path) -> int | None:
+    """Return the number of the directory on the disk, which is another one when it was made anew; None if there is
+    none.
+    """
+    return folder.stat().st_ino if folder.is_dir() else None
 
 
 def _is_cached(path: str | None) -> bool:
@@ -97,13 +122,16 @@ def with_own(config: Config) -> Config:
         found = own is not None and own.is_tuned and drafter.path == AUTO
         drafter = drafter.model_copy(update={"tuned": str(own.tuned) if own is not None and found else None})
     if drafter.path == AUTO:
-        heads = None if own is None else own.heads
-        drafter = drafter.model_copy(update={"path": None if heads is None else str(heads)})
+        found_at = None if own is None else own.heads
+        if found_at is None and here and ASSISTANT in (config.method, _head_of(config)):
+            found_at = assistant_beside(Path(config.model))
+        drafter = drafter.model_copy(update={"path": None if found_at is None else str(found_at)})
     if drafter.head == AUTO:
         named = Path(config.model if drafter.path is None else drafter.path)
         tuned = None if drafter.tuned is None else Path(drafter.tuned)
         usual = best_head([tuned, None if own is None else own.folder])
-        drafter = drafter.model_copy(update={"head": METHOD if drafter.tuned is None and brings_head(named) else usual})
+        held = method_of(named) if drafter.tuned is None else None
+        drafter = drafter.model_copy(update={"head": held or usual})
     return config.model_copy(update={"drafter": drafter})
 
 

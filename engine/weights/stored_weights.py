@@ -25,7 +25,9 @@ class Place(msgspec.Struct, frozen=True):
 
     tensors: names; a matrix's outputs are those of each, one after the other. in_turn: the parameter has inputs before
     outputs, and the outputs of its tensors in turn. shape: of the parameter. order, columns: int64, the
-    stored row that each output is and the stored column that each input is; empty if they are the same.
+    stored row that each output is and the stored column that each input is; empty if they are the same. heads: the
+    parameter has some outputs of each in turn, those of the first tensor, which has its inputs before its outputs, then
+    those of the second; 0: it does not.
     """
 
     tensors: tuple[str, ...]
@@ -33,6 +35,7 @@ class Place(msgspec.Struct, frozen=True):
     order: bytes = b""
     columns: bytes = b""
     in_turn: bool = False
+    heads: int = 0
 
     @property
     def outputs(self) -> int:
@@ -87,6 +90,9 @@ class StoredWeights(ABC):
         if name in self.vectors:
             return self.vectors[name]
         place = self.places[name]
+        if place.heads:
+            first, second = (self.rows(tensor).values().unflatten(0, (place.heads, -1)) for tensor in place.tensors)
+            return torch.cat([first.transpose(1, 2), second], dim=1).flatten(0, 1)
         if len(place.shape) == 2:
             whole = torch.cat([self.rows(tensor).values() for tensor in place.tensors])
             whole = whole[torch.frombuffer(bytearray(place.order), dtype=torch.int64)] if place.order else whole

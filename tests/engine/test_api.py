@@ -57,7 +57,7 @@ def sampled(tiny: str) -> list[list[int]]:
 
 def test_every_method_is_tested_here_or_with_the_heads() -> None:
     heads = {"block", "eagle", "eagle3", "medusa", "hydra", "hybrid"}  # in tests/drafters/test_head_lossless.py
-    heads.add("mtp")  # in tests/drafters/heads/test_mtp.py
+    heads |= {"mtp", "assistant"}  # in tests/drafters/heads/test_mtp.py and tests/drafters/heads/assistant
     assert {name.split()[0] for name in DRAFTS} | heads == set(METHODS)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from itertools import count
+from collections.abc import Callable
+from functools import cache
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +24,41 @@ from engine.model.target import Target
 from engine.verifier.request import Request
 from tests.engine.test_cache import GREEDY, PROMPT, SAMPLED, WHOLE, answers
 from tests.engine.tiny_hybrids import KINDS, save_tiny_hybrid
-from tests.faults.test_batching import alone, random_requests
+from tests.faults.test_batching import Asked, alone, random_requests
 from tests.faults.test_faults import THREADS
+from tests.grids import pairs
 
 REQUESTS = 40
 LONGEST = 80_000  # bytes for keys, values and states: little more than one request needs
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Return a function of a kind that saves a model of it once."""
+    return cache(lambda kind: save_tiny_hybrid(tmp_path_factory.mktemp("hybrid"), kind))
+
+
 @pytest.fixture(scope="module", params=KINDS)
-def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_hybrid(tmp_path_factory.mktemp("hybrid"), request.param)
+def hybrid(request: pytest.FixtureRequest, saved: Callable[[str], str]) -> str:
+    return saved(request.param)
 
 
 @pytest.fixture(scope="module")
-def delta(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_hybrid(tmp_path_factory.mktemp("delta"), "qwen3.5")
+def delta(saved: Callable[[str], str]) -> str:
+    return saved("qwen3.5")
+
+
+@pytest.fixture(scope="module")
+def answered_alone(saved: Callable[[str], str]) -> Callable[[str], tuple[list[Asked], list[list[int]], int]]:
+    """Return a function of a kind: requests, half of which begin like others and half of which are sampled, what each
+    gets alone, and the bytes of a small pool.
+    """
+
+    def answer(kind: str) -> tuple[list[Asked], list[list[int]], int]:
+        requests, target = random_requests(random.Random(1), REQUESTS), Target.load(saved(kind))
+        return requests, [alone(target, *request) for request in requests], small_pool(target)
+
+    return cache(answer)
 
 
 def small_pool(target: Target) -> int:
@@ -57,21 +79,25 @@ def note_preemptions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return preempted
 
 
-@pytest.mark.parametrize(
-    ("method", "mode"),
-    [("none", "sequential"), ("pld", "sequential"), ("pld", "async"), ("suffix", "sequential"), ("suffix", "async")],
+@pairs(
+    kind=[*KINDS],
+    drafts=[("none", "sequential"), *product(["pld", "suffix"], ["sequential", "async"])],
+    small=[False, True],
 )
-@pytest.mark.parametrize("small", [False, True], ids=["large pool", "small pool"])
 async def test_many_requests_get_the_text_that_each_gets_alone(
-    hybrid: str, method: str, mode: str, small: bool, monkeypatch: pytest.MonkeyPatch
+    saved: Callable[[str], str],
+    answered_alone: Callable[[str], tuple[list[Asked], list[list[int]], int]],
+    kind: str,
+    drafts: tuple[str, str],
+    small: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Half of the prompts begin like others, and half are sampled."""
-    requests, target = random_requests(random.Random(1), REQUESTS), Target.load(hybrid)
-    expected = [alone(target, *request) for request in requests]
+    requests, expected, small_bytes = answered_alone(kind)
     preempted = note_preemptions(monkeypatch)
+    method, mode = drafts
     options: dict[str, Any] = {"method": method, "mode": mode, "transport": "inproc", "verifier.cut": False} | THREADS
-    options |= {"verifier.kv_memory": small_pool(target)} if small else {}
-    async with await Engine.start({"model": hybrid}, **options) as engine:
+    options |= {"verifier.kv_memory": small_bytes} if small else {}
+    async with await Engine.start({"model": saved(kind)}, **options) as engine:
         results = await asyncio.gather(*(engine.generate(*request) for request in requests))
     assert [result.token_ids for result in results] == expected
     assert bool(preempted) == small

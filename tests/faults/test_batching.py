@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,15 @@ async def test_three_hundred_requests_of_the_real_model_each_get_the_text_that_t
     await ask_three_hundred(smollm2, method, 20.0, monkeypatch, capfd, **(heads if method == "hybrid" else {}))
 
 
+@cache
+def three_hundred_alone(model: str) -> tuple[list[Asked], list[list[int]], int]:
+    """Return requests, what each of them gets alone, and the bytes of a pool that is too small for them."""
+    requests, target = random_requests(random.Random(300), REQUESTS), Target.load(model)
+    assert target.pool is not None
+    small = POOL_BLOCKS * target.pool.shape.block_bytes
+    return requests, [alone(target, *request) for request in requests], small
+
+
 async def ask_three_hundred(
     model: str,
     method: str,
@@ -113,12 +123,8 @@ async def ask_three_hundred(
     **drafter: str,
 ) -> None:
     """They arrive within `span_s` and share a pool that is too small for them; a fifth of them are cancelled."""
-    rng = random.Random(300)
-    requests = random_requests(rng, REQUESTS)
-    target = Target.load(model)
-    assert target.pool is not None
-    small = POOL_BLOCKS * target.pool.shape.block_bytes
-    expected = [alone(target, *request) for request in requests]
+    rng = random.Random(301)
+    requests, expected, small = three_hundred_alone(model)
     preempted: list[int] = []
     preempt = Request.preempt
     monkeypatch.setattr(Request, "preempt", lambda request: (preempted.append(request.number), preempt(request))[1])
@@ -173,10 +179,11 @@ def overwrite(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes(b"this was a model" * 100)
 
 
-@pytest.mark.parametrize("ruin", [delete, overwrite])
+@pytest.mark.parametrize(("ruin", "tries"), [(delete, supervisor._TRIES), (overwrite, 1)])
 async def test_without_usable_weights_a_dead_verifier_fails_every_request_with_the_reason(
-    tiny: str, tmp_path: Path, ruin: Callable[[Path], None]
+    tiny: str, tmp_path: Path, ruin: Callable[[Path], None], tries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(supervisor, "_TRIES", tries)
     model = Path(shutil.copytree(tiny, tmp_path / "model"))
     sampling = SamplingParams(max_tokens=450, ignore_eos=True)
     slow = {"verifier.simulated_latency_ms": 20}  # or they are answered before the verifier is dead
@@ -215,17 +222,17 @@ async def test_a_start_from_a_cache_that_had_to_be_mended_hardly_counts(
         assert answer.token_ids == expected
 
 
-async def test_without_usable_weights_a_dead_drafter_is_reported_and_answers_go_on(
-    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+async def test_without_a_usable_index_a_dead_drafter_is_reported_and_answers_go_on(
+    tiny: str, tiny_draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(supervisor, "_TRIES", 1)
-    draft = Path(shutil.copytree(tiny, tmp_path / "draft"))
+    index = Path(shutil.copytree(Path(tiny_draft) / "datastore", tmp_path / "index"))
     prompt, sampling = [10, 11, 12], SamplingParams(max_tokens=300, ignore_eos=True)
     expected = alone(Target.load(tiny), prompt, sampling)
-    options = THREADS | {"method": "sps", "mode": "async", "drafter.path": str(draft)}
+    options = THREADS | {"method": "datastore", "mode": "async", "drafter.datastore": str(index)}
     async with await Engine.start({"model": tiny}, **options) as engine:
         task = asyncio.create_task(engine.generate(prompt, sampling))
-        delete(draft)
+        shutil.rmtree(index)
         os.kill(pid_of(engine, "drafter"), signal.SIGKILL)
         assert (await asyncio.wait_for(task, 60)).token_ids == expected
         said = ""
@@ -236,7 +243,7 @@ async def test_without_usable_weights_a_dead_drafter_is_reported_and_answers_go_
             return "answers go on without drafts" in said
 
         await until(has_given_up, 120)
-        assert f"the drafter cannot be started again: drafter.path={draft}" in said
+        assert f"the drafter cannot be started again: drafter.datastore={index}" in said
         assert (await asyncio.wait_for(engine.generate(prompt, sampling), 60)).token_ids == expected
 
 

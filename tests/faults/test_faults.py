@@ -39,9 +39,15 @@ def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     assert not list(tmp_path.glob("talon-*"))
 
 
+_TEXTS: dict[str, list[int]] = {}
+
+
 async def expected_text(model: str) -> list[int]:
-    async with await Engine.start({"model": model}, method="none", transport="inproc", **THREADS) as engine:
-        return (await engine.generate(PROMPT, LONG)).token_ids
+    """Return what plain decoding answers, once for each model."""
+    if model not in _TEXTS:
+        async with await Engine.start({"model": model}, method="none", transport="inproc", **THREADS) as engine:
+            _TEXTS[model] = (await engine.generate(PROMPT, LONG)).token_ids
+    return _TEXTS[model]
 
 
 def pid_of(engine: Engine, role: str) -> int:

@@ -73,7 +73,7 @@ async def drafter_process(model: str, method: str, endpoint: str, keys: Path) ->
         process.communicate()
 
 
-@pytest.mark.parametrize("method", ["pld", "sps"])
+@pytest.mark.parametrize("method", ["pld", pytest.param("sps", marks=pytest.mark.slow)])
 async def test_the_text_over_tcp_is_that_of_plain_decoding(tiny: str, keys: Path, method: str) -> None:
     expected = await expected_text(tiny)
     async with tcp_engine(tiny, keys, method=method, mode="async", **{"drafter.path": tiny}) as engine:

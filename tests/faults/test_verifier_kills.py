@@ -108,10 +108,13 @@ async def kill_under_load(model: str, kills: int, latest_s: float) -> list[float
 
 
 async def test_verifiers_killed_under_load_lose_no_request_and_change_no_text(tiny: str) -> None:
-    await kill_under_load(tiny, 3, 1.0)
+    await kill_under_load(tiny, 2, 1.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+OF_A_KIND = [pytest.param(kind, marks=[pytest.mark.slow] * (number > 0)) for number, kind in enumerate(KINDS)]
+
+
+@pytest.mark.parametrize("kind", OF_A_KIND)
 async def test_verifiers_killed_under_load_lose_no_state(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     await kill_under_load(save_tiny_hybrid(tmp_path_factory.mktemp("hybrid"), kind), 1, 1.0)
 

@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,23 +161,36 @@ def test_a_full_disk_is_named_and_leaves_no_half_file(
     assert [path.name for path in (tmp_path / "store").iterdir()] == ["lock"]
 
 
-@pytest.mark.parametrize("kind", ["tokens", "suffixes"])
-def test_truncated_files_are_refused(corpus: Path, tmp_path: Path, kind: str) -> None:
-    build(tiny_tokenizer(), [corpus], tmp_path / "store")
-    path = tmp_path / "store" / f"0000.{kind}"
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(DatastoreError, match="truncated"):
-        Datastore(tmp_path / "store")
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-2])
 
 
-def test_damage_is_found_by_its_checksum(corpus: Path, tmp_path: Path) -> None:
-    build(tiny_tokenizer(), [corpus], tmp_path / "store")
-    path = tmp_path / "store" / "0000.tokens"
-    content = bytearray(path.read_bytes())
+def with_another_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
     content[7] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(DatastoreError, match="damaged"):
-        Datastore(tmp_path / "store").verify()
+    file.write_bytes(content)
+
+
+def of_zeros(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "read", "told"),
+    [
+        ("tokens", cut_short, Datastore, "truncated"),
+        ("suffixes", cut_short, Datastore, "truncated"),
+        ("tokens", with_another_bit, lambda folder: Datastore(folder).verify(), "damaged"),
+        ("tokens", of_zeros, lambda folder: [*Datastore(folder).texts()], r"0000\.tokens: damaged"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_whoever_reads_it(
+    corpus: Path, tmp_path: Path, kind: str, damage: Callable[[Path], None], read: Callable[[Path], Any], told: str
+) -> None:
+    build(tiny_tokenizer(), [corpus], tmp_path / "store")
+    damage(tmp_path / "store" / f"0000.{kind}")
+    with pytest.raises(DatastoreError, match=told):
+        read(tmp_path / "store")
 
 
 def test_another_tokenizer_is_refused(corpus: Path, tmp_path: Path) -> None:
@@ -300,14 +315,6 @@ def test_suffixes_that_point_out_of_the_corpus_are_refused_when_it_is_opened(
     path.write_bytes(suffixes.tobytes())
     with pytest.raises(DatastoreError, match=r"0000\.suffixes: damaged"):
         Datastore(tmp_path / "store")
-
-
-def test_damaged_answers_are_refused_when_they_are_read(corpus: Path, tmp_path: Path) -> None:
-    build(tiny_tokenizer(), [corpus], tmp_path / "store")
-    path = tmp_path / "store" / "0000.tokens"
-    path.write_bytes(bytes(path.stat().st_size))
-    with pytest.raises(DatastoreError, match=r"0000\.tokens: damaged"):
-        [*Datastore(tmp_path / "store").texts()]
 
 
 def test_a_header_that_names_no_tokens_is_refused(corpus: Path, tmp_path: Path) -> None:

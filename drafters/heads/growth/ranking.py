@@ -28,6 +28,7 @@ from drafters.heads.growth.policies import Candidates
 from drafters.heads.top import top
 from engine.core.params import SamplingParams
 from engine.device import Download, downloaded, uploaded
+from engine.model.cuda.usable import runs_kernels
 from engine.sampling.noise import gumbel_nearby
 from engine.sampling.sampler import truncate
 
@@ -36,12 +37,10 @@ _KEPT_POSITIONS = 64
 
 def _kernels(device: torch.device) -> ModuleType | None:
     """Return `engine.model.cuda.noise_kernels`, None where they cannot run."""
-    if device.type == "cpu":
+    if device.type == "cpu" or not runs_kernels(device):
         return None
-    try:
-        from engine.model.cuda import noise_kernels
-    except ImportError:  # no Triton
-        return None
+    from engine.model.cuda import noise_kernels
+
     return noise_kernels
 
 

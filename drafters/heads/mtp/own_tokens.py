@@ -66,5 +66,5 @@ class OwnTokens:
             panels.add(place // LANES)
         for panel in sorted(panels):
             ids = self.target_ids[LANES * panel : LANES * (panel + 1)].numpy()
-            packed = TiledMatrix([Panel(self._rows_of(ids), 0)], self._tiled.arrangement)
+            packed = TiledMatrix([Panel(self._rows_of(ids), 0)], self._tiled.code_layout)
             self._tiled.tiles[panel].copy_(packed.tiles[0])

@@ -73,7 +73,7 @@ def read_mtp(model: str, path: str, vocabulary: int) -> MtpWeights:
     field = f"drafter.path={path}"
     file = read_gguf(Path(path), field) if Path(path).is_file() else open_gguf(find_folder(path, "drafter.path"))
     size = config.get_text_config().vocab_size
-    likely = likely_tokens(size, vocabulary, _ends(folder, size))
+    likely = likely_tokens(size, vocabulary, ends_of(folder, size))
     try:
         if file is not None:
             return _of_gguf(file, folder, config, field, likely)
@@ -90,7 +90,7 @@ def _one_layer(config: Any) -> Any:
     return config
 
 
-def _ends(folder: Path, vocabulary: int) -> set[int]:
+def ends_of(folder: Path, vocabulary: int) -> set[int]:
     """Return the tokens that end an answer."""
     try:
         return {token for token in eos_tokens(GenerationConfig.from_pretrained(folder)) if token < vocabulary}
@@ -98,7 +98,7 @@ def _ends(folder: Path, vocabulary: int) -> set[int]:
         return set()
 
 
-def _output(rows_of: RowsOf, likely: tuple[list[int], int]) -> tuple[Product, OwnTokens]:
+def output_of(rows_of: RowsOf, likely: tuple[list[int], int]) -> tuple[Product, OwnTokens]:
     """Return the output matrix, and the tokens that its outputs stand for. likely: see `likely_tokens`."""
     ids, stay = torch.tensor(likely[0]), likely[1]
     head = Product([rows_of(ids.numpy())])
@@ -139,7 +139,7 @@ def _of_gguf(file: GgufFile, folder: Path, config: Any, field: str, likely: tupl
         norms.append(torch.from_numpy(values.copy()))
     structure = describe(model, weights)
     [output] = weights.places["lm_head.weight"].tensors
-    head, own = _output(lambda ids: weights.some_rows(output, ids), likely)
+    head, own = output_of(lambda ids: weights.some_rows(output, ids), likely)
     epsilon = structure.norm.epsilon
     return MtpWeights(
         structure=structure,
@@ -221,7 +221,7 @@ def _of_safetensors(head: Path, folder: Path, config: Any, field: str, likely: t
     join = stored.vector(f"{PREFIX}fc.weight")
     _match(field, "hidden size", len(join), text.hidden_size)
     structure = describe(skeleton(str(folder), config))
-    output, own = _output(lambda ids: coded(target.lm_head[torch.from_numpy(ids)].to(torch.bfloat16)), likely)
+    output, own = output_of(lambda ids: coded(target.lm_head[torch.from_numpy(ids)].to(torch.bfloat16)), likely)
     embedding_norm, state_norm = (
         made_norm(NormStructure("", structure.norm.epsilon, structure.norm.adds_one), stored.vector(name))
         for name in (f"{PREFIX}pre_fc_norm_embedding.weight", f"{PREFIX}pre_fc_norm_hidden.weight")

@@ -68,7 +68,7 @@ class BlockLayer:
         self.qkv = Linear(weight, bias)
         self.kv = Linear(weight[queries:].contiguous(), None if bias is None else bias[queries:])
         names = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
-        if all(f"layers.{index}.{name}" in checkpoint.tensors for name in names):
+        if all(checkpoint.has(f"layers.{index}.{name}") for name in names):
             norms = [RMSNorm(take(name, self.decoder.head_dim), config.rms_norm_eps) for name in names]
             self.decoder.query_norm, self.decoder.key_norm = norms
 
@@ -191,7 +191,7 @@ class BlockWeights(Head):
             return own.to(self.device, self.dtype)
         token = flash.get("mask_token_id", checkpoint.config.get("mask_token_id"))
         if not isinstance(token, int) or not 0 <= token < len(self.embedding):
-            raise checkpoint.error(f"config.json: mask_token_id={token!r} is no token of the target")
+            raise checkpoint.error(f"{checkpoint.source}: mask_token_id={token!r} is no token of the target")
         return self.embedding[token]
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -253,7 +253,7 @@ def _feature_layers(checkpoint: Checkpoint, flash: dict[str, Any], layers: int) 
     if named is None:
         named = _spread(layers, checkpoint.number("num_hidden_layers"))
     if not isinstance(named, list) or not named or not all(isinstance(layer, int) for layer in named):
-        raise checkpoint.error(f"config.json: target_layer_ids={named!r} is not a list of layers")
+        raise checkpoint.error(f"{checkpoint.source}: target_layer_ids={named!r} is not a list of layers")
     if not all(-1 <= layer < layers for layer in named):
         raise DrafterMismatch(
             f"target has {layers} layers, the head reads the outputs of {', '.join(map(str, named))} "

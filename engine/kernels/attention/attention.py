@@ -127,8 +127,8 @@ class Attention:
         first, tables = self._put([*batch.numbers, *tiles], batch.tables_of)
         at = BatchAddresses(*(first + 4 * start for start in batch.starts))
         seen = tables, at.table_of, at.prefix_lens, at.ancestor_ptr, at.ancestor_slots, at.tiles
-        room = self.queries.data_ptr(), self._scratch.data_ptr(), bytes_each, step, chunk
-        self._of_batch[:] = *seen, *room, self._tile_count, rows
+        buffers = self.queries.data_ptr(), self._scratch.data_ptr(), bytes_each, step, chunk
+        self._of_batch[:] = *seen, *buffers, self._tile_count, rows
         return at
 
     def _rows_of_tile(self, rows: int) -> int:

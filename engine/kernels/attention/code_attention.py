@@ -60,22 +60,22 @@ def scratch_of_query(dims: int) -> int:
 
 
 def scoring(width: int, used: InstructionSet) -> Any:
-    """Return `score` for a kernel of codes. width: of the queries' numbers, BFLOAT16 or FLOAT32. `room` is for their
+    """Return `score` for a kernel of codes. width: of the queries' numbers, BFLOAT16 or FLOAT32. `scratch` is for their
     codes.
     """
     instructions, most = int(used), used.rows
 
     @njit
     def score(
-        work: Any, queries: int, count: int, table: int, head: int, low: int, high: int, scores: int, room: int
+        work: Any, queries: int, count: int, table: int, head: int, low: int, high: int, scores: int, scratch: int
     ) -> None:
         groups, step = work.dims // GROUP, work.step * 4
-        round_rows(most, queries, width, count, groups, room, 0, 1)
+        round_rows(most, queries, width, count, groups, scratch, 0, 1)
         for block in range(low, high):
             at, row = next_codes(work, work.keys, table, block, high - 1, head), 0
             while row < count:
                 rows = rows_at_once(count - row, most)
-                codes, place = room + row * groups * ROW_GROUP_BYTES, scores + row * step + 4 * LANES * block
+                codes, place = scratch + row * groups * ROW_GROUP_BYTES, scores + row * step + 4 * LANES * block
                 sum_groups(instructions, _LAYOUT, 0, rows, codes, at, groups, place, step)
                 row += rows
 
@@ -93,18 +93,18 @@ def next_codes(work: Any, keys_or_values: int, table: int, block: int, last: int
 
 
 @njit
-def _scaled(work: Any, block: int, group: int, lane: int, many: int, count: int, weights: int, room: int) -> Any:
-    """Multiply the attention weights of `many` values by the values' scales in one group, store them in `room`, one row
-    per query, and return the first product's address.
+def _scaled(work: Any, block: int, group: int, lane: int, many: int, count: int, weights: int, scratch: int) -> Any:
+    """Multiply the attention weights of `many` values by the values' scales in one group, store them in `scratch`, one
+    row per query, and return the first product's address.
     """
     scales = value_scales_at(block, work.dims, group)
     for vector in range(count):
-        of, place = weights + vector * work.step * 4, room + vector * _WEIGHT_BYTES
+        of, place = weights + vector * work.step * 4, scratch + vector * _WEIGHT_BYTES
         if many == 1:  # an ancestor need not lie where its position does
             put_float(place + 4 * lane, float_at(of) * float16_at(scales + 2 * lane))
         else:  # the whole block's weights: those of other lanes are not used
             store(multiply(load(of - 4 * lane, FLOAT32), load_float16(scales)), place, FLOAT32)
-    return room + 4 * lane
+    return scratch + 4 * lane
 
 
 @intrinsic(prefer_literal=True)
@@ -167,11 +167,11 @@ def _weighing(used: InstructionSet) -> Any:
         count: int,
         weights: int,
         sums: int,
-        room: int,
+        scratch: int,
     ) -> None:
         at = next_codes(work, work.values, table, block, last, head)
         for group in range(work.dims // GROUP):
-            of = _scaled(work, at, group, lane, many, count, weights, room)
+            of = _scaled(work, at, group, lane, many, count, weights, scratch)
             codes, place = value_codes_at(at, work.dims, lane, group), sums + 4 * GROUP * group
             for vector in range(0, count, most):
                 rows, here = min(most, count - vector), of + vector * _WEIGHT_BYTES

@@ -36,7 +36,7 @@ _score = scoring(BFLOAT16, FASTEST)
 
 @njit
 def _score_all(work: Any, tile: Any, begin: int, stop: int, scores: int) -> None:
-    _score(work, tile.queries, tile.vectors, tile.table, tile.head, begin, stop, scores, tile.room)
+    _score(work, tile.queries, tile.vectors, tile.table, tile.head, begin, stop, scores, tile.rest)
 
 
 @njit

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 from numba import carray, njit
+from numpy.typing import NDArray
 
 from engine.kernels.fused import ENTER, MOVE, normalised, pad, put_queries, rotated, value_of
 from engine.kernels.gemm.int8.layout import SCALE_AT
 from engine.kernels.gemm.int8.rows import round_group
 from engine.kernels.quant.layouts import STEP as GROUP
-from engine.kernels.quant.layouts import layout_of
+from engine.kernels.quant.layouts import Bytes, layout_of
 from engine.kernels.simd import (
     FLOAT32,
     LANES,
@@ -36,6 +37,7 @@ from engine.kernels.simd import (
 from engine.kernels.threads import kernel, num_threads, thread_id
 
 CODES_KIND = "Q8_0"
+Floats = NDArray[np.float32]
 _TILE_BYTES, _CODES_AT = layout_of(CODES_KIND).tile_bytes, layout_of(CODES_KIND).codes_at
 _WORD, _WORDS = 4, GROUP // 4  # bytes of a key's word in a tile, and words of a group
 _BIAS = np.int32(-0x7F7F7F80)  # 128 in each byte
@@ -155,3 +157,22 @@ def _move_value(work: Any, old: int, source: int, new: int, place: int) -> None:
         after = value_codes_at(new, work.dims, place, group)
         for i in range(0, GROUP, 4):
             put_int(after + i, int_at(before + i))
+
+
+def decoded(keys: Bytes, values: Bytes, slots: NDArray[np.int32], dims: int) -> tuple[Floats, Floats]:
+    """Return the numbers of a layer's entries at these slots, [slots, kv_heads, dims] each. keys, values: [blocks,
+    kv_heads, bytes].
+    """
+    blocks, lanes = slots // LANES, slots % LANES
+    of_slots, groups = np.arange(len(slots)), dims // GROUP
+    tiles = keys[blocks].reshape(len(slots), keys.shape[1], groups, _TILE_BYTES)
+    scales = np.ascontiguousarray(tiles[..., : 2 * LANES]).view(np.float16)[of_slots, :, :, lanes]
+    words = tiles[..., _CODES_AT : _CODES_AT + GROUP * LANES].reshape(*tiles.shape[:3], _WORDS, LANES, _WORD)
+    codes = words[of_slots, :, :, :, lanes].astype(np.float32).reshape(*scales.shape, GROUP) - np.float32(128)
+    of_keys = codes * scales.astype(np.float32)[..., None]
+    of_blocks, each = values[blocks], (len(slots), values.shape[1])
+    codes = of_blocks[..., : LANES * dims].view(np.int8).reshape(*each, LANES, groups, GROUP)[of_slots, :, lanes]
+    halves = np.ascontiguousarray(of_blocks[..., LANES * dims :]).view(np.float16)
+    scales = halves.reshape(*each, groups, LANES)[of_slots, :, :, lanes]
+    of_values = codes.astype(np.float32) * scales.astype(np.float32)[..., None]
+    return of_keys.reshape(*each, dims), of_values.reshape(*each, dims)

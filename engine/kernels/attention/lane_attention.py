@@ -39,10 +39,10 @@ def attending(score: Any, weigh: Any) -> Any:
     """Return a thread's share of a layer's attention, as a function for kernels. A unit of work is a tile with one KV
     head: all rows of the tile with that head and the query heads that share it.
 
-    score(work, queries, count, table, head, low, high, scores, room): the products of `count` queries with the blocks
-    from low to high. weigh(work, table, head, block, lane, many, last, count, weights, sums, room): add `many` weighted
-    values, from a lane of a block on, to the sums of `count` queries. weights: of the first value, a row for each
-    query; last: the block up to which later calls read on. room: what is left of the thread's scratch.
+    score(work, queries, count, table, head, low, high, scores, scratch): the products of `count` queries with the
+    blocks from low to high. weigh(work, table, head, block, lane, many, last, count, weights, sums, scratch): add
+    `many` weighted values, from a lane of a block on, to the sums of `count` queries. weights: of the first value, a
+    row for each query; last: the block up to which later calls read on. scratch: what is left of the thread's.
     """
 
     @njit
@@ -56,7 +56,7 @@ def attending(score: Any, weigh: Any) -> Any:
         scores: int,
         sums: int,
         vector: int,
-        room: int,
+        scratch: int,
     ) -> None:
         """Add the weighted values at positions start to end to the sums of `count` queries from `vector` on."""
         position, last = start, (end - 1) // LANES
@@ -65,7 +65,7 @@ def attending(score: Any, weigh: Any) -> Any:
             many = min(LANES - lane, end - position)
             weights = scores + vector * work.step * 4 + 4 * position
             place = sums + vector * work.dims * 4
-            weigh(work, table, head, block, lane, many, last, count, weights, place, room)
+            weigh(work, table, head, block, lane, many, last, count, weights, place, scratch)
             position += many
 
     @njit
@@ -75,7 +75,7 @@ def attending(score: Any, weigh: Any) -> Any:
         count = (end - first) * work.q_per_kv
         scores, step = scratch, work.step * 4
         sums = scratch + count * step
-        room = sums + count * (work.dims + 1) * 4
+        rest = sums + count * (work.dims + 1) * 4
         queries = work.queries + (head * work.rows + first) * work.q_per_kv * work.dims * 4
         table = work.tables + 4 * int_at(work.table_of + 4 * first)
 
@@ -88,7 +88,7 @@ def attending(score: Any, weigh: Any) -> Any:
             reach = min(reach, int_at(work.prefix_lens + 4 * row))
             high = max(high, last_slot(work, row) + 1)
 
-        score(work, queries, count, table, head, low // LANES, (high + LANES - 1) // LANES, scores, room)
+        score(work, queries, count, table, head, low // LANES, (high + LANES - 1) // LANES, scores, rest)
 
         for row in range(first, end):
             for group in range(work.q_per_kv):
@@ -102,19 +102,19 @@ def attending(score: Any, weigh: Any) -> Any:
         for row in range(first, end):  # from the row's own start to the positions that all rows see
             vector = (row - first) * work.q_per_kv
             stop = min(lows, int_at(work.prefix_lens + 4 * row))
-            add_values(work, table, head, work.q_per_kv, first_seen(work, row), stop, scores, sums, vector, room)
+            add_values(work, table, head, work.q_per_kv, first_seen(work, row), stop, scores, sums, vector, rest)
         if lows < reach:
-            add_values(work, table, head, count, lows, reach, scores, sums, 0, room)
+            add_values(work, table, head, count, lows, reach, scores, sums, 0, rest)
         for row in range(first, end):
             vector, prefix = (row - first) * work.q_per_kv, int_at(work.prefix_lens + 4 * row)
             start = max(lows, reach, first_seen(work, row)) if lows < reach else max(lows, first_seen(work, row))
-            add_values(work, table, head, work.q_per_kv, start, prefix, scores, sums, vector, room)
+            add_values(work, table, head, work.q_per_kv, start, prefix, scores, sums, vector, rest)
             begin, place = int_at(work.ancestor_ptr + 4 * row), sums + vector * work.dims * 4
             for i in range(int_at(work.ancestor_ptr + 4 * row + 4) - begin):
                 if prefix + i >= first_seen(work, row):
                     block, lane = divmod(int_at(work.ancestor_slots + 4 * (begin + i)), LANES)
                     weights = scores + vector * step + 4 * (prefix + i)
-                    weigh(work, table, head, block, lane, 1, block, work.q_per_kv, weights, place, room)
+                    weigh(work, table, head, block, lane, 1, block, work.q_per_kv, weights, place, rest)
 
         for row in range(first, end):
             for group in range(work.q_per_kv):
@@ -182,7 +182,7 @@ _sums_of_halves, _sums_of_floats = _sums_of(BFLOAT16), _sums_of(FLOAT32)
 
 @njit
 def _score_all(
-    work: Any, queries: int, count: int, table: int, head: int, low: int, high: int, scores: int, room: int
+    work: Any, queries: int, count: int, table: int, head: int, low: int, high: int, scores: int, scratch: int
 ) -> None:
     for block in range(low, high):
         at = work.keys + (int_at(table + 4 * block) * work.kv_heads + head) * work.dims * LANES * work.width
@@ -204,7 +204,7 @@ def _weigh(
     count: int,
     weights: int,
     sums: int,
-    room: int,
+    scratch: int,
 ) -> None:
     at = (int_at(table + 4 * block) * work.kv_heads + head) * work.dims * LANES
     values = work.values + (at + lane * work.dims) * work.width

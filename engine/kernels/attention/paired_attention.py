@@ -82,7 +82,7 @@ class Tile(NamedTuple):
     states: int  # [vectors, 2, 16] float32: largest scores, and sums of weights
     sums: int  # [vectors, dims] float32: sums of values
     own: int  # `scratch_of_own`
-    room: int  # what is left
+    rest: int  # what is left
 
 
 def attending(score: Any, weigh: Any, weigh_own: Any) -> Any:
@@ -173,8 +173,8 @@ def _tile_of(work: Any, number: int, head: int, scratch: int) -> Any:
     states = weights + count * work.step * 2
     sums = states + count * STATE_BYTES
     own = sums + count * work.dims * 4
-    room = own + scratch_of_own(work.dims)
-    return Tile(first, end, head, count, table, queries, low, tail, high, scratch, weights, states, sums, own, room)
+    rest = own + scratch_of_own(work.dims)
+    return Tile(first, end, head, count, table, queries, low, tail, high, scratch, weights, states, sums, own, rest)
 
 
 @njit
@@ -196,7 +196,7 @@ def _row_alone(work: Any, tile: Any, row: int) -> Any:
         tile.states + before * STATE_BYTES,
         tile.sums + before * work.dims * 4,
         tile.own,
-        tile.room,
+        tile.rest,
     )
 
 

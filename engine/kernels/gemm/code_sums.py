@@ -41,11 +41,11 @@ def sum_codes(
     weights: Any,
     panel_bytes: Any,
     steps: Any,
-    room: Any,
-    room_stride: Any,
+    scratch: Any,
+    scratch_stride: Any,
 ) -> Any:
-    """Write products of `rows` rows, at most `most`, with two panels to `room`: [rows, 2 * 16] float32, one row every
-    `room_stride` bytes.
+    """Write products of `rows` rows, at most `most`, with two panels to `scratch`: [rows, 2 * 16] float32, one row
+    every `scratch_stride` bytes.
 
     layout, most: compile-time constants, the first a layout's number. x: address of the first row, one every `stride`
     bytes. totals: [rows, groups] float32, the sums of each group's inputs. weights: address of the first panel; the
@@ -73,13 +73,13 @@ class _Block:
 
     def __init__(self, builder: ir.IRBuilder, of: QuantLayout, count: int, *args: ir.Value):
         self.builder, self.of, self.count = builder, of, count
-        self.x, self.stride, self.totals, weights, panel_bytes, self.steps, self.room, self.room_stride = args
+        self.x, self.stride, self.totals, weights, panel_bytes, self.steps, self.scratch, self.scratch_stride = args
         self.panels = [weights, builder.add(weights, panel_bytes)]
 
     def sum(self) -> None:
         builder, of = self.builder, self.of
         with (
-            sums_in_registers(builder, self.count, PANELS, self.x, self.stride, self.room, self.room_stride) as (
+            sums_in_registers(builder, self.count, PANELS, self.x, self.stride, self.scratch, self.scratch_stride) as (
                 starts,
                 sums,
             ),

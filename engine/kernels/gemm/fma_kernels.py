@@ -30,7 +30,7 @@ from engine.kernels.gemm.matmul_sums import (
     ROW_BYTES,
     SUMS,
     fetch_later,
-    new_room,
+    new_scratch,
     row_counts,
     sums_in_registers,
 )
@@ -68,7 +68,7 @@ def fma_kernel(layout: QuantLayout) -> PartKernel:
         """Multiply the thread's panels by some rows at a time."""
         work, part = carray(address, 1)[0], carray(at, 1)[0]
         begin, end = own_panels(work, part)
-        steps, stride, room = work.inputs // STEP, work.inputs * 4, new_room()
+        steps, stride, sums = work.inputs // STEP, work.inputs * 4, new_scratch()
         scratch = work.scratch + thread_id() * work.scratch_bytes
         for first in range(0, work.rows, WIDENED):
             count, x = min(WIDENED, work.rows - first), work.x + first * work.inputs * work.width
@@ -84,8 +84,8 @@ def fma_kernel(layout: QuantLayout) -> PartKernel:
                     weights = unpack_panels(number, work, weights, part.panel_bytes, width, scratch + WIDENED * stride)
                 for row in range(0, count, _ROWS):
                     rows = min(_ROWS, count - row)
-                    call_sums(part.number_sums, rows, x + row * stride, stride, weights, width, steps, room)
-                    put_sums(work, first + row, rows, part.first + panel, width, room, ROW_BYTES, LINE_BYTES)
+                    call_sums(part.number_sums, rows, x + row * stride, stride, weights, width, steps, sums)
+                    put_sums(work, first + row, rows, part.first + panel, width, sums, ROW_BYTES, LINE_BYTES)
                 panel += width
 
     return compiled
@@ -94,13 +94,13 @@ def fma_kernel(layout: QuantLayout) -> PartKernel:
 def _sums_of(size: int) -> Callable[[], Any]:
     panel_bytes = STEP * LANES * size
 
-    def sums(rows: int, x: int, stride: int, weights: int, width: int, steps: int, room: int) -> None:
+    def sums(rows: int, x: int, stride: int, weights: int, width: int, steps: int, scratch: int) -> None:
         """Compute products of up to _ROWS rows with one or two panels."""
         if width == 2 and rows <= _ROWS_OF_TWO:
-            sum_fused(_ROWS_OF_TWO, 2, size, rows, x, stride, weights, steps, room)
+            sum_fused(_ROWS_OF_TWO, 2, size, rows, x, stride, weights, steps, scratch)
         else:
             for panel in range(width):
-                at, place = weights + panel * steps * panel_bytes, room + 4 * LANES * panel
+                at, place = weights + panel * steps * panel_bytes, scratch + 4 * LANES * panel
                 sum_fused(_ROWS, 1, size, rows, x, stride, at, steps, place)
 
     @cache
@@ -113,9 +113,18 @@ def _sums_of(size: int) -> Callable[[], Any]:
 
 @intrinsic(prefer_literal=True)
 def sum_fused(
-    context: Any, most: Any, panels: Any, size: Any, rows: Any, x: Any, stride: Any, weights: Any, steps: Any, room: Any
+    context: Any,
+    most: Any,
+    panels: Any,
+    size: Any,
+    rows: Any,
+    x: Any,
+    stride: Any,
+    weights: Any,
+    steps: Any,
+    scratch: Any,
 ) -> Any:
-    """Write the products of `rows` rows, at most `most`, with `panels` panels to `room`, [rows, 2 * 16] float32.
+    """Write the products of `rows` rows, at most `most`, with `panels` panels to `scratch`, [rows, 2 * 16] float32.
 
     most, panels, size: compile-time constants. size: bytes of a number of the matrix. x: address of the first row of
     float32, one every `stride` bytes. weights: address of the first panel.
@@ -124,10 +133,10 @@ def sum_fused(
     tile_bytes, pair_bytes = STEP * LANES * of_number, 2 * LANES * of_number
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, x, stride, weights, steps, room = args[3:]
+        rows, x, stride, weights, steps, scratch = args[3:]
         for count in row_counts(builder, rows, most.literal_value):
             with (
-                sums_in_registers(builder, count, width, x, stride, room, _WORD(ROW_BYTES)) as (starts, sums),
+                sums_in_registers(builder, count, width, x, stride, scratch, _WORD(ROW_BYTES)) as (starts, sums),
                 cgutils.for_range(builder, steps) as loop,
             ):
                 first = builder.add(weights, builder.mul(loop.index, _WORD(tile_bytes)))

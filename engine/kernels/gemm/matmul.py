@@ -29,21 +29,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.amx import TILE_ROWS, tile_sizes
+from engine.kernels.gemm.amx_kernels import amx_kernel, block_bytes
 from engine.kernels.gemm.fma_kernels import WIDENED, float_sums, fma_kernel, half_sums
-from engine.kernels.gemm.matmul_kernels import (
-    MATMUL,
-    OWN_TOTALS,
-    PART,
-    PartKernel,
-    amx_kernel,
-    block_bytes,
-    number_sums,
-    product_kernel,
-    vector_kernel,
-)
+from engine.kernels.gemm.matmul_kernels import MATMUL, PART, PartKernel, product_kernel
 from engine.kernels.gemm.matmul_sums import PANELS
+from engine.kernels.gemm.vector_kernels import OWN_TOTALS, number_sums, vector_kernel
 from engine.kernels.large_pages import in_large_pages
-from engine.kernels.quant.layouts import BFLOAT16_LAYOUT, STEP, Arrangement, QuantLayout
+from engine.kernels.quant.layouts import BFLOAT16_LAYOUT, STEP, CodeLayout, QuantLayout
 from engine.kernels.quant.pack import panels_of
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.quant.tiled import TiledMatrix
@@ -146,8 +138,8 @@ class Matmul:
             self._tiles = _float_tiles(weight, gated)
         else:
             stored = [StoredMatrix.of_numbers(weight)] if isinstance(weight, Tensor) else in_panels(weight)
-            arrangement = Arrangement.WORDS if self.unit is Unit.VECTORS else Arrangement.PAIRS
-            self.tiled = tiled_parts(stored, gated and not self.in_turn, arrangement)
+            code_layout = CodeLayout.WORDS if self.unit is Unit.VECTORS else CodeLayout.PAIRS
+            self.tiled = tiled_parts(stored, gated and not self.in_turn, code_layout)
         self._parts = self._records()
         self.kernel = product_kernel()
 
@@ -270,7 +262,7 @@ def row_words(rows: int) -> tuple[int, int]:
     return rows, _CONFIGURATIONS_AT + 64 * min(rows, TILE_ROWS)
 
 
-def tiled_parts(parts: Sequence[StoredMatrix], gated: bool, arrangement: Arrangement) -> list[TiledMatrix]:
+def tiled_parts(parts: Sequence[StoredMatrix], gated: bool, code_layout: CodeLayout) -> list[TiledMatrix]:
     """Return the outputs of all parts, one after the other, as a matrix for each layout. gated: a panel of the first
     half is followed by one of the second.
     """
@@ -278,7 +270,7 @@ def tiled_parts(parts: Sequence[StoredMatrix], gated: bool, arrangement: Arrange
     if gated:
         panels = [panels[i] for i in alternate(torch.arange(len(panels)), 1).tolist()]
     layouts = groupby(panels, lambda panel: panel.matrix.layout)
-    return [TiledMatrix(list(some), arrangement) for _, some in layouts]
+    return [TiledMatrix(list(some), code_layout) for _, some in layouts]
 
 
 def part_records(tiled: Sequence[TiledMatrix], kernel_of: Callable[[QuantLayout], PartKernel]) -> NDArray[Any]:

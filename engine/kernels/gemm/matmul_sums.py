@@ -20,23 +20,23 @@ from engine.kernels.simd import LANES, pointer
 PANELS = 2  # multiplied at once
 TILES = 4  # of rows, multiplied at once
 ROW_BYTES = 64 * PANELS  # of a row of sums
-BUFFER = TILES * TILE_ROWS * ROW_BYTES  # its offset in a thread's room, after the sums
+BUFFER = TILES * TILE_ROWS * ROW_BYTES  # its offset in a thread's scratch, after the sums
 _AHEAD = 8  # steps by which tiles are prefetched ahead
 _BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 SUMS, _PAIRS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_INT, LANES)
 
 
 @intrinsic(prefer_literal=True)
-def new_room(context: Any) -> Any:
+def new_scratch(context: Any) -> Any:
     """Return the address of scratch for the sums of four tiles of rows with two panels, then for two tiles of each
     panel. It is valid until the caller returns.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         with builder.goto_entry_block():  # numba's own function would store zeros, which takes LLVM ten seconds
-            room = builder.alloca(ir.ArrayType(_BYTE, BUFFER + 2 * PANELS * TILE_BYTES))
-        room.align = 64
-        return builder.ptrtoint(room, _WORD)
+            scratch = builder.alloca(ir.ArrayType(_BYTE, BUFFER + 2 * PANELS * TILE_BYTES))
+        scratch.align = 64
+        return builder.ptrtoint(scratch, _WORD)
 
     return types.int64(), generate
 
@@ -52,10 +52,10 @@ def sum_tiles(
     stride: Any,
     weights: Any,
     steps: Any,
-    room: Any,
+    scratch: Any,
 ) -> Any:
-    """Write products of `tiles` tiles of rows with `panels` panels, at most four pairs, to `room`: [tiles * 16, 2 * 16]
-    float32.
+    """Write products of `tiles` tiles of rows with `panels` panels, at most four pairs, to `scratch`: [tiles * 16, 2 *
+    16] float32.
 
     tiles, panels, layout: compile-time constants, the last a layout's number. x: address of the first row, one every
     `stride` bytes; the last tile's rows begin `last` bytes further. weights: address of the first panel, of that
@@ -66,7 +66,7 @@ def sum_tiles(
     rows, matrix = [_BYTE(4), _BYTE(5)], [_BYTE(6), _BYTE(7)]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, last, stride, weights, steps, room = args[3:]
+        x, last, stride, weights, steps, scratch = args[3:]
         panel_bytes = builder.mul(builder.udiv(steps, _WORD(of.steps)), _WORD(of.tile_bytes))
         starts = [builder.add(weights, builder.mul(panel_bytes, _WORD(panel))) for panel in range(width)]
         next_panels = builder.mul(panel_bytes, _WORD(width))
@@ -75,7 +75,7 @@ def sum_tiles(
             """Return where the bfloat16 tiles of a step's panels are, or will be unpacked."""
             if of.coded:
                 parity = builder.mul(builder.and_(step, _WORD(1)), _WORD(PANELS * TILE_BYTES))
-                buffer = builder.add(builder.add(room, _WORD(BUFFER)), parity)
+                buffer = builder.add(builder.add(scratch, _WORD(BUFFER)), parity)
                 return [builder.add(buffer, _WORD(panel * TILE_BYTES)) for panel in range(width)]
             return [place_of(builder, of, start, step)[0] for start in starts]
 
@@ -120,7 +120,7 @@ def sum_tiles(
         multiply_step(end)
         for tile in range(count):
             for panel in range(width):
-                place = pointer(builder, builder.add(room, _WORD(tile * TILE_ROWS * ROW_BYTES + panel * 64)))
+                place = pointer(builder, builder.add(scratch, _WORD(tile * TILE_ROWS * ROW_BYTES + panel * 64)))
                 call(builder, "llvm.x86.tilestored64", sums[tile][panel], place, _WORD(ROW_BYTES))
         return context.get_dummy_value()
 
@@ -197,11 +197,11 @@ def sum_vectors(
     weights: Any,
     panel_bytes: Any,
     steps: Any,
-    room: Any,
-    room_stride: Any,
+    scratch: Any,
+    scratch_stride: Any,
 ) -> Any:
-    """Write products of `rows` rows, `least` to `most`, with `panels` panels, to `room`: [rows, panels * 16] float32,
-    one row every `room_stride` bytes.
+    """Write products of `rows` rows, `least` to `most`, with `panels` panels, to `scratch`: [rows, panels * 16]
+    float32, one row every `scratch_stride` bytes.
 
     least, most, panels: compile-time constants. x: address of the first row, one every `stride` bytes. weights: address
     of the first panel, of bfloat16; the next is `panel_bytes` further.
@@ -209,11 +209,11 @@ def sum_vectors(
     width = panels.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, x, stride, weights, panel_bytes, steps, room, room_stride = args[3:]
+        rows, x, stride, weights, panel_bytes, steps, scratch, scratch_stride = args[3:]
         panels = [builder.add(weights, builder.mul(panel_bytes, _WORD(panel))) for panel in range(width)]
         for count in row_counts(builder, rows, most.literal_value, least.literal_value):
             with (
-                sums_in_registers(builder, count, width, x, stride, room, room_stride) as (starts, sums),
+                sums_in_registers(builder, count, width, x, stride, scratch, scratch_stride) as (starts, sums),
                 cgutils.for_range(builder, steps) as loop,
             ):
                 if width > 1:  # attention has one panel, and prefetches its blocks itself: they are not contiguous
@@ -256,8 +256,8 @@ def sums_in_registers(
     panels: int,
     x: ir.Value,
     stride: ir.Value,
-    room: ir.Value,
-    room_stride: ir.Value,
+    scratch: ir.Value,
+    scratch_stride: ir.Value,
 ) -> Iterator[tuple[list[ir.Value], list[list[ir.Value]]]]:
     """Sums for `count` rows, zeros at first, to which code emitted inside the context adds. Arguments are as in
     `sum_vectors`. Yields the rows' addresses, and where the sums are, by row and panel.
@@ -266,7 +266,7 @@ def sums_in_registers(
     for cell in itertools.chain(*sums):
         builder.store(ir.Constant(SUMS, [0.0] * LANES), cell)
     yield row_starts(builder, count, x, stride), sums
-    for there, cells in zip(row_starts(builder, count, room, room_stride), sums, strict=True):
+    for there, cells in zip(row_starts(builder, count, scratch, scratch_stride), sums, strict=True):
         for panel, cell in enumerate(cells):
             place = pointer(builder, builder.add(there, _WORD(4 * LANES * panel)), SUMS)
             builder.store(builder.load(cell), place, align=4)

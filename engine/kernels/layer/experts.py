@@ -47,7 +47,11 @@ EXPERTS = record_of(
     "rows",
     "logits",  # [rows, logit_count] of the router: of each expert, then of the gate of the shared one
     "logit_count",
+    "scales",  # [experts] float32, which multiply shares, or 0
     "bias",  # [experts] float32, added to what experts are chosen by, or 0
+    "groups",  # of neighbouring experts, 63 at most
+    "top_groups",  # how many of them experts are chosen of
+    "counted",  # 1 or 2: how many of a group's best experts it is chosen by
     "sigmoid",  # 1: an expert's share is the sigmoid of its logit; 0: the softmax
     "shared_out",  # [rows, hidden]: what the shared expert makes of x, or 0
     "shared_gate",  # 1: it is multiplied by the sigmoid of the router's last output
@@ -83,11 +87,13 @@ def route_kernel(address: Any) -> None:
     work = carray(address, 1)[0]
     for row in range(thread_id(), work.rows, num_threads()):
         logits, chosen = work.logits + row * work.logit_count * work.width, row * work.top_k * 4
-        last, last_expert = np.float32(np.inf), -1
+        last, last_expert, allowed = np.float32(np.inf), -1, _allowed(work, logits)
         top = sums = np.float32(0)
         for rank in range(work.top_k):
             best, best_expert = np.float32(-np.inf), -1
             for expert in range(work.experts):
+                if work.groups > 1 and allowed >> (expert * work.groups // work.experts) & 1 == 0:
+                    continue
                 x = _score(work, logits, expert)
                 if (x < last or (x == last and expert > last_expert)) and (best_expert < 0 or x > best):
                     best, best_expert = x, expert
@@ -107,7 +113,30 @@ def route_kernel(address: Any) -> None:
                 sums += _share(work, logits, expert, top)
         for rank in range(work.top_k):
             place = work.shares + chosen + 4 * rank
-            put_float(place, float_at(place) / sums * work.scale)
+            scale = work.scale
+            if work.scales != 0:
+                scale *= float_at(work.scales + 4 * int_at(work.chosen + chosen + 4 * rank))
+            put_float(place, float_at(place) / sums * scale)
+
+
+@njit
+def _allowed(work: Any, logits: int) -> Any:
+    """Return a bit for each group of which experts are chosen; none where all are of one."""
+    allowed, each = np.int64(0), work.experts // work.groups
+    for _ in range(work.top_groups if work.groups > 1 else 0):
+        best, best_group = np.float32(-np.inf), 0
+        for group in range(work.groups):
+            if allowed >> group & 1:
+                continue
+            first = second = np.float32(-np.inf)
+            for expert in range(group * each, (group + 1) * each):
+                x = _score(work, logits, expert)
+                first, second = max(first, x), max(second, min(first, x))
+            x = first + second if work.counted == 2 else first
+            if x > best:
+                best, best_group = x, group
+        allowed |= np.int64(1) << best_group
+    return allowed
 
 
 @njit
@@ -232,7 +261,7 @@ class ExpertRecords:
         """
         experts, (units, hidden) = len(mlp.gate_up), packed_rows.shape
         packed, inner = packed_rows.data_ptr(), packed_inner.data_ptr()
-        self._bias = mlp.bias
+        self._vectors = mlp.bias, mlp.scales
         self._kept = [torch.zeros(units, dtype=kind) for kind in (torch.int32, torch.int32, torch.float32)]
         chosen, places, shares = (part.data_ptr() for part in self._kept)
         work = [product.record(units // mlp.top_k, packed, inner) for product in [*mlp.gate_up, *mlp.down]]
@@ -248,7 +277,9 @@ class ExpertRecords:
         fields |= {"inner_size": mlp.inner, "width": x.itemsize, "normalised": mlp.normalised}
         common = self.products["shared_bytes"] + self.products["gate_bytes"]
         fields |= {"shared": common.any(), "logit_count": logits.shape[1]}
+        fields |= {"groups": mlp.groups, "top_groups": mlp.top_groups, "counted": mlp.counted}
         fields |= {"sigmoid": mlp.sigmoid, "bias": 0 if mlp.bias is None else mlp.bias.data_ptr(), "scale": mlp.scale}
+        fields |= {"scales": 0 if mlp.scales is None else mlp.scales.data_ptr()}
         fields |= {"shared_out": 0 if shared_out is None else shared_out.data_ptr()}
         fields |= {"shared_gate": shared_out is not None and mlp.shared_gate}
         for name, value in fields.items():

@@ -36,7 +36,7 @@ from torch import Tensor
 from engine.kernels.attention.attention import Attention, LayerKeys
 from engine.kernels.attention.kv_codes import enter_codes_kernel
 from engine.kernels.fused import ENTER, GATE, NORM, Activation, enter_kernel, gate_kernel, norm_kernel
-from engine.kernels.gemm.matmul import NO_SCRATCH, Multiplies, add_product, give_scratch, row_words
+from engine.kernels.gemm.matmul import NO_SCRATCH, Matmul, Multiplies, add_product, give_scratch, row_words
 from engine.kernels.gemm.matmul_kernels import MATMUL
 from engine.kernels.gemm.onednn import filled
 from engine.kernels.layer.experts import (
@@ -47,10 +47,13 @@ from engine.kernels.layer.experts import (
     pack_kernel,
     route_kernel,
 )
+from engine.kernels.layer.heads import COPY, HeadRecords, copy_kernel, heads_kernel
 from engine.kernels.layer.row_kernels import (
+    CLIP,
     LAYER_INPUTS,
     ROW_GATE,
     ROW_NORM,
+    clip_kernel,
     layer_inputs_kernel,
     row_gate_kernel,
     row_norm_kernel,
@@ -59,6 +62,7 @@ from engine.kernels.layer.weights import (
     AttentionWeights,
     ExpertMlp,
     GatedMlp,
+    LatentWeights,
     LayerInput,
     LayerWeights,
     Norm,
@@ -105,12 +109,14 @@ class LayerProgram:
         self.buffers: dict[str, Tensor] = {}
         self._dtype, self._kept_alive = dtype, list[Tensor]()
         self._steps = Program()
-        self._norms, self._enters = _Records(NORM, 4 * layers + 2), _Records(ENTER, layers)
+        self._norms, self._enters = _Records(NORM, 6 * layers + 2), _Records(ENTER, layers)
         self._products, self._gates = _Records(MATMUL, 9 * layers + 3), _Records(GATE, 2 * layers)
-        self._embeds, self._row_norms = _Records(EMBED, 2), _Records(ROW_NORM, 2 * layers)
+        self._embeds, self._row_norms = _Records(EMBED, 2), _Records(ROW_NORM, 4 * layers)
         self._row_gates, self._layer_inputs = _Records(ROW_GATE, layers), _Records(LAYER_INPUTS, 1)
+        self._clips = _Records(CLIP, layers)
         self._unit_gates, self._units_each = _Records(GATE, layers), 0  # of the packed rows of experts
         self._experts: list[ExpertRecords] = []
+        self._copies, self._heads = _Records(COPY, 6 * layers), list[HeadRecords]()
         self._others: list[np.ndarray[Any, Any]] = []  # records of layers with a state
         self._of_embed = int_fields(self._embeds.all, "tokens", "rows")
         self._of_enters, self._cos_sin = int_fields(self._enters.all, "positions", "rows"), self._enters.all["cos_sin"]
@@ -144,7 +150,7 @@ class LayerProgram:
         sizes, kernel = {"hidden": goal.shape[1], "width": numbers.itemsize}, embed_kernel()
         if isinstance(embedding, TiledMatrix):
             sizes["panel_bytes"] = embedding.panel_bytes
-            kernel = tiled_embed_kernel(embedding.layout, embedding.arrangement)
+            kernel = tiled_embed_kernel(embedding.layout, embedding.code_layout)
         self.add(kernel, self._embeds.add(scale=scale, **ends, **sizes))
 
     def layer_inputs(self, inputs: PerLayerInputs, columns: int) -> None:
@@ -216,10 +222,11 @@ class LayerProgram:
         self._tables.append(weights.rotary_table)
         self._attended_by.append(self.attentions.index(of.attention))
 
-    def _row_norm(self, norm: Norm, x: Tensor, first: int) -> None:
-        """Normalise the columns of x from `first` on, as many as the norm has weights."""
+    def _row_norm(self, norm: Norm, x: Tensor, first: int, added: Tensor | None = None) -> None:
+        """Normalise the columns of x from `first` on, as many as the norm has weights, and add what is as wide."""
         place = x.data_ptr() + first * x.itemsize
         fields = {"x": place, "stride": x.stride(0) * x.itemsize, "weight": self._address(norm.weight)}
+        fields |= {"added": 0 if added is None else added.data_ptr()}
         fields |= {"columns": len(norm.weight), "width": x.itemsize}
         self.add(row_norm_kernel(), self._row_norms.add(epsilon=norm.epsilon, **fields))
 
@@ -230,6 +237,56 @@ class LayerProgram:
         out = self.buffer(name := f"attended {columns}", columns)
         self._steps.add(attention.kernel, attention.record(of.layer, of.rule, out, of.use))
         return name
+
+    def latent_rows(self, weights: AttentionWeights, of: LayerKeys) -> str:
+        """Make the queries and the key of latent attention of x, for `enter`. Returns the name of the buffer."""
+        assert weights.latent is not None
+        latent, heads, dims = weights.latent, of.attention.q_per_kv, of.attention.pool.shape.head_dim
+        plain, rotated, source = latent.to_latent[0].inputs, dims - latent.to_latent[0].outputs, "x"
+        if latent.query_inputs is not None and latent.query_norm is not None:
+            columns = len(latent.query_norm.weight)
+            self.product(latent.query_inputs, "x", source := f"query inputs {columns}", columns)
+            self._row_norm(latent.query_norm, self.buffers[source], 0)
+        self.product(weights.qkv, source, "latent queries", heads * (plain + rotated))
+        self.product(latent.keys, "x", "latent", dims)
+        self._row_norm(latent.key_norm, self.buffers["latent"], rotated)
+        made = self.buffer(name := f"qkv {(heads + 1) * dims}", (heads + 1) * dims).unflatten(1, (-1, dims))
+        queries = self.buffers["latent queries"].unflatten(1, (heads, -1))
+        self.copy(queries[..., plain:], made[:, :heads, :rotated])
+        self.copy(self.buffers["latent"][:, None], made[:, heads:])
+        self.by_heads(latent.to_latent, queries[..., :plain], made[:, :heads, rotated:])
+        return name
+
+    def _latent_values(self, latent: LatentWeights, attended: str) -> str:
+        """What each head makes of the latent vector that attention gives it. Returns the name of the buffer."""
+        heads = len(latent.to_values)
+        made = self.buffer(name := "latent values", heads * latent.to_values[0].outputs)
+        given = self.buffers[attended].unflatten(1, (heads, -1))[..., -latent.to_values[0].inputs :]
+        self.by_heads(latent.to_values, given, made.unflatten(1, (heads, -1)))
+        return name
+
+    def by_heads(self, matrices: Sequence[Matmul], source: Tensor, goal: Tensor) -> None:
+        """goal [rows, heads, outputs] = each head of source [rows, heads, inputs] times its own matrix."""
+        heads, inputs, outputs = len(matrices), matrices[0].inputs, matrices[0].outputs
+        x = self.buffer(f"{inputs} of heads", inputs, heads).unflatten(0, (heads, -1))
+        made = self.buffer(f"{outputs} made of heads", outputs, heads).unflatten(0, (heads, -1))
+        self.copy(source, x.transpose(0, 1))
+        self._heads.append(HeadRecords(matrices, x, made))
+        self._steps.add(heads_kernel(), self._heads[-1].address)
+        self.copy(made.transpose(0, 1), goal)
+
+    def copy(self, source: Tensor, goal: Tensor) -> None:
+        """goal = source. Both: parts of buffers, [rows, heads, numbers], of which 16 divides the last."""
+        fields = {"heads": source.shape[1], "size": source.shape[2] * source.itemsize, "width": source.itemsize}
+        for name, part in (("source", source), ("goal", goal)):
+            row, head, _ = (stride * part.itemsize for stride in part.stride())
+            fields |= {name: part.data_ptr(), f"{name}_row": row, f"{name}_head": head}
+        self.add(copy_kernel(), self._copies.add(**fields))
+
+    def _clip(self, x: Tensor, limit: float) -> None:
+        """Cut the numbers of a buffer at `limit` and at its negative."""
+        fields = {"x": x.data_ptr(), "columns": x.shape[1], "width": x.itemsize}
+        self.add(clip_kernel(), self._clips.add(limit=limit, **fields))
 
     def _gate(self, name: str, gates: str) -> None:
         """Multiply a buffer's rows by the sigmoid of the last columns of another's."""
@@ -246,10 +303,16 @@ class LayerProgram:
         what is beside attention, if anything.
         """
         assert isinstance(weights.mixer, AttentionWeights)
+        if weights.mixer.clip:
+            self._clip(self.buffers[source], weights.mixer.clip)
         self.enter(of, source, weights.mixer)
         attended = self.attend(of)
+        if weights.mixer.latent is not None:
+            attended = self._latent_values(weights.mixer.latent, attended)
         if weights.mixer.gated:
             self._gate(attended, source)
+        if weights.mixer.sub_norm is not None:
+            self._row_norm(weights.mixer.sub_norm, self.buffers[attended], 0)
         self._after_mixer(weights, attended, place)
 
     def state_and_mlp(self, weights: LayerWeights, place: LayerPlace) -> None:
@@ -356,20 +419,26 @@ class LayerProgram:
             stride = rows.stride(0) * rows.itemsize
             kind = mlp.activation, mlp.gate_scale, mlp.amounts
             self._act(both, up, stride, inner, mlp.inner, *kind)
+        if mlp.sub_norm is not None:
+            self._row_norm(mlp.sub_norm, self.buffers[inner], 0)
         self.product(mlp.down, inner, goal, self.residual.shape[1])
 
     def _experts_of(self, mlp: ExpertMlp) -> None:
-        """delta = what the experts of each row make of x."""
-        gates = mlp.shared is not None and mlp.shared_gate
-        self.product(mlp.router, "x", "router", len(mlp.gate_up) + gates)
-        hidden = self.residual.shape[1]
+        """delta = what the experts of each row make of x, and the shared one; each with norms of its own, if there are
+        such.
+        """
+        gates, norms, hidden = mlp.shared is not None and mlp.shared_gate, mlp.norms, self.residual.shape[1]
         if mlp.shared is not None:
             self._mlp(mlp.shared, "shared_inner", "shared")
+        if norms is not None:
+            self.norm(norms.router, "router_x")
+            self.norm(norms.inputs)
+        self.product(mlp.router, "x" if norms is None else "router_x", "router", len(mlp.gate_up) + gates)
         ends = self.buffers["x"], self.buffers["router"], self.buffer("delta", hidden)
         packed, inner = self.buffer("packed", hidden, mlp.top_k), self.buffer("packed_inner", mlp.inner, mlp.top_k)
         both = inner.shape[1] * (1 if mlp.plain else 2)
         made = inner if mlp.gated else self.buffer("packed_gate_up", both, mlp.top_k)
-        shared = self.buffers["shared"] if mlp.shared is not None else None
+        shared = self.buffers["shared"] if mlp.shared is not None and norms is None else None
         experts = ExpertRecords(mlp, *ends, packed, made, inner, shared)
         self._experts.append(experts)
         for kernel in (route_kernel, pack_kernel, gather_kernel):
@@ -379,6 +448,9 @@ class LayerProgram:
             self._act_on_units(mlp, made, inner)
         self._steps.add(experts_kernel(), experts.down)
         self.add(combine_kernel(), experts.up)
+        if norms is not None:
+            self._row_norm(norms.shared, self.buffers["shared"], 0)
+            self._row_norm(norms.outputs, self.buffers["delta"], 0, self.buffers["shared"])
 
     def head(self, product: Multiplies, outputs: int) -> None:
         """The last step: `run_to_head` returns product(x)."""
@@ -421,9 +493,12 @@ class LayerProgram:
         if rows != self.rows:
             self._gates.all["rows"] = self._row_norms.all["rows"] = self._counts[:] = rows
             self._unit_gates.all["rows"] = rows * self._units_each
-            self._row_gates.all["rows"] = self._layer_inputs.all["rows"] = rows
+            self._row_gates.all["rows"] = self._layer_inputs.all["rows"] = self._copies.all["rows"] = rows
+            self._clips.all["rows"] = rows
             for experts in self._experts:
                 experts.of_batch[:] = rows
+            for heads in self._heads:
+                heads.of_batch[:] = row_words(rows)
             self._of_products[:] = row_words(rows)
             self.rows = rows
         self._counts[self._norms.latest], self._chosen[self._norms.latest] = rows if count < 0 else count, chosen
@@ -474,7 +549,11 @@ class LayerProgram:
         dims = max(attention.pool.shape.dims for attention in self.attentions)
         self._scratch, self._scratch_of_products = torch.zeros(threads * dims, dtype=torch.float32), []
         held = NO_SCRATCH
-        for products in (self._products.all, *(experts.products for experts in self._experts)):
+        of_experts, of_heads = (
+            (experts.products for experts in self._experts),
+            (heads.products for heads in self._heads),
+        )
+        for products in (self._products.all, *of_experts, *of_heads):
             held = give_scratch(products, held)
             self._scratch_of_products.append(held)  # earlier records keep a smaller one
         self._threads = threads

@@ -19,6 +19,8 @@ from engine.kernels.simd import (
     fma,
     largest,
     load,
+    maximum,
+    minimum,
     multiply,
     number_at,
     numbers_at,
@@ -34,6 +36,7 @@ ROW_NORM = record_of(
     "x",  # address of the first row's first column, [rows, columns]
     "stride",  # bytes from row to row
     "weight",  # [columns] float32
+    "added",  # [rows, columns], which is added, or 0
     "columns",  # a multiple of 16
     "width",
     floats=("epsilon",),
@@ -42,14 +45,17 @@ ROW_NORM = record_of(
 
 @kernel(ROW_NORM)
 def row_norm_kernel(address: Any) -> None:
-    """Compute x = x / sqrt(mean(x^2) + epsilon) * weight."""
+    """Compute x = x / sqrt(mean(x^2) + epsilon) * weight + added."""
     work = carray(address, 1)[0]
     for row in range(thread_id(), work.rows, num_threads()):
         x = work.x + row * work.stride
         scale = _factor(work, x)
         for at in range(0, work.columns, LANES):
             numbers = multiply(numbers_at(x + at * work.width, work.width), scale)
-            put_numbers(multiply(numbers, load(work.weight + 4 * at, FLOAT32)), x + at * work.width, work.width)
+            numbers = multiply(numbers, load(work.weight + 4 * at, FLOAT32))
+            if work.added != 0:
+                numbers = add(numbers, numbers_at(work.added + (row * work.columns + at) * work.width, work.width))
+            put_numbers(numbers, x + at * work.width, work.width)
 
 
 ROW_GATE = record_of(
@@ -72,6 +78,26 @@ def row_gate_kernel(address: Any) -> None:
         for at in range(0, work.columns * work.width, LANES * work.width):
             down = exp(multiply(numbers_at(gate + at, work.width), splat(np.float32(-1))))
             put_numbers(divide(numbers_at(x + at, work.width), add(one, down)), x + at, work.width)
+
+
+CLIP = record_of(
+    "rows",
+    "x",  # [rows, columns]
+    "columns",  # a multiple of 16
+    "width",
+    floats=("limit",),
+)
+
+
+@kernel(CLIP)
+def clip_kernel(address: Any) -> None:
+    """Cut x at the limit and at its negative."""
+    work = carray(address, 1)[0]
+    most, least = splat(work.limit), splat(-work.limit)
+    for row in range(thread_id(), work.rows, num_threads()):
+        x = work.x + row * work.columns * work.width
+        for at in range(0, work.columns * work.width, LANES * work.width):
+            put_numbers(maximum(least, minimum(numbers_at(x + at, work.width), most)), x + at, work.width)
 
 
 LAYER_INPUTS = record_of(

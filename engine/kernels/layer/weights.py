@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -26,7 +27,8 @@ class Norm:
 @dataclass(frozen=True)
 class GatedMlp:
     """down(act(gate_scale * gate) * up), or down(act(gate)) if it is `plain`. gate_up: hidden to 2 * inner or, where it
-    is plain, or the product is `gated` and applies SiLU itself, to inner. amounts: the two of XIELU.
+    is plain, or the product is `gated` and applies SiLU itself, to inner. amounts: the two of XIELU. sub_norm: of what
+    `down` gets.
     """
 
     gate_up: Multiplies
@@ -37,6 +39,16 @@ class GatedMlp:
     plain: bool = False
     gate_scale: float = 1.0
     amounts: Sequence[float] = (0.0, 0.0)
+    sub_norm: Norm | None = None
+
+
+class ExpertNorms(NamedTuple):
+    """See `ExpertMlp`."""
+
+    router: Norm
+    inputs: Norm
+    shared: Norm
+    outputs: Norm
 
 
 @dataclass(frozen=True)
@@ -44,9 +56,11 @@ class ExpertMlp:
     """Some of many gated MLPs for each row. router: hidden to experts and, if there is a shared one, to its gate;
     gate_up, down: of each expert, gated. normalised: the shares of the `top_k` that are chosen sum to 1. sigmoid: a
     share is the sigmoid of an expert's logit, and not the softmax of all. bias: [experts] float32, added to what
-    experts are chosen by. scale: of all shares. shared: an MLP of every row, times the sigmoid of its gate if
-    `shared_gate`. gated: whether gate_up applies SiLU itself; otherwise the activation comes after it. plain: as of
-    `GatedMlp`.
+    experts are chosen by. scale: of all shares; scales: [experts] float32, of those of each. groups: experts are chosen
+    of the `top_groups` whose `counted` best, one or two, have the largest sum. shared: an MLP of every row, times the
+    sigmoid of its gate if `shared_gate`. gated: whether gate_up applies SiLU itself; otherwise the activation comes
+    after it. plain: as of `GatedMlp`. norms: if the shared MLP alone gets the inner norm of the residual, those of what
+    the router and the experts get of it, and of what the shared one and the experts make.
     """
 
     router: Multiplies
@@ -58,6 +72,10 @@ class ExpertMlp:
     sigmoid: bool = False
     bias: Tensor | None = None
     scale: float = 1.0
+    scales: Tensor | None = None
+    groups: int = 1
+    top_groups: int = 1
+    counted: int = 1
     shared: GatedMlp | None = None
     shared_gate: bool = True
     gated: bool = True
@@ -65,6 +83,26 @@ class ExpertMlp:
     alpha: float = 1.0
     limit: float = 0.0
     plain: bool = False
+    norms: ExpertNorms | None = None
+
+
+@dataclass(frozen=True)
+class LatentWeights:
+    """Multi-head latent attention: all heads have one key, which is a rotated part and then a latent vector; the vector
+    is the value too. What would make a head's key of the vector is applied to its query instead, and what would make
+    its value, to what attention gives: the pool holds one vector, and not keys and values of every head.
+
+    query_inputs, query_norm: what `qkv`, of queries alone, gets of x; None: x itself. keys: hidden to the rotated part
+    and the vector, of which key_norm is. to_latent: for each head, what multiplies the first part of its query; the
+    rest is rotated. to_values: for each head, of the vector.
+    """
+
+    query_inputs: Multiplies | None
+    query_norm: Norm | None
+    keys: Multiplies
+    key_norm: Norm
+    to_latent: Sequence[Matmul]
+    to_values: Sequence[Matmul]
 
 
 @dataclass(frozen=True)
@@ -75,7 +113,9 @@ class AttentionWeights:
     all heads at once if their weights are as long; value_norm: of each head. norms_last: they come after rotation.
     values_are_keys: `qkv` ends after the keys, which are the values too, before norm and rotation. rotated: how many
     dimensions of a head are, by the rotary table of that number. gated: `qkv` makes a gate for each query too, after
-    the values, whose sigmoid multiplies what attention gives.
+    the values, whose sigmoid multiplies what attention gives. latent: what else there is of latent attention, whose
+    `qkv` makes queries alone. clip: the most that a number of `qkv` is, and the least, 0: none. sub_norm: of what `out`
+    gets.
     """
 
     qkv: Multiplies
@@ -88,6 +128,9 @@ class AttentionWeights:
     value_norm: Norm | None = None
     values_are_keys: bool = False
     norms_last: bool = False
+    latent: LatentWeights | None = None
+    clip: float = 0.0
+    sub_norm: Norm | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from engine.kernels.amx import TILE_BYTES
-from engine.kernels.quant.layouts import STEP, Arrangement, QuantLayout
+from engine.kernels.quant.layouts import STEP, CodeLayout, QuantLayout
 from engine.kernels.quant.unpack import unpack_at
 from engine.kernels.simd import (
     FLOAT32,
@@ -63,9 +63,9 @@ def embed_kernel(address: Any) -> None:
 
 
 @cache
-def tiled_embed_kernel(layout: QuantLayout, arrangement: Arrangement) -> Kernel:
+def tiled_embed_kernel(layout: QuantLayout, code_layout: CodeLayout) -> Kernel:
     """Return the kernel for an embedding in tiles of that layout."""
-    return _of_pairs(layout) if arrangement is Arrangement.PAIRS or not layout.coded else _of_codes(layout, arrangement)
+    return _of_pairs(layout) if code_layout is CodeLayout.PAIRS or not layout.coded else _of_codes(layout, code_layout)
 
 
 def _of_pairs(layout: QuantLayout) -> Kernel:
@@ -73,23 +73,23 @@ def _of_pairs(layout: QuantLayout) -> Kernel:
 
     @kernel(EMBED, layout.kind)
     def compiled(address: Any) -> None:
-        work, room = carray(address, 1)[0], _room()
+        work, scratch = carray(address, 1)[0], _scratch()
         for row in range(thread_id(), work.rows, num_threads()):
             token = int_at(work.tokens + 4 * row)
             panel, output = work.embedding + token // LANES * work.panel_bytes, token % LANES
             place = work.residual + row * work.hidden * 4
             for step in range((work.hidden + STEP - 1) // STEP):
-                _unpack(number, panel, step, room)
+                _unpack(number, panel, step, scratch)
                 for i in range(min(STEP, work.hidden - step * STEP)):
-                    number_at = room + i // 2 * 4 * LANES + 4 * output + 2 * (i % 2)
+                    number_at = scratch + i // 2 * 4 * LANES + 4 * output + 2 * (i % 2)
                     put_float(place + 4 * (step * STEP + i), half_at(number_at) * work.scale)
 
     return compiled()
 
 
-def _of_codes(layout: QuantLayout, arrangement: Arrangement) -> Kernel:
+def _of_codes(layout: QuantLayout, code_layout: CodeLayout) -> Kernel:
     """Return the kernel for codes. Each operation is rounded as `gguf` does it."""
-    bits, steps, tile_bytes, quads = layout.bits, layout.steps, layout.tile_bytes, arrangement is Arrangement.QUADS
+    bits, steps, tile_bytes, quads = layout.bits, layout.steps, layout.tile_bytes, code_layout is CodeLayout.QUADS
     values = np.arange(256) - 128 if layout.signed and quads else layout.table
     table = np.array(values, np.float32)
     codes_at, code_bytes, factors_at = layout.codes_at, layout.code_bytes, layout.factors_at
@@ -97,7 +97,7 @@ def _of_codes(layout: QuantLayout, arrangement: Arrangement) -> Kernel:
     factor_bias, exponents, odd, of_step = layout.factor_bias, layout.exponents, layout.odd, layout.factor_bytes
     fours = layout.factor_bits == 4
 
-    @kernel(EMBED, f"{layout.kind}_{arrangement.name}")
+    @kernel(EMBED, f"{layout.kind}_{code_layout.name}")
     def compiled(address: Any) -> None:
         work = carray(address, 1)[0]
         for row in range(thread_id(), work.rows, num_threads()):
@@ -181,19 +181,19 @@ def _unpack(layout: int, panel: int, step: int, place: int) -> None:
 
 
 @intrinsic
-def _room(context: Any) -> Any:
+def _scratch(context: Any) -> Any:
     """Return the address of scratch for a tile of bfloat16, until the caller returns."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         with builder.goto_entry_block():
-            room = builder.alloca(ir.ArrayType(ir.IntType(8), TILE_BYTES))
-        room.align = 64
-        return builder.ptrtoint(room, ir.IntType(64))
+            scratch = builder.alloca(ir.ArrayType(ir.IntType(8), TILE_BYTES))
+        scratch.align = 64
+        return builder.ptrtoint(scratch, ir.IntType(64))
 
     return types.int64(), generate
 
 
-def read_rows(layout: QuantLayout, arrangement: Arrangement, tiles: Tensor, inputs: int, indices: Tensor) -> Tensor:
+def read_rows(layout: QuantLayout, code_layout: CodeLayout, tiles: Tensor, inputs: int, indices: Tensor) -> Tensor:
     """Return [indices, inputs] bfloat16: rows of a matrix in tiles [panels, tiles, bytes]. Raises IndexError for any
     that does not exist.
     """
@@ -204,5 +204,5 @@ def read_rows(layout: QuantLayout, arrangement: Arrangement, tiles: Tensor, inpu
     record["tokens"], record["rows"], record["embedding"] = tokens.data_ptr(), len(tokens), tiles.data_ptr()
     record["residual"], record["hidden"] = found.data_ptr(), inputs
     record["panel_bytes"], record["scale"] = tiles[0].nbytes, 1
-    tiled_embed_kernel(layout, arrangement)(address_of(record), len(tokens))
+    tiled_embed_kernel(layout, code_layout)(address_of(record), len(tokens))
     return found.bfloat16()

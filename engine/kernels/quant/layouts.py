@@ -14,7 +14,7 @@ of 3 or 4 bits each (`engine.kernels.quant.grids`); nothing else is wider.
               step's factors in the lower bits
     codes     [steps, words, 16] of 32 bits
 
-There are three arrangements of codes. In pairs, to be unpacked as bfloat16, a word has codes of one output and of every
+There are three layouts of codes. In pairs, to be unpacked as bfloat16, a word has codes of one output and of every
 second input: lane `2 * (output % 8) + input % 2` of a vector holds an even or an odd input of the pairs 0 to 15 of a
 step. So one vector with all but a few bits masked out has 8 outputs of a pair. By bits of a code, for outputs 0 to 7
 (half 0) and 8 to 15 (half 1):
@@ -66,11 +66,12 @@ from engine.kernels.quant import grids
 from engine.kernels.quant.factors import Bytes as Bytes
 from engine.kernels.simd import LANES
 
+Factors = Callable[[Bytes], Bytes]
 STEP = 32
 """Inputs that the kernels multiply at a time."""
 
 
-class Arrangement(IntEnum):
+class CodeLayout(IntEnum):
     """How codes lie in a tile: to be unpacked as bfloat16, multiplied as integers, or multiplied as bfloat16. A
     compile-time constant of kernels.
     """
@@ -110,7 +111,7 @@ class QuantLayout:
     scale: int = 0
     offset: int | None = None
     group: int = STEP
-    factors: Callable[[Bytes], Bytes] | None = None
+    factors: Factors | None = None
     factor_bias: int = 0
     factor_bits: int = 8
     odd: bool = False
@@ -198,6 +199,13 @@ def _looked_up(kind: str, bits: int, values: tuple[int, ...], unit: float, **oth
     return QuantLayout(kind, bits, planes, values=values, unit=unit, factor_bits=4, odd=True, **other)
 
 
+def _in_sixteens(
+    kind: str, bits: int, planes: tuple[Plane, ...], bias: int, scale: int, factors: Factors, factor_bias: int
+) -> QuantLayout:
+    """Describe a type whose blocks of 256 inputs have a factor of the scale for each group of 16, and no offsets."""
+    return QuantLayout(kind, bits, planes, bias, scale=scale, group=16, factors=factors, factor_bias=factor_bias)
+
+
 _FOURS = (4, 16)  # bits, and bytes together
 LAYOUTS = _numbered(
     QuantLayout("BF16", 16, ()),
@@ -208,32 +216,14 @@ LAYOUTS = _numbered(
     QuantLayout("Q8_0", 8, (Plane(2, 8, 32),), bias=128, signed=True),
     QuantLayout("Q4_K", 4, (Plane(16, 4, 32),), offset=2, factors=read.six_bits),
     QuantLayout("Q5_K", 5, (Plane(48, 4, 32), Plane(16, 1, 32, 4)), offset=2, factors=read.six_bits),
-    QuantLayout(
-        "Q6_K",
-        6,
-        (Plane(0, 4, 64), Plane(128, 2, 32, 4)),
-        bias=32,
-        scale=208,
-        group=16,
-        factors=read.signed,
-        factor_bias=128,
-    ),
+    _in_sixteens("Q6_K", 6, (Plane(0, 4, 64), Plane(128, 2, 32, 4)), 32, 208, read.signed, 128),
     QuantLayout("IQ4_NL", 4, (Plane(2, *_FOURS),), values=IQ4_NL.kvalues),
     QuantLayout("IQ4_XS", 4, (Plane(8, *_FOURS),), values=IQ4_NL.kvalues, factors=read.in_two_places, factor_bias=32),
     QuantLayout("MXFP4", 4, (Plane(1, *_FOURS),), values=MXFP4.kvalues, exponents=True),
     QuantLayout(
         "Q2_K", 2, (Plane(16, 2, 32),), scale=80, offset=82, group=16, factors=read.low_and_high, factor_bits=4
     ),
-    QuantLayout(
-        "Q3_K",
-        3,
-        (Plane(32, 2, 32), Plane(0, 1, 32, 2)),
-        bias=4,
-        scale=108,
-        group=16,
-        factors=read.in_three_places,
-        factor_bias=32,
-    ),
+    _in_sixteens("Q3_K", 3, (Plane(32, 2, 32), Plane(0, 1, 32, 2)), 4, 108, read.in_three_places, 32),
     _looked_up("IQ3_XXS", 4, grids.IQ3_XXS, 1 / 4, factors=grids.iq3_xxs_factors, appended=grids.iq3_xxs_codes),
     _looked_up("IQ3_S", 4, grids.IQ3_S, 1.0, factors=grids.iq3_s_factors, appended=grids.iq3_s_codes),
     _looked_up("IQ2_XXS", 3, grids.IQ2, 1 / 8, factors=grids.iq2_xxs_factors, appended=grids.iq2_xxs_codes),

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.kernels.jit_cache import versioned
 from engine.kernels.large_pages import large_pages
 from engine.kernels.quant.codes import read_codes
-from engine.kernels.quant.layouts import STEP, Arrangement, Bytes, QuantLayout
+from engine.kernels.quant.layouts import STEP, Bytes, CodeLayout, QuantLayout
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.simd import LANES
 
@@ -34,7 +34,7 @@ def panels_of(matrix: StoredMatrix) -> list[Panel]:
     return [Panel(matrix, start) for start in range(0, matrix.shape[0], LANES)]
 
 
-def packed(panels: Sequence[Panel], arrangement: Arrangement) -> Tensor:
+def packed(panels: Sequence[Panel], code_layout: CodeLayout) -> Tensor:
     """Return [panels, tiles, bytes] uint8. All matrices are of one layout and have the same inputs."""
     layout, inputs = panels[0].matrix.layout, panels[0].matrix.shape[1]
     shape = len(panels), layout.tiles(inputs), layout.tile_bytes
@@ -45,7 +45,7 @@ def packed(panels: Sequence[Panel], arrangement: Arrangement) -> Tensor:
     def pack_some(start: int) -> None:
         goal = tiles[start : start + some].numpy()
         if layout.coded:
-            _pack_codes(layout, arrangement, panels[start : start + some], goal)
+            _pack_codes(layout, code_layout, panels[start : start + some], goal)
         else:
             _pack_numbers(panels[start : start + some], goal)
 
@@ -67,7 +67,7 @@ def _pack_numbers(panels: Sequence[Panel], tiles: Bytes) -> None:
     torch.from_numpy(tiles).view(torch.bfloat16).view(pairs.shape).copy_(pairs)
 
 
-def _pack_codes(layout: QuantLayout, arrangement: Arrangement, panels: Sequence[Panel], tiles: Bytes) -> None:
+def _pack_codes(layout: QuantLayout, code_layout: CodeLayout, panels: Sequence[Panel], tiles: Bytes) -> None:
     blocks = tiles.shape[1]
     gathered = np.zeros((len(panels), LANES, panels[0].matrix.raw.shape[1]), np.uint8)
     for panel, rows in zip(panels, gathered, strict=True):
@@ -77,9 +77,9 @@ def _pack_codes(layout: QuantLayout, arrangement: Arrangement, panels: Sequence[
     raw = whole.reshape(len(panels), LANES, blocks, -1)
     _pack_head(layout, raw, tiles)
     planes = np.array(layout.planes, np.int64)
-    if arrangement is Arrangement.QUADS:
+    if code_layout is CodeLayout.QUADS:
         _place_quads(raw, planes, layout.bits, layout.signed, layout.codes_at, tiles)
-    elif arrangement is Arrangement.WORDS:
+    elif code_layout is CodeLayout.WORDS:
         _place_words(raw, planes, layout.bits, layout.codes_at, tiles)
     else:
         tiles[:, :, layout.codes_at :] = 0  # words of 3 and 5 bits are filled bit by bit

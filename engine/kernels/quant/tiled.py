@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.kernels.quant.embedding import read_rows
-from engine.kernels.quant.layouts import Arrangement, QuantLayout
+from engine.kernels.quant.layouts import CodeLayout, QuantLayout
 from engine.kernels.quant.pack import Panel, packed
 
 
 class TiledMatrix:
     """Panels of 16 outputs of matrices of one layout. tiles: [panels, tiles, bytes] uint8."""
 
-    def __init__(self, panels: Sequence[Panel], arrangement: Arrangement = Arrangement.PAIRS):
+    def __init__(self, panels: Sequence[Panel], code_layout: CodeLayout = CodeLayout.PAIRS):
         self.layout: QuantLayout = panels[0].matrix.layout
         self.inputs = panels[0].matrix.shape[1]
-        self.arrangement = arrangement
-        self.tiles: Tensor = packed(panels, arrangement)
+        self.code_layout = code_layout
+        self.tiles: Tensor = packed(panels, code_layout)
 
     @property
     def panel_bytes(self) -> int:
@@ -29,4 +29,4 @@ class TiledMatrix:
         """Return [indices, inputs] bfloat16: the rows of these outputs. Raises IndexError for any that
         does not exist.
         """
-        return read_rows(self.layout, self.arrangement, self.tiles, self.inputs, indices)
+        return read_rows(self.layout, self.code_layout, self.tiles, self.inputs, indices)

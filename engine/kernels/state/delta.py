@@ -7,6 +7,8 @@ S [key_dim, value_dim] is float32, and lies in tiles of 16 of its columns, which
 8 KB stays in the first level of cache while one thread takes all rows of a request through it. q, k and v are what a
 causal convolution and SiLU make of the row's inputs and those before it; q and k are then divided by their lengths.
 
+Kimi Linear's nets (KDA) decay each row of S by a share of its own, and the gate of what is read is a sigmoid.
+
 A commit replays a row from its inputs, before the convolution, and its gates: with the same operations, so to the bit.
 """
 
@@ -20,7 +22,7 @@ import numpy as np
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.exponential import silu
+from engine.kernels.exponential import exp, silu
 from engine.kernels.fused import record_of
 from engine.kernels.gemm.matmul import Multiplies
 from engine.kernels.simd import (
@@ -28,6 +30,7 @@ from engine.kernels.simd import (
     LANES,
     add,
     copy_half,
+    divide,
     float_at,
     fma,
     int_at,
@@ -70,9 +73,15 @@ _LENGTH_EPSILON = np.float32(1e-6)  # as in transformers and in flash-linear-att
 
 DELTA = record_of(
     "walk",  # see `engine.kernels.state.walk`
-    "inputs",  # [rows, ...]: q, k, v, then z
+    "inputs",  # [rows, ...]: q, k, v
     "inputs_stride",  # bytes
-    "gates",  # [rows, 2, value_heads]: b, a
+    "out_gates",  # z of the first row; rows are `out_gates_stride` bytes apart
+    "out_gates_stride",
+    "sigmoid",  # 1: what is read is multiplied by the sigmoid of z, not by SiLU(z)
+    "gates",  # [rows, gate_count]: b of each value head, then a
+    "gate_count",
+    "forget",  # [rows, key_heads * key_dim]: of each channel of a key what a is otherwise; or 0
+    "forget_bias",  # [key_heads * key_dim] float32
     "state_at",  # where the layer's part begins in a state: the window, then S
     "row_at",  # where it begins in a kept row: q, k and v, then the gates
     "taps",  # [taps, channels of q, k and v] float32
@@ -94,21 +103,37 @@ DELTA = record_of(
 
 
 def delta_sizes(
-    key_heads: int, value_heads: int, key_dim: int, value_dim: int, taps: int, width: int
+    key_heads: int, value_heads: int, key_dim: int, value_dim: int, taps: int, width: int, by_channel: bool = False
 ) -> tuple[int, int]:
-    """Bytes of a layer's state, and of what is kept of a row. width: bytes of a number of its inputs."""
+    """Bytes of a layer's state, and of what is kept of a row. width: bytes of a number of its inputs. by_channel:
+    whether each channel of a key decays by itself.
+    """
     channels = 2 * key_heads * key_dim + value_heads * value_dim
+    gates = value_heads + key_heads * key_dim if by_channel else 2 * value_heads
     return (
         window_bytes(channels, taps, width) + 4 * value_heads * key_dim * value_dim,
-        (channels + 2 * value_heads) * width,
+        (channels + gates) * width,
     )
+
+
+@dataclass(frozen=True)
+class ChannelGates:
+    """What makes a decay for each channel of each key, and a gate for each number that is read: of hidden, by way of as
+    many numbers as `rank`. forget_bias: [key_heads * key_dim] float32.
+    """
+
+    forget: tuple[Multiplies, Multiplies]
+    out: tuple[Multiplies, Multiplies]
+    forget_bias: Tensor
+    rank: int
 
 
 @dataclass(frozen=True)
 class GatedDelta:
     """inputs: hidden to q and k of each key head, then v and z of each value head; gates: to b and a of each value
     head. taps: [taps, channels of q, k and v] float32; decay: -exp(A); norm: [value_dim] float32. key_head_of: the key
-    head of each value head, int32. width: bytes of a number of rows.
+    head of each value head, int32. width: bytes of a number of rows. by_channel: if it is there, `inputs` make no z,
+    `gates` no a, and `dt_bias` counts for nothing.
     """
 
     inputs: Multiplies
@@ -125,11 +150,12 @@ class GatedDelta:
     value_dim: int
     key_head_of: Tensor
     width: int
+    by_channel: ChannelGates | None = None
 
     @property
     def _sizes(self) -> tuple[int, int]:
         sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim
-        return delta_sizes(*sizes, len(self.taps), self.width)
+        return delta_sizes(*sizes, len(self.taps), self.width, self.by_channel is not None)
 
     @property
     def state_bytes(self) -> int:
@@ -142,7 +168,8 @@ class GatedDelta:
     @property
     def scratch_bytes(self) -> int:
         channels: int = self.taps.shape[1]
-        return 4 * (channels + 2 * self.value_heads + self.key_heads)
+        decays = 0 if self.by_channel is None else 2 * self.key_heads * self.key_dim
+        return 4 * (channels + 2 * self.value_heads + self.key_heads + decays)
 
     @property
     def tile_bytes(self) -> int:
@@ -151,15 +178,20 @@ class GatedDelta:
     def build(self, program: BuildsSteps, place: LayerPlace) -> str:
         """See `StateLayer`."""
         channels, made = self.taps.shape[1], self.value_heads * self.value_dim
-        program.product(self.inputs, "x", "state_inputs", channels + made)
-        program.product(self.gates, "x", "state_gates", 2 * self.value_heads)
-        inputs, gates = program.buffer("state_inputs", channels + made), program.buffer("state_gates", 0)
+        whole = channels + (made if self.by_channel is None else 0)
+        gate_count = (1 if self.by_channel is not None else 2) * self.value_heads
+        program.product(self.inputs, "x", "state_inputs", whole)
+        program.product(self.gates, "x", "state_gates", gate_count)
+        inputs, gates = program.buffer("state_inputs", whole), program.buffer("state_gates", 0)
         record = np.zeros(1, DELTA)
         fields = {
             "walk": place.walk,
             "inputs": inputs.data_ptr(),
             "inputs_stride": inputs.stride(0) * inputs.itemsize,
+            "out_gates": inputs.data_ptr() + channels * inputs.itemsize,
+            "out_gates_stride": inputs.stride(0) * inputs.itemsize,
             "gates": gates.data_ptr(),
+            "gate_count": gate_count,
             "state_at": place.state,
             "row_at": place.row,
             "taps": self.taps.data_ptr(),
@@ -179,11 +211,24 @@ class GatedDelta:
             "epsilon": self.epsilon,
             "query_scale": 1 / math.sqrt(self.key_dim),
         }
+        if self.by_channel is not None:
+            fields |= self._build_gates(program, self.by_channel)
         for name, value in fields.items():
             record[name] = value
         for step in (delta_inputs_kernel, delta_kernel, delta_out_kernel):
             program.step(step(), record)
         return "mixed"
+
+    def _build_gates(self, program: BuildsSteps, gates: ChannelGates) -> dict[str, int]:
+        """Add the products of the gates of channels. Returns their fields of the record."""
+        found = {"sigmoid": 1, "forget_bias": gates.forget_bias.data_ptr()}
+        made = (("forget", gates.forget, self.key_heads * self.key_dim),)
+        for name, (low, high), count in (*made, ("out_gates", gates.out, self.value_heads * self.value_dim)):
+            program.product(low, "x", "state_rank", gates.rank)
+            program.product(high, "state_rank", f"state_{name}", count)
+            rows = program.buffer(f"state_{name}", count)
+            found |= {name: rows.data_ptr()} | ({f"{name}_stride": count * rows.itemsize} if name != "forget" else {})
+        return found
 
 
 @kernel(DELTA)
@@ -248,6 +293,14 @@ def _alike_of(work: Any, head: int, row: int) -> Any:
 
 
 @njit
+def _decays_of(work: Any, head: int, row: int) -> Any:
+    """The address of a row's k of a key head, and then of the share that each of its channels keeps."""
+    rows = row_count(work.walk)
+    before = 4 * (work.channels + 2 * work.value_heads + work.key_heads) * rows
+    return scratch_of(work.walk) + before + 8 * work.key_dim * (head * rows + row)
+
+
+@njit
 def _enter_key(work: Any, places: int, head: int, row: int) -> None:
     """q and k of a key head, of length 1; q is then scaled. Also k^T q."""
     query, to_key = _keys_of(work, head, row), 4 * work.key_dim
@@ -267,6 +320,27 @@ def _enter_key(work: Any, places: int, head: int, row: int) -> None:
     for at in range(query, query + to_key, 4 * LANES):
         alike = fma(load(at, FLOAT32), load(at + to_key, FLOAT32), alike)
     put_float(_alike_of(work, head, row), total(alike))
+    if work.forget != 0:
+        _enter_decays(work, head, row)
+
+
+@njit
+def _enter_decays(work: Any, head: int, row: int) -> None:
+    """Keep k of a key head, and the share that each of its channels keeps. What reads the state before the row is then
+    q and k times these shares.
+    """
+    query, to_key = _keys_of(work, head, row), 4 * work.key_dim
+    key, shares = _decays_of(work, head, row), _decays_of(work, head, row) + to_key
+    stride = work.key_heads * work.key_dim * work.width
+    forget = input_of(work.walk, row, work.forget, stride, _kept_forget(work)) + head * work.key_dim * work.width
+    bias = work.forget_bias + head * to_key
+    for i in range(work.key_dim):
+        step = np.float64(number_at(forget + i * work.width, work.width)) + np.float64(float_at(bias + 4 * i))
+        share = share_kept(work, head, softplus(step))
+        put_float(key + 4 * i, float_at(query + to_key + 4 * i))
+        put_float(shares + 4 * i, share)
+        put_float(query + 4 * i, float_at(query + 4 * i) * share)
+        put_float(query + to_key + 4 * i, float_at(query + to_key + 4 * i) * share)
 
 
 @njit
@@ -279,12 +353,12 @@ def _enter_value(work: Any, places: int, head: int, row: int) -> None:
 @njit
 def _enter_gates(work: Any, row: int, head: int) -> None:
     """exp(g) and beta of a value head, by float64 for a row's bits to be those of one function."""
-    gates = input_of(work.walk, row, work.gates, 2 * work.value_heads * work.width, _kept_gates(work))
-    b = np.float64(number_at(gates + head * work.width, work.width))
-    a = np.float64(number_at(gates + (work.value_heads + head) * work.width, work.width))
-    a += np.float64(float_at(work.dt_bias + 4 * head))
-    place = gates_of(work, head, row)
-    put_float(place, share_kept(work, head, softplus(a)))
+    gates = input_of(work.walk, row, work.gates, work.gate_count * work.width, _kept_gates(work))
+    b, place = np.float64(number_at(gates + head * work.width, work.width)), gates_of(work, head, row)
+    if work.forget == 0:
+        a = np.float64(number_at(gates + (work.value_heads + head) * work.width, work.width))
+        a += np.float64(float_at(work.dt_bias + 4 * head))
+        put_float(place, share_kept(work, head, softplus(a)))
     put_float(place + 4, np.float32(1.0 / (1.0 + math.exp(-b))))
 
 
@@ -292,6 +366,12 @@ def _enter_gates(work: Any, row: int, head: int) -> None:
 def _kept_gates(work: Any) -> Any:
     """Where the gates are in a kept row."""
     return work.row_at + work.channels * work.width
+
+
+@njit
+def _kept_forget(work: Any) -> Any:
+    """Where what channels forget is in a kept row."""
+    return _kept_gates(work) + work.gate_count * work.width
 
 
 @njit
@@ -303,9 +383,12 @@ def _keep_row(work: Any, row: int, head: int) -> None:
     copy(source + first * work.width, place + work.row_at + first * work.width, count * work.width)
     if head < work.key_heads:
         copy(source + second * work.width, place + work.row_at + second * work.width, count * work.width)
+        if work.forget != 0:
+            forget = work.forget + (at * work.key_heads + head) * count * work.width
+            copy(forget, place + _kept_forget(work) + head * count * work.width, count * work.width)
         return
-    gates, kept = work.gates + at * 2 * work.value_heads * work.width, place + _kept_gates(work)
-    for i in range(head - work.key_heads, 2 * work.value_heads, work.value_heads):
+    gates, kept = work.gates + at * work.gate_count * work.width, place + _kept_gates(work)
+    for i in range(head - work.key_heads, work.gate_count, work.value_heads):
         for half in range(0, work.width, 2):
             copy_half(gates + i * work.width + half, kept + i * work.width + half)
 
@@ -333,10 +416,20 @@ def delta_kernel(address: Any) -> None:
                 row, source, goal = step_at(work.walk, step)
                 old = levels + source * size if source >= 0 else state_of(work.walk, ~source) + state_at
                 gates, query = gates_of(work, head, row), _keys_of(work, key_head, row)
+                value, alike = _values_of(work, head, row) + column, float_at(_alike_of(work, key_head, row))
+                if work.forget != 0:
+                    delta = _advance(
+                        0, old, 0, decay, delta, query, query + 4 * work.key_dim, value, alike, np.float32(1),
+                        float_at(gates + 4), work.key_dim,
+                    )  # fmt: skip
+                    if goal != LEAF:
+                        state = levels + goal * size if goal >= 0 else state_of(work.walk, ~goal) + state_at
+                        _update_channels(old, state, _decays_of(work, key_head, row), delta, work.key_dim)
+                    continue
                 key, next_decay = query + 4 * work.key_dim, float_at(gates)
                 delta = _advance(
-                    before, old, key_before, decay, delta, query, key, _values_of(work, head, row) + column,
-                    float_at(_alike_of(work, key_head, row)), next_decay, float_at(gates + 4), work.key_dim,
+                    before, old, key_before, decay, delta, query, key, value, alike, next_decay, float_at(gates + 4),
+                    work.key_dim,
                 )  # fmt: skip
                 before, key_before, decay = 0 if goal == LEAF else old, key, next_decay
                 state = levels + goal * size if goal >= 0 else state_of(work.walk, ~goal) + state_at
@@ -396,10 +489,18 @@ def _update(before: int, state: int, key: int, decay: Any, delta: Any, count: in
         store(fma(splat(float_at(key + i)), delta, s), state + 16 * i, FLOAT32)
 
 
+@njit
+def _update_channels(before: int, state: int, key: int, delta: Any, count: int) -> None:
+    """The same where channels keep shares of their own, which lie after the key."""
+    for i in range(0, 4 * count, 4):
+        s = multiply(load(before + 16 * i, FLOAT32), splat(float_at(key + 4 * count + i)))
+        store(fma(splat(float_at(key + i)), delta, s), state + 16 * i, FLOAT32)
+
+
 @kernel(DELTA)
 def delta_out_kernel(address: Any) -> None:
-    """out = RMSNorm(o) * w * SiLU(z), for each row and value head."""
-    work = carray(address, 1)[0]
+    """out = RMSNorm(o) * w * SiLU(z), or the sigmoid of z, for each row and value head."""
+    work, one = carray(address, 1)[0], splat(np.float32(1))
     made = work.value_heads * work.value_dim
     for unit in range(thread_id(), row_count(work.walk) * work.value_heads, num_threads()):
         row, head = unit // work.value_heads, unit % work.value_heads
@@ -412,9 +513,13 @@ def delta_out_kernel(address: Any) -> None:
             numbers = load(x + i, FLOAT32)
             squares = fma(numbers, numbers, squares)
         scale = splat(np.float32(1) / np.sqrt(total(squares) / np.float32(work.value_dim) + work.epsilon))
-        gate = work.inputs + at * work.inputs_stride + (work.channels + head * work.value_dim) * work.width
+        gate = work.out_gates + at * work.out_gates_stride + head * work.value_dim * work.width
         out = work.out + (at * made + head * work.value_dim) * work.width
         for i in range(0, work.value_dim, LANES):
             z = numbers_at(gate + i * work.width, work.width)
             numbers = multiply(multiply(load(x + 4 * i, FLOAT32), scale), load(work.norm + 4 * i, FLOAT32))
-            put_numbers(multiply(numbers, silu(z)), out + i * work.width, work.width)
+            if work.sigmoid != 0:
+                numbers = divide(numbers, add(one, exp(multiply(z, splat(np.float32(-1))))))
+            else:
+                numbers = multiply(numbers, silu(z))
+            put_numbers(numbers, out + i * work.width, work.width)

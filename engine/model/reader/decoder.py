@@ -9,30 +9,36 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.errors import ModelError, first_line
-from engine.kernels.fused import Activation
+from engine.model.reader.latent import LATENT, latent_attention_structure
 from engine.model.reader.mixers import (
     attention_structure,
+    channel_delta_structure,
     gated_delta_structure,
-    held_as,
     mamba_structure,
     short_convolution_structure,
 )
-from engine.model.reader.parts import activation_of, linear_structure, norm_structure, only, rms_structure, text_part
+from engine.model.reader.mlp import ALONE, EXPERTS_BESIDE, MLPS, mlp_of
+from engine.model.reader.parts import (
+    activation_of,
+    linear_structure,
+    named_part,
+    norm_structure,
+    only,
+    rms_structure,
+    text_part,
+)
 from engine.model.rotary import frequencies_of
 from engine.model.structure import (
     AttentionStructure,
     DecoderStructure,
-    ExpertsStructure,
     LayerInputStructure,
     LayerStructure,
-    LinearStructure,
     Mixer,
-    MlpStructure,
     NormStructure,
     OtherStructure,
     PerLayerInputsStructure,
 )
-from engine.weights.stored_weights import OWN, StoredWeights
+from engine.weights.stored_weights import StoredWeights
 
 _NORMS = (  # names of a layer's norms: before the mixer, of its result, before the MLP, of its result
     ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -45,33 +51,14 @@ _NORMS = (  # names of a layer's norms: before the mixer, of its result, before 
     ("input_layernorm", "", "", ""),  # whose MLP gets the same as attention
     ("norm", "", "", ""),  # of a mixer or an MLP alone
 )
-_ALONE = "mixer"  # of layers that have a mixer or an MLP alone, which of the two
-_MIXERS = ("self_attn", "attention", "linear_attn", "conv", "mamba", _ALONE)
-_MLPS = ("block_sparse_moe", "mlp", "feed_forward", "shared_mlp", _ALONE)
+_MIXERS = ("self_attn", "attention", "linear_attn", "conv", "mamba", ALONE)
 _EMBEDDINGS = ("embed_tokens", "embeddings", "embed_in")
-_SHARED_MLP = "shared_mlp"  # beside experts, every row's
 _LAST_NORMS = ("norm", "embedding_norm", "final_layernorm", "norm_f", "final_layer_norm")
 _ROTARIES = ("rotary_emb", "pos_emb")
-_PROJECTIONS = (  # gate, up, down, and what the first two are called if they are one
-    ("gate_proj", "up_proj", "down_proj", "gate_up_proj"),
-    ("w1", "w3", "w2", ""),
-    ("gate", "up", "output_linear", "input_linear"),
-)
-_PLAIN = (  # up, down, of MLPs without a gate
-    ("up_proj", "down_proj"),
-    ("c_fc", "c_proj"),
-    ("fc1", "fc2"),
-    ("dense_h_to_4h", "dense_4h_to_h"),
-)
-_ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 _DROPOUTS = {"resid_attn_dropout", "resid_mlp_dropout", "resid_dropout", "dropout", "embed_dropout"}
 _DROPOUTS |= {"emb_dropout", "post_attention_dropout", "post_mlp_dropout"}
-_XIELU = ("alpha_p", "alpha_n")  # of which softplus is taken; the rest of it is proved
-_SHARED = (("shared_expert", "shared_expert_gate"), ("shared_experts", ""))  # and their gates
 _LAYER_INPUTS = ("per_layer_model_projection", "per_layer_projection_norm", "embed_tokens_per_layer")
 _LAYER_INPUT = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm", "act_fn")
-_CORRECTION = "e_score_correction_bias"
-_EXPERT_BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
 
 def describe(model: Any, stored: StoredWeights | None = None) -> DecoderStructure:
@@ -91,7 +78,7 @@ def _described(model: Any, stored: StoredWeights | None) -> DecoderStructure:
     (base, prefix), config = text_part(model), model.config.get_text_config()
     if base is None or not isinstance(getattr(model, "lm_head", None), nn.Linear):
         raise OtherStructure("no model with lm_head")
-    last_norm, rotary, embed = (_named(base, names) for names in (_LAST_NORMS, _ROTARIES, _EMBEDDINGS))
+    last_norm, rotary, embed = (named_part(base, names) for names in (_LAST_NORMS, _ROTARIES, _EMBEDDINGS))
     embedding = getattr(base, embed)
     only(model, {prefix.partition(".")[0], "lm_head"})
     beside = _LAYER_INPUTS if hasattr(base, _LAYER_INPUTS[0]) else ()
@@ -107,16 +94,20 @@ def _described(model: Any, stored: StoredWeights | None) -> DecoderStructure:
     attending = dict[int, Any]()
 
     def mixer(layer: Any, index: int) -> Mixer | None:
-        name, table = _named(layer, _MIXERS), tables[index]
+        name, table = named_part(layer, _MIXERS), tables[index]
         part, at = getattr(layer, name), f"{prefix}layers.{index}.{name}."
         if name == "linear_attn":
             return gated_delta_structure(part, at, stored)
+        if hasattr(part, "forget_gate"):
+            return channel_delta_structure(part, at, stored)
         if name == "conv":
             return short_convolution_structure(part, at)
         if hasattr(part, "ssm_state_size"):
             return mamba_structure(part, at, config, stored)
-        if name == _ALONE and not hasattr(part, "o_proj"):
+        if name == ALONE and not hasattr(part, "o_proj"):
             return None
+        if hasattr(part, LATENT):
+            return latent_attention_structure(part, at, config, widths[table], table, stored)
         earlier = dict(attending)
         attending[index] = part
         found = attention_structure(part, at, config, widths[table], table, earlier)
@@ -141,11 +132,6 @@ def _described(model: Any, stored: StoredWeights | None) -> DecoderStructure:
     )
 
 
-def _named(module: Any, names: tuple[str, ...]) -> str:
-    """Return the first of these names that a part of the module has; the first of all if none has one."""
-    return next((name for name in names if getattr(module, name, None) is not None), names[0])
-
-
 def _scaled(found: AttentionStructure, layer: Any, attention: Any) -> AttentionStructure:
     """Attention whose input and keys are multiplied, which the scale of its scores takes up."""
     of_input = float(getattr(layer, "attention_in_multiplier", 1.0))
@@ -163,7 +149,7 @@ def _logit_divisor(base: Any, config: Any) -> float:
 
 def _scales(layer: Any, mlp: Any) -> tuple[float, float, float]:
     """What multiplies what the mixer, what is beside it, and the MLP add to the residual."""
-    of_all = float(getattr(layer, "residual_multiplier", 1.0))
+    of_all = float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0)))
     of_mixer = getattr(layer, "attn_out_multiplier", 1.0) * getattr(layer, "attention_in_multiplier", 1.0)
     return (
         of_all * float(of_mixer),
@@ -175,10 +161,11 @@ def _scales(layer: Any, mlp: Any) -> tuple[float, float, float]:
 def _layer(layer: Any, prefix: str, mixer: Mixer | None, config: Any, stored: StoredWeights | None) -> LayerStructure:
     both = isinstance(mixer, AttentionStructure) and getattr(layer, "mamba", None) is not None
     beside = mamba_structure(layer.mamba, f"{prefix}mamba.", config, stored) if both else None
-    gets_input, alone = hasattr(layer, _LAYER_INPUT[0]), hasattr(layer, _ALONE)
+    gets_input, alone = hasattr(layer, _LAYER_INPUT[0]), hasattr(layer, ALONE)
     rest = {name for name, _ in layer.named_children()} - _DROPOUTS
     rest -= {*(_LAYER_INPUT if gets_input else ())}
-    parts = rest - {*_MIXERS, *_MLPS}
+    rest -= EXPERTS_BESIDE if hasattr(layer, "experts") else set()
+    parts = rest - {*_MIXERS, *MLPS}
     names = next((names for names in _NORMS if parts == {*names} - {""}), None)
     if names is None:
         raise OtherStructure(f"a layer of {', '.join(sorted(rest))}")
@@ -191,12 +178,12 @@ def _layer(layer: Any, prefix: str, mixer: Mixer | None, config: Any, stored: St
         raise OtherStructure("norms of a layer with different epsilons")
     return LayerStructure(
         mixer=mixer,
-        mlp=None if alone and mixer is not None else _mlp(layer, prefix, stored),
+        mlp=None if alone and mixer is not None else mlp_of(layer, prefix, stored),
         input_norm=norms[0],
         out_norm=norms[1],
         inner_norm=norms[2],
         down_norm=norms[3],
-        scales=_scales(layer, getattr(layer, _named(layer, _MLPS))),
+        scales=_scales(layer, getattr(layer, named_part(layer, MLPS))),
         layer_input=_layer_input(layer, prefix) if gets_input else None,
         scale=f"{prefix}layer_scalar" if hasattr(layer, "layer_scalar") else "",
         parallel=(names[1:] == ("", "", "") and not alone) or bool(getattr(layer, "use_parallel_residual", False)),
@@ -236,91 +223,6 @@ def _layer_inputs(base: Any, prefix: str, tokens: int) -> PerLayerInputsStructur
         embedding=f"{prefix}{embedding}.weight",
         embedding_scale=_embedding_scale(getattr(base, embedding)),
         scale=float(base.per_layer_input_scale),
-    )
-
-
-def _mlp(layer: Any, prefix: str, stored: StoredWeights | None) -> MlpStructure | ExpertsStructure:
-    name = _named(layer, _MLPS)
-    mlp, beside = getattr(layer, name), getattr(layer, _SHARED_MLP, None)
-    if not hasattr(mlp, "experts"):
-        return _gated_mlp(mlp, f"{prefix}{name}.", stored)
-    found = _experts(mlp, f"{prefix}{name}.")
-    if beside is None:
-        return found
-    shared = _gated_mlp(beside, f"{prefix}{_SHARED_MLP}.", stored)
-    return msgspec.structs.replace(found, shared=shared, shared_gate=False)
-
-
-def _gated_mlp(mlp: Any, prefix: str, stored: StoredWeights | None = None) -> MlpStructure:
-    """stored: the weights of a file, which may hold gate and up by themselves where the stock model has one matrix."""
-    named = next((found for name in _ACTIVATIONS if (found := getattr(mlp, name, None)) is not None), None)
-    for up, down in _PLAIN:
-        if hasattr(mlp, up) and not hasattr(mlp, "gate_proj"):
-            only(mlp, {up, down, *_ACTIVATIONS})
-            ends = linear_structure(mlp, prefix, (up,)), linear_structure(mlp, prefix, (down,))
-            if all(hasattr(named, name) for name in _XIELU):
-                amounts = tuple(f"{prefix}{_named(mlp, _ACTIVATIONS)}.{name}" for name in _XIELU)
-                return MlpStructure(*ends, Activation.XIELU, plain=True, amounts=amounts)
-            return MlpStructure(*ends, activation_of(named), plain=True)
-    gate, up, down, both = next((names for names in _PROJECTIONS if hasattr(mlp, names[2])), _PROJECTIONS[0])
-    only(mlp, {gate, up, down, both, *_ACTIVATIONS})
-    in_code = gate == "w1" and named is None  # which is proved
-    activation = Activation.SILU if in_code else activation_of(named)
-    apart = tuple(held_as(prefix, stored, f"{name}.weight") for name in (gate, up))
-    if apart[0].startswith(OWN):
-        gate_up = LinearStructure(apart, ("", ""), (None, None))
-    else:
-        gate_up = linear_structure(mlp, prefix, (gate, up), both)
-    scale = float(getattr(mlp, "gate_multiplier", 1.0))
-    return MlpStructure(gate_up, linear_structure(mlp, prefix, (down,)), activation, gate_scale=scale)
-
-
-def _experts(mlp: Any, prefix: str) -> ExpertsStructure:
-    shared, shared_gate = next((names for names in _SHARED if hasattr(mlp, names[0])), ("", ""))
-    named = _named(mlp, ("gate", "router"))
-    nothing = {name for name, part in mlp.named_children() if isinstance(part, nn.Identity)}
-    only(mlp, {named, "experts", shared, shared_gate} | nothing)
-    router, experts = getattr(mlp, named), mlp.experts
-    parts = {name for name, _ in [*router.named_parameters(), *router.named_buffers()]} - {_CORRECTION}
-    shapes = {name: weight.shape for name, weight in experts.named_parameters()}
-    biases = _EXPERT_BIASES if shapes.keys() >= {*_EXPERT_BIASES} else ("", "")
-    plain = "up_proj" in shapes
-    gate_up = "up_proj" if plain else "gate_up_proj"
-    if parts - {"bias"} != {"weight"} or shapes.keys() != {gate_up, "down_proj", *biases} - {""}:
-        raise OtherStructure("experts or a router with parts of their own")
-    (count, hidden), in_turn = router.weight.shape, hasattr(experts, "alpha")  # as only one family has them: proved
-    inner = shapes["down_proj"][1 if in_turn else 2]
-    expected = (count, hidden, 2 * inner) if in_turn else (count, (1 if plain else 2) * inner, hidden)
-    if shapes[gate_up] != expected or hidden % 32 or inner % 32:
-        raise OtherStructure("experts of sizes that 32 does not divide")
-    activation = Activation.CLAMPED if in_turn else activation_of(experts.act_fn)
-    if getattr(router, "num_group", 1) != 1:
-        raise OtherStructure("a router that chooses groups of experts first")
-    routers = [f"{prefix}{named}.weight", *([f"{prefix}{shared_gate}.weight"] if shared_gate else [])]
-    of_router = (f"{prefix}{named}.bias" if "bias" in parts else "", *([""] if shared_gate else []))
-    bias = f"{prefix}expert_bias" if getattr(mlp, "use_expert_bias", False) else ""
-    bias = f"{prefix}{named}.{_CORRECTION}" if hasattr(router, _CORRECTION) else bias
-    gate_up_bias, down_bias = (f"{prefix}experts.{name}" if name else "" for name in biases)
-    return ExpertsStructure(
-        router=LinearStructure(tuple(routers), of_router, (None,) * len(routers)),
-        gate_up=f"{prefix}experts.{gate_up}",
-        down=f"{prefix}experts.down_proj",
-        count=count,
-        inner=inner,
-        top_k=int(router.top_k),
-        normalised=bool(getattr(router, "norm_topk_prob", True)),
-        sigmoid=hasattr(router, "routed_scaling_factor"),
-        bias=bias,
-        scale=float(getattr(router, "routed_scaling_factor", 1.0)),
-        shared=_gated_mlp(getattr(mlp, shared), f"{prefix}{shared}.") if shared else None,
-        shared_gate=bool(shared_gate),
-        activation=activation,
-        alpha=float(getattr(experts, "alpha", 1.0)),
-        limit=float(getattr(experts, "limit", 0.0)),
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        in_turn=in_turn,
-        plain=plain,
     )
 
 

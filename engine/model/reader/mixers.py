@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.kernels.quant.layouts import STEP
 from engine.kernels.simd import LANES
 from engine.kernels.state.walk import MOST_TAPS
 from engine.model.reader.parts import linear_structure, only, rms_structure
 from engine.model.structure import (
     AttentionStructure,
+    ChannelGatesStructure,
     GatedDeltaStructure,
     LinearStructure,
     MambaStructure,
@@ -33,6 +35,7 @@ _OUT = ("o_proj", "out_proj", "dense")
 _ROTATE_IN_WINDOWS = ("cohere2",)
 """Families whose layers rotate only if they have a window. Their code says it, and no module."""
 _NORMS_LAST = ("query_layernorm", "key_layernorm")  # which are applied after rotation
+_SUB_NORM = "attn_sub_norm"
 _HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), _NORMS_LAST)
 
 
@@ -46,7 +49,7 @@ def attention_structure(
     head_dim = getattr(attention, "head_dim", None) or head_sizes(config)[2]
     heads = getattr(attention, out).in_features // head_dim
     norms = next((names for names in _HEAD_NORMS if hasattr(attention, names[0])), None)
-    only(attention, _ATTENTION | {out} | {*(norms or ())})
+    only(attention, _ATTENTION | {out, _SUB_NORM} | {*(norms or ())})
     rotated = rotated if _rotates(attention, config) else 0
     keys_of = _keys_of(attention, earlier)
     parts: tuple[str, ...] = ("q_proj", "k_proj", "v_proj") if keys_of is None else ("q_proj",)
@@ -62,7 +65,7 @@ def attention_structure(
     if hasattr(attention, _OF_HEADS):
         parts = (_OF_HEADS,) * 3
         orders = tuple(Picked(3 * head_dim, tuple(range(at * head_dim, (at + 1) * head_dim))) for at in range(3))
-    if _interleaved(attention):
+    if interleaved(attention):
         if norms or gated or orders:
             raise OtherStructure("norms or gates of heads whose neighbouring dimensions are rotated")
         order = Picked(head_dim, (*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, head_dim)))
@@ -87,6 +90,10 @@ def attention_structure(
         values_are_keys=same,
         norms_last=norms == _NORMS_LAST and query_norm is not None,
         keys_of=keys_of,
+        clip=float(getattr(config, "clip_qkv", None) or 0.0),
+        sub_norm=rms_structure(getattr(attention, _SUB_NORM), f"{prefix}{_SUB_NORM}.")
+        if hasattr(attention, _SUB_NORM)
+        else None,
     )
 
 
@@ -159,6 +166,49 @@ def gated_delta_structure(net: Any, prefix: str, stored: StoredWeights | None) -
         value_dim=value_dim,
         width=net.conv1d.weight.shape[-1],
         key_head_of=tuple(head % key_heads if tiled else head // each for head in range(value_heads)),
+    )
+
+
+def channel_delta_structure(net: Any, prefix: str, stored: StoredWeights | None) -> GatedDeltaStructure:
+    """A gated delta net each channel of whose keys decays by itself. stored: the weights of a file."""
+    forget = net.forget_gate
+    only(
+        net,
+        {"q_proj", "k_proj", "v_proj", "conv1d", "forget_gate", "b_proj", "g_a_proj", "g_b_proj", "o_norm", "o_proj"},
+    )
+    only(forget, {"f_a_proj", "f_b_proj"})
+    heads, size, width = net.num_heads, net.head_dim, net.conv1d.weight.shape[-1]
+    _check_taps(width)
+    if size % STEP:
+        raise OtherStructure(f"a delta net with heads of {size}, which {STEP} does not divide")
+    if net.conv1d.bias is not None or net.activation != "silu" or net.o_norm.activation != "sigmoid":
+        raise OtherStructure("a delta net with a bias or an activation of its own")
+    if hasattr(forget, "safe_gate_lower_bound"):
+        raise OtherStructure("a delta net whose decay has a limit")
+    decay = held_as(prefix, stored, "forget_gate.A_log")
+    of_forget = [linear_structure(forget, f"{prefix}forget_gate.", (name,)) for name in ("f_a_proj", "f_b_proj")]
+    of_out = [linear_structure(net, prefix, (name,)) for name in ("g_a_proj", "g_b_proj")]
+    return GatedDeltaStructure(
+        inputs=linear_structure(net, prefix, ("q_proj", "k_proj", "v_proj")),
+        gates=linear_structure(net, prefix, ("b_proj",)),
+        convolution=f"{prefix}conv1d.weight",
+        decay=decay,
+        decay_is_log=not decay.startswith(OWN),
+        dt_bias="",
+        norm=NormStructure(f"{prefix}o_norm.weight", float(net.o_norm.variance_epsilon), False),
+        out=linear_structure(net, prefix, ("o_proj",)),
+        key_heads=heads,
+        value_heads=heads,
+        key_dim=size,
+        value_dim=size,
+        width=width,
+        key_head_of=tuple(range(heads)),
+        by_channel=ChannelGatesStructure(
+            (of_forget[0], of_forget[1]),
+            (of_out[0], of_out[1]),
+            f"{prefix}forget_gate.dt_bias",
+            net.g_a_proj.out_features,
+        ),
     )
 
 
@@ -265,7 +315,7 @@ def _check_taps(width: int) -> None:
         raise OtherStructure(f"a convolution over {width} rows, of which kernels read {MOST_TAPS} at most")
 
 
-def _interleaved(attention: Any) -> bool:
+def interleaved(attention: Any) -> bool:
     """Whether neighbouring dimensions of a head are rotated, not its halves."""
     module = sys.modules[type(attention).__module__]
     x, quarter = torch.arange(4.0), (torch.zeros(2), torch.ones(2))  # by which rotate_half alone is left
@@ -273,6 +323,8 @@ def _interleaved(attention: Any) -> bool:
         found: list[float] = rotate_half(x).tolist()
     elif (apply := getattr(module, "_apply_rotary_emb", None)) is not None:
         found = apply(x, *quarter).tolist()
+    elif hasattr(module, "apply_rotary_emb"):  # which multiplies complex numbers
+        return True
     else:
         raise OtherStructure(f"{type(attention).__name__} without rotate_half")
     if found not in ([-2.0, -3.0, 0.0, 1.0], [-1.0, 0.0, -3.0, 2.0]):

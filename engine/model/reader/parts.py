@@ -15,6 +15,7 @@ from engine.kernels.simd import LANES
 from engine.model.structure import LinearStructure, NormStructure, OtherStructure, Picked
 
 _BASES = ("model", "gpt_neox")
+_SMALL = 1e-2
 
 
 def text_part(model: Any) -> tuple[Any, str]:
@@ -24,6 +25,11 @@ def text_part(model: Any) -> tuple[Any, str]:
     if hasattr(base, "language_model"):
         return base.language_model, f"{name}.language_model."
     return base, f"{name}."
+
+
+def named_part(module: Any, names: tuple[str, ...]) -> str:
+    """Return the first of these names that a part of the module has; the first of all if none has one."""
+    return next((name for name in names if getattr(module, name, None) is not None), names[0])
 
 
 def only(module: Any, names: set[str]) -> None:
@@ -38,7 +44,10 @@ def linear_structure(
     """The parts of the module, or the one that is all of them, as one."""
     names = (whole,) if hasattr(module, whole) else parts
     linears: list[Any] = [getattr(module, name, None) for name in names]
-    if not all(type(linear) is nn.Linear for linear in linears) or (orders and len(orders) != len(linears)):
+    other = next((type(one).__name__ for one in linears if one is not None and type(one) is not nn.Linear), None)
+    if other is not None:
+        raise OtherStructure(f"{type(module).__name__} with {other}, which is no plain linear layer")
+    if None in linears or (orders and len(orders) != len(linears)):
         raise OtherStructure(f"{type(module).__name__} without {', '.join(parts)}")
     weights = tuple(f"{prefix}{name}.weight" for name in names)
     biases = tuple("" if m.bias is None else f"{prefix}{name}.bias" for m, name in zip(linears, names, strict=True))
@@ -56,6 +65,8 @@ def rms_structure(norm: Any, prefix: str) -> NormStructure:
 def norm_structure(norm: Any, prefix: str) -> NormStructure:
     """A norm of the model, RMSNorm or LayerNorm. Raises OtherStructure if it is neither."""
     weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if weight is None and hasattr(norm, "normalized_shape") and not [*norm.parameters()]:
+        return _bare_norm(norm)
     if weight is None or epsilon is None:
         raise OtherStructure(f"{type(norm).__name__} is not a norm with a weight")
     bias = getattr(norm, "bias", None)
@@ -67,6 +78,16 @@ def norm_structure(norm: Any, prefix: str) -> NormStructure:
         _is_centred(kind),
         f"{prefix}bias" if bias is not None else "",
     )
+
+
+def _bare_norm(norm: Any) -> NormStructure:
+    """Return a norm without a weight, by what it makes of small numbers: what is divided by is sqrt(x^2 + epsilon)."""
+    [width] = norm.normalized_shape
+    with torch.device("cpu"):
+        small = torch.tensor([_SMALL, -_SMALL]).repeat(width // 2)[None]
+        epsilon = float((_SMALL / norm(small)[0, 0]) ** 2 - _SMALL**2)
+        centred = not bool(norm(torch.ones(1, width)).any())
+    return NormStructure("", float(f"{epsilon:.3g}"), False, centred, width=width)
 
 
 @cache

@@ -15,7 +15,7 @@ from engine.kernels.quant.layouts import has_layout
 from engine.model.loading import facts_of, load_config, open_stored, skeleton, weights_of
 from engine.model.reader.decoder import describe
 from engine.model.structure import DecoderStructure, OtherStructure
-from engine.weights.draft_head import brings_head
+from engine.weights.draft_head import ASSISTANT, assistant_beside, brings_head
 from engine.weights.gguf.file import GgufFile
 from engine.weights.quantised_weights import QuantisedCheckpoint
 from engine.weights.resolve import resolve, with_own
@@ -87,6 +87,8 @@ def _drafter(folder: Path) -> str:
         return f"{drafter.head}, which talon tune made here: method={drafter.head} or hybrid"
     if brings_head(folder):
         return "its own head: method=mtp or hybrid"
+    if (beside := assistant_beside(folder)) is not None:
+        return f"the assistant {beside}: method={ASSISTANT} or hybrid"
     if drafter.path is not None:
         return f"{drafter.head}, which comes with Talon: method={drafter.head} or hybrid"
     return "none of its own: method=suffix"

@@ -37,6 +37,11 @@ _BAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "attn_layer_indices": [1]}
 _FALCON = {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_state": 16}
 _GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16}
 
+_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}
+_LATENT |= {"num_key_value_heads": 4}
+_MLA = _LATENT | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_MLA |= {"first_k_dense_replace": 1}
+
 
 class Family(NamedTuple):
     """config: the name of a class of transformers, with `options` beside the usual sizes. gguf: the architectures that
@@ -63,7 +68,10 @@ FAMILIES = (
     Family("Gemma 2", "Gemma2Config", {"head_dim": 16}, ("gemma2",)),
     Family("Gemma 3", "Gemma3TextConfig", {"head_dim": 16}, ("gemma3",), "no images"),
     Family("Gemma 4", "Gemma4TextConfig", _GEMMA4 | {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 4},
-           ("gemma4",), "not 26B-A4B; no images; on a CPU alone"),
+           ("gemma4",), "its assistant drafts (`assistant`); no images; on a CPU alone"),
+    Family("Gemma 4 with experts", "Gemma4TextConfig",
+           _GEMMA4 | {"layer_types": ["full_attention"] * 4, "enable_moe_block": True, "hidden_size_per_layer_input": 0,
+                      "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}, ("gemma4",), "the same"),
     Family("gpt-oss", "GptOssConfig", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, ("gpt-oss",),
            "MXFP4 in its own bits from GGUF, as bfloat16 from the hub's layout"),
     Family("Phi-3, Phi-4", "Phi3Config", {}, ("phi3",), "GGUF: not with factors for long texts"),
@@ -100,11 +108,18 @@ FAMILIES = (
     Family("Seed-OSS", "SeedOssConfig", {"head_dim": 16}),
     Family("GPT-NeoX, Pythia", "GPTNeoXConfig"),
     Family("Apertus", "ApertusConfig"),
-    Family("OLMo 1", "OlmoConfig"),
-    Family("BitNet", "BitNetConfig"),
-    Family("MiniCPM3", "MiniCPM3Config"),
-    Family("DeepSeek V3", "DeepseekV3Config", {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
-                                               "topk_group": 1}),
+    Family("OLMo 1", "OlmoConfig", {}, ("olmo",)),
+    Family("BitNet", "BitNetConfig", {}, (), "its weights as numbers, not the hub's packed ones"),
+    Family("DeepSeek V2", "DeepseekV2Config", _MLA | {"n_group": 1, "topk_group": 1}, ("deepseek2",)),
+    Family("DeepSeek V3, Moonlight", "DeepseekV3Config", _MLA | {"n_group": 2, "topk_group": 1}, ("deepseek2",),
+           "no own draft head"),
+    Family("GLM-4.7-Flash", "Glm4MoeLiteConfig", _MLA, ("deepseek2",), "no own draft head"),
+    Family("MiniCPM3", "MiniCPM3Config", _LATENT, ("minicpm3",)),
+    Family("Youtu", "YoutuConfig", _LATENT, ("deepseek2",)),
+    Family("Kimi Linear", "KimiLinearConfig",
+           _LATENT | {"q_lora_rank": None, "num_local_experts": 8, "num_experts_per_tok": 2, "linear_head_dim": 32,
+                      "moe_intermediate_size": 64, "linear_num_heads": 4,
+                      "layer_types": ["linear_attention", "full_attention"] * 2}, ("kimi-linear",)),
     Family("GPT-2", "GPT2Config", {"hidden_size": 64}),
 )  # fmt: skip
 

@@ -134,7 +134,7 @@ class ForwardChoice:
             return "layers with a state run on a CPU" if has_states(self.model.config) else self._try_cuda(trial)
         if self.device.type != "cpu":
             return f"exact attention is not there for {self.device.type} yet"
-        if has_states(self.model.config) or self._has_own_keys():
+        if has_states(self.model.config) or self._has_own_keys() or self._is_latent():
             return self._try_lean_alone(trial)
         with PointwiseOperations() as pointwise:
             stock = self._try_attention(StockForward, trial)
@@ -162,6 +162,13 @@ class ForwardChoice:
         except (OtherStructure, AttributeError):
             return False
         return len(structure.key_sizes) > 1 or not all(place.own for place in structure.key_places)
+
+    def _is_latent(self) -> bool:
+        """Whether a layer has latent attention, whose keys and values no stock forward of ours can hold."""
+        try:
+            return any(mixer.latent is not None for mixer in describe(self.model).attending.values())
+        except (OtherStructure, AttributeError):
+            return False
 
     def _try_lean_alone(self, trial: ModelProbe) -> Chosen | str:
         """Return the lean decoder for a model that no other forward of ours runs, or why it cannot run the model."""

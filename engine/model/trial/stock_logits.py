@@ -47,7 +47,8 @@ class WholeStock:
         device = self.model.device
         places = {"position_ids": torch.arange(start, start + len(tokens), device=device)[None]} if start else {}
         try:
-            logits: Tensor = self.model(torch.tensor([tokens], device=device), **places).logits[0].float()
+            ids = torch.tensor([tokens], device=device)
+            logits: Tensor = self.model(ids, use_cache=False, **places).logits[0].float()
         except (TypeError, ValueError, RuntimeError) as error:
             raise ModelError(
                 f"model={self.name}: its own forward fails, of the {self.model.config.model_type} family in "
@@ -219,4 +220,5 @@ class _Observer:
 
     def attend(self, layer: int, rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.rules[layer] = rule
-        return torch.zeros_like(query.transpose(1, 2))
+        heads, rows = query.shape[1:3]
+        return query.new_zeros(1, rows, heads, value.shape[-1])

@@ -14,19 +14,20 @@ _BYTES = 32
 
 
 class OwnerNames:
-    """Makes the opaque ids of clients. cache: the folder of the prompt cache, in which names stay the same after a
-    restart; None: they do not.
+    """Makes the opaque ids of clients. cache: the folder of the prompt cache, or of what is learned, in which names
+    stay the same after a restart; None: they do not. nobody: the name of a client that gives neither key nor session.
     """
 
-    def __init__(self, cache: str | None):
+    def __init__(self, cache: str | None, nobody: str | None = None):
+        self._nobody = nobody
         self._secret = secrets.token_bytes(_BYTES) if cache is None else _kept_secret(Path(cache) / "owners.key")
 
     def name(self, key: bytes, session: str) -> str | None:
-        """Return a name `TENANT/SESSION` for a client's API key and session; None if it has neither. key: the server's
-        own.
+        """Return a name `TENANT/SESSION` for a client's API key and session; `nobody` if it has neither. key: the
+        server's own.
         """
         if not (key or session):
-            return None
+            return self._nobody
         whole = key + session.encode("utf8", "surrogateescape")
         return f"{self._hash(key) if key else ''}/{self._hash(whole) if session else ''}"
 

@@ -12,6 +12,7 @@ from engine.core.errors import ModelError
 from engine.weights.gguf.mamba import mamba_config
 
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
+_SOFTMAX, _SIGMOID = 1, 2  # kinds of routers, as llama.cpp numbers them
 GRANITE = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -72,10 +73,112 @@ def _gemma4(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any
         "hidden_size_per_layer_input": value("embedding_length_per_layer_input", 0),
         "vocab_size_per_layer_input": metadata["tokenizer.ggml.tokens"],
         "final_logit_softcapping": value("final_logit_softcapping"),
+        "enable_moe_block": bool(value("expert_count", 0)),
+        "num_experts": value("expert_count"),
+        "top_k_experts": value("expert_used_count"),
+        "moe_intermediate_size": value("expert_feed_forward_length"),
         "rope_parameters": {
             _SLIDING: {"rope_type": "default", "rope_theta": value("rope.freq_base_swa", 10_000.0)},
             _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": value("rope.freq_base")},
         },
+    }
+
+
+def _deepseek2(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
+    """DeepSeek V2 where shares are a softmax, V3 and what is built like it otherwise. Files say little of a router: one
+    without a kind is a softmax, unless it corrects what experts are chosen by. A draft head's block comes last.
+    """
+    value = _Keys(metadata, "deepseek2")
+    corrected = any(name.endswith("exp_probs_b.bias") for name in tensors)
+    experts, kind = value("expert_count", 0), value("expert_gating_func", _SIGMOID if corrected else _SOFTMAX)
+    layers = value("block_count") - value("nextn_predict_layers", 0)
+    groups, normalised = value("expert_group_count", 1), value("expert_weights_norm", False)
+    softmax = bool(experts) and kind == _SOFTMAX
+    if kind not in (_SIGMOID, _SOFTMAX) or (softmax and (normalised or corrected)):
+        raise ModelError("deepseek2.expert_gating_func: a router of this kind is not read")
+    name = ("deepseek_v2", "DeepseekV2ForCausalLM") if softmax else ("deepseek_v3", "DeepseekV3ForCausalLM")
+    rope, scale = _yarn(value), 10 * value("rope.scaling.yarn_log_multiplier", 0.0)
+    return (
+        value.common(tensors, *name)
+        | _latent_sizes(value)
+        | {
+            "num_hidden_layers": layers,
+            "first_k_dense_replace": value("leading_dense_block_count", 0) if experts else layers,
+            "n_routed_experts": experts,
+            "n_shared_experts": value("expert_shared_count", 0),
+            "num_experts_per_tok": value("expert_used_count"),
+            "moe_intermediate_size": value("expert_feed_forward_length"),
+            "norm_topk_prob": normalised,
+            "routed_scaling_factor": value("expert_weights_scale", 1.0),
+            "n_group": groups,
+            "topk_group": value("expert_group_used_count", 1),
+            "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+            "rope_parameters": rope | ({"mscale": scale, "mscale_all_dim": scale} if scale else {}),
+        }
+    )
+
+
+def _kimi_linear(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
+    """A layer without heads of keys has a state. Shares are normalised sigmoids, as in llama.cpp's code."""
+    value = _Keys(metadata, "kimi-linear")
+    kv_heads, layers = value("attention.head_count_kv"), value("block_count")
+    if not isinstance(kv_heads, list) or len(kv_heads) != layers:
+        raise ModelError(f"kimi-linear.attention.head_count_kv is not of {layers} layers; get the file again")
+    dense = value("leading_dense_block_count", 0)
+    return (
+        value.common(tensors, "kimi_linear", "KimiLinearForCausalLM")
+        | _latent_sizes(value)
+        | {
+            "layer_types": [_FULL if heads else _LINEAR for heads in kv_heads],
+            "linear_head_dim": value("kda.head_dim"),
+            "linear_num_heads": value("attention.head_count"),
+            "linear_conv_kernel_dim": value("ssm.conv_kernel"),
+            "mlp_layer_types": ["dense" if at < dense else "sparse" for at in range(layers)],
+            "num_local_experts": value("expert_count"),
+            "n_shared_experts": value("expert_shared_count"),
+            "num_experts_per_tok": value("expert_used_count"),
+            "moe_intermediate_size": value("expert_feed_forward_length"),
+            "routed_scaling_factor": value("expert_weights_scale", 1.0),
+            "n_group": value("expert_group_count", 1),
+            "topk_group": value("expert_group_used_count", 1),
+            "norm_topk_prob": True,
+        }
+    )
+
+
+def _latent_sizes(value: _Keys) -> dict[str, Any]:
+    """The sizes of latent attention, and of MLPs. Older files say those of a head where newer ones say the vector's."""
+    rotated, heads = value("rope.dimension_count"), value("attention.head_count")
+    sizes = {
+        "num_key_value_heads": heads,
+        "q_lora_rank": value("attention.q_lora_rank"),
+        "kv_lora_rank": value("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": value("attention.key_length_mla", value("attention.key_length")) - rotated,
+        "intermediate_size": value("feed_forward_length"),
+    }
+    of_values = value("attention.value_length_mla", value("attention.value_length"))
+    return sizes | ({} if of_values is None else {"v_head_dim": of_values})
+
+
+def _minicpm3(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
+    """Factors of embeddings, layers and logits are those of the one model of this kind, as in llama.cpp's code."""
+    value = _Keys(metadata, "minicpm3")
+    rope = {"rope_type": "default", "rope_theta": value("rope.freq_base", 10_000.0)}
+    return value.common(tensors, "minicpm3", "MiniCPM3ForCausalLM") | _latent_sizes(value) | {"rope_parameters": rope}
+
+
+def _yarn(value: _Keys) -> dict[str, Any]:
+    """How positions are scaled."""
+    rope = {"rope_type": "default", "rope_theta": value("rope.freq_base", 10_000.0)}
+    if value("rope.scaling.type") != "yarn":
+        return rope
+    return rope | {
+        "rope_type": "yarn",
+        "factor": value("rope.scaling.factor"),
+        "original_max_position_embeddings": value("rope.scaling.original_context_length"),
+        "beta_fast": value("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": value("rope.scaling.yarn_beta_slow", 1.0),
     }
 
 
@@ -84,16 +187,9 @@ def _gpt_oss(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, An
     its truncation.
     """
     value = _Keys(metadata, "gpt-oss")
-    rope = {"rope_type": "default", "rope_theta": value("rope.freq_base")}
-    if value("rope.scaling.type") == "yarn":
-        rope |= {
-            "rope_type": "yarn",
-            "factor": value("rope.scaling.factor"),
-            "original_max_position_embeddings": value("rope.scaling.original_context_length"),
-            "beta_fast": value("rope.scaling.yarn_beta_fast", 32.0),
-            "beta_slow": value("rope.scaling.yarn_beta_slow", 1.0),
-            "truncate": False,
-        }
+    rope = _yarn(value)
+    if rope["rope_type"] == "yarn":
+        rope["truncate"] = False
     return value.common(tensors, "gpt_oss", "GptOssForCausalLM") | {
         "num_key_value_heads": value("attention.head_count_kv"),
         "head_dim": value("attention.key_length"),
@@ -206,10 +302,13 @@ def _falcon_h1(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, 
 
 
 CONFIGURATIONS = {
+    "deepseek2": _deepseek2,
     "falcon-h1": _falcon_h1,
     "gemma4": _gemma4,
     "gpt-oss": _gpt_oss,
     "granitehybrid": _granitehybrid,
+    "kimi-linear": _kimi_linear,
+    "minicpm3": _minicpm3,
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h_moe,
 }

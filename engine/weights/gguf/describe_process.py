@@ -29,6 +29,7 @@ from engine.weights.gguf.damage import DamagedTensors, check_tensors
 from engine.weights.gguf.families import completed
 from engine.weights.gguf.file import GgufFile, read_gguf
 from engine.weights.gguf.reader import MODEL, read_by_transformers
+from engine.weights.gguf.splits import split_of
 from engine.weights.tokenizer import KeptTokenizer, state_of
 
 _DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
@@ -67,6 +68,8 @@ def _split_text(file: GgufFile, tokenizer: Any) -> None:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
+    elif (split := split_of(way)) is not None:
+        backend.pre_tokenizer = split
     else:
         print(f"talon: {file.path.name}: text is split into words as for GPT-2; {shown(way)} is not known", flush=True)
 

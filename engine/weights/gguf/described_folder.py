@@ -41,9 +41,9 @@ def described(file: Path, field: str, report: Report) -> Path:
         describe(first, unfinished, field, first.stem, origin, report)
         source.write(unfinished)
 
-    if not is_intact(folder):
+    if not (is_intact(folder) and source_of(folder) == source):
         read_gguf(file, field)  # refused before anything is written
-    keep(folder, field, DESCRIPTION_BYTES, build, report, lambda made: source_of(made) == source)
+        keep(folder, field, DESCRIPTION_BYTES, build, report, lambda made: source_of(made) == source)
     remember(folder, source, states)
     return folder
 

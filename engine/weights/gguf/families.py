@@ -9,6 +9,7 @@ the rows is known without moving any. Experts are three tensors a layer, two of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -40,17 +41,20 @@ _KEYS: dict[str, dict[str, str | None]] = {
     "qwen3_moe": {"expert_feed_forward_length": "moe_intermediate_size"},
     "phi3": {"attention.sliding_window": "sliding_window"},
     "granite": _COMMON | GRANITE,
+    "olmo": _COMMON | {"attention.clamp_kqv": "clip_qkv"},
     "olmo2": _COMMON,
     "glm4": _COMMON | {"attention.key_length": "head_dim"},
     "smollm3": _COMMON,
 }
 """Names in the configuration, by transformers' name of the family and the key of the metadata."""
-_OWN = ("granite", "olmo2", "glm4", "smollm3")
+_OWN = ("granite", "olmo", "olmo2", "glm4", "smollm3")
 """Families that transformers reads from no GGUF file. Their names are those of the architectures too."""
-_NEIGHBOURS = ("granite", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+_NEIGHBOURS = ("granite", "olmo", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 """Families whose heads llama.cpp stores with neighbouring dimensions rotated, as Llama's are."""
 _SCALED_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
 """Gemmas of 27 B, known by their layers as llama.cpp knows them: their queries are scaled by hidden size over heads."""
+_LONG_FACTORS = ("minicpm3",)
+"""Architectures whose files hold factors for long texts, which begin where the context ends."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
@@ -63,6 +67,9 @@ _CALLED = {
     "mixer.experts": "mlp.experts",
     "mixer.gate": "mlp.gate",
     "e_score_correction_bias": "e_score_correction.bias",
+    "router.per_expert_scale": "experts.down_proj.scale",
+    "router.scale": "router.proj.scale",
+    "forget_gate.f_": "f_",
 }
 """Parts of transformers' names, and what the package `gguf` has for them."""
 _WIDE = (".expert_bias", ".e_score_correction_bias")
@@ -149,6 +156,7 @@ def _find(name: str, names: TensorNameMap, tensors: Mapping[str, GgufTensor]) ->
     """Return the tensors that hold a parameter, in their order; none if one of them is not there."""
     for usual, called in _CALLED.items():
         name = name.replace(usual, called)
+    name = re.sub(r"(layers\.\d+)\.experts", r"\1.mlp.experts", name)
     module, _, suffix = name.rpartition(".")
     known = names.get_name(module) or names.get_name(module.replace("model.", "backbone.", 1))
     sought = [f"{known}.{suffix}" if known else f"{names.get_name(name)}"]
@@ -157,6 +165,8 @@ def _find(name: str, names: TensorNameMap, tensors: Mapping[str, GgufTensor]) ->
     if module.endswith(".experts"):
         parts, ending = _EXPERTS.get(suffix.removesuffix("_bias"), ()), "bias" if suffix.endswith("_bias") else "weight"
         sought = [f"{names.get_name(f'{module}.{part}')}.{ending}" for part in parts]
+        if not all(stored in tensors for stored in sought):  # gate and up may be one tensor too
+            sought = [f"{names.get_name(name)}.{ending}"]
     return [tensors[stored] for stored in sought] if sought and all(stored in tensors for stored in sought) else []
 
 
@@ -246,8 +256,11 @@ def _scale_positions(file: GgufFile, config: Any, value: _Values) -> None:
         rope["partial_rotary_factor"] = value("rope.dimension_count", head_dim) / head_dim
     if value("rope.dimension_sections") is not None:
         raise ModelError("its positions of images (rope.dimension_sections) are not read from GGUF")
-    factors = file.values("rope_freqs.weight")
-    if factors is not None and "full_attention" in rope:  # Gemma 4: what is not rotated is divided by 1e30
+    factors, long, short = (file.values(f"rope_{name}.weight") for name in ("freqs", "factors_long", "factors_short"))
+    if file.architecture in _LONG_FACTORS and long is not None and short is not None:
+        rope |= {"rope_type": "longrope", "long_factor": long.tolist(), "short_factor": short.tolist()}
+        rope["original_max_position_embeddings"] = config.max_position_embeddings
+    elif factors is not None and "full_attention" in rope:  # Gemma 4: what is not rotated is divided by 1e30
         rope["full_attention"] |= {"partial_rotary_factor": float((factors == 1).mean())}
     elif factors is not None:
         factor = float(factors.max())

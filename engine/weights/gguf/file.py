@@ -61,6 +61,11 @@ class GgufFile:
         return str(self.metadata["general.architecture"])
 
     @property
+    def arrays(self) -> dict[str, tuple[Any, ...]]:
+        """Short arrays of numbers in the metadata, by their keys."""
+        return self.parts[0].arrays
+
+    @property
     def size(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.size for tensor in self.tensors)

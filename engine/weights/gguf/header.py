@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +23,7 @@ _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _TOKEN_KINDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
 _MOST_DIMENSIONS = 4
 _ALIGNMENTS = {2**power for power in range(3, 17)}
+_SHORT_ARRAY = 1000  # numbers of an array that is kept
 _CHUNK = 4 << 20  # bytes of the header that are read together
 _LARGEST = 1 << 28  # most bytes of a header: a damaged one may claim to be as long as the file
 
@@ -53,7 +54,7 @@ class GgufTensor:
 @dataclass(frozen=True)
 class GgufHeader:
     """What the header of a GGUF file says. metadata: scalars and strings as they are, an array as its length. start:
-    the byte where the data begins.
+    the byte where the data begins. arrays: short arrays of numbers, by their keys.
     """
 
     path: Path
@@ -61,6 +62,7 @@ class GgufHeader:
     tensors: list[GgufTensor]
     start: int
     content: BinaryIO  # stays open, so that a file that takes the name later is not read instead
+    arrays: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 def read_header(path: Path, field: str) -> GgufHeader:
@@ -85,6 +87,7 @@ class _Reader:
         self.path, self.field, self.content, self.size = path, field, content, size
         self.head = bytearray(_MAGIC)
         self.at = len(_MAGIC)
+        self.arrays: dict[str, tuple[Any, ...]] = {}
 
     def read(self) -> GgufHeader:
         try:
@@ -109,7 +112,7 @@ class _Reader:
         end = max((start + tensor.offset + tensor.size for tensor in tensors), default=0)
         if end > self.size:
             raise self._cut(f"{self.size:,} of {end:,} bytes")
-        return GgufHeader(self.path, metadata, tensors, start, self.content)
+        return GgufHeader(self.path, metadata, tensors, start, self.content, self.arrays)
 
     def _check_tokens(self, metadata: dict[str, Any]) -> None:
         """Refuse the ids of tokens that do not exist."""
@@ -125,14 +128,16 @@ class _Reader:
     def _pair(self) -> tuple[str, Any]:
         key = self._string()
         (kind,) = self._unpack("<I")
-        return key, self._value(kind)
+        return key, self._value(kind, key)
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, key: str) -> Any:
         if kind == _STRING:
             return self._string()
         if kind == _ARRAY:
             kind, count = self._unpack("<IQ")
-            if kind in _SCALARS:
+            if kind in _SCALARS and count <= _SHORT_ARRAY:
+                self.arrays[key] = self._unpack(f"<{count}{_SCALARS[kind][1]}")
+            elif kind in _SCALARS:
                 self._skip(count * struct.calcsize(_SCALARS[kind]))
             elif kind == _STRING:
                 self._skip_strings(count)

@@ -20,6 +20,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, GGUFTens
 
 from engine.core.errors import ModelError
 from engine.weights.gguf.file import GgufFile
+from engine.weights.gguf.latent import ChannelDeltaReader, LatentReader
 from engine.weights.gguf.layer_reader import LayerReader
 from engine.weights.gguf.mamba import MambaReader, SharedMlpReader
 from engine.weights.stored_weights import OWN, Place
@@ -34,6 +35,7 @@ HYBRIDS = (
     "nemotron_h",
     "nemotron_h_moe",
     "falcon-h1",
+    "kimi-linear",
 )
 """Architectures that GGUF files name."""
 _TILED = ("qwen35", "qwen35moe")
@@ -143,6 +145,10 @@ def layer_readers(file: GgufFile, model: Any) -> Iterator[LayerReader]:
         for name in ("mamba", "mixer"):
             if hasattr(net := getattr(layer, name, None), "ssm_state_size"):
                 yield MambaReader(file, net, f"{prefix}{name}.", block)
+        if hasattr(getattr(layer, "self_attn", None), "kv_lora_rank"):
+            yield LatentReader(file, layer.self_attn, f"{prefix}self_attn.", block)
+        if hasattr(getattr(layer, "self_attn", None), "forget_gate"):
+            yield ChannelDeltaReader(file, layer.self_attn, f"{prefix}self_attn.", block)
         if hasattr(layer, "shared_mlp"):
             experts = getattr(layer, "block_sparse_moe", None) is not None
             yield SharedMlpReader(file, layer.shared_mlp, f"{prefix}shared_mlp.", block, experts)

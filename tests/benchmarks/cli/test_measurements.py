@@ -246,7 +246,7 @@ def test_check_compares_with_plain_decoding_and_that_with_transformers(
         "--set", f"model={tiny}", "--set", f"drafter.path={tiny_draft}",
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines() if " sequential " in line]
+    lines = [line.split() for line in done.stdout.splitlines() if " auto " in line]
     assert [(line[0], line[3]) for line in lines] == [("none", "none"), ("sps", "none"), ("none", "hf")]
     assert [line[5] for line in lines] == ["3", "3", "3"]
     assert "9 of 9 texts are equal; 0 are wrong" in done.stdout
@@ -263,5 +263,5 @@ def test_check_agrees_with_transformers_on_a_model_with_a_repetition_penalty_of_
         "--set", f"model={model}", "--set", "dtype=float32",
     )  # fmt: skip
     assert done.exit_code == 0, done.stdout + done.stderr
-    lines = [line.split() for line in done.stdout.splitlines() if " sequential " in line]
+    lines = [line.split() for line in done.stdout.splitlines() if " auto " in line]
     assert [line[5] for line in lines] == ["3", "3", "3"], done.stdout

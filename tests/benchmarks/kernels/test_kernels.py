@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.kernels import attention, every, processors, products
 from benchmarks.kernels.every import KernelCheck, _Case
-from benchmarks.kernels.processors import PROCESSORS, check_as
+from benchmarks.kernels.processors import PROCESSORS, Processor, check_as
 from engine.core.errors import TalonError
 from engine.kernels.attention.every_kernel import AttentionKernel, every_attention_kernel
 from engine.kernels.gemm.matmul import Matmul, Unit, units
@@ -111,7 +111,7 @@ def test_the_command_lists_what_ran_and_what_did_not_and_fails_if_a_kernel_diffe
 ) -> None:
     monkeypatch.setattr(every, "_cases", lambda: cases)
     monkeypatch.setattr(processors, "PROCESSORS", PROCESSORS[:1])
-    monkeypatch.setattr(processors, "check_as", lambda processor: None)
+    monkeypatch.setattr(processors, "environment_as", lambda processor: None)
     done = talon("check", "--kernels")
     assert done.exit_code == code
     lines = [" ".join(line.split()) for line in done.output.splitlines()]
@@ -123,6 +123,22 @@ def test_the_command_lists_what_ran_and_what_did_not_and_fails_if_a_kernel_diffe
         assert "four AVX2 cannot be compiled (mask values need to be in range(0, 32))" in lines
 
 
+def test_kernels_that_are_spread_are_each_checked_as_on_one_lesser_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Processor, int, int]] = []
+
+    def note(*share: Any) -> list[KernelCheck]:
+        asked.append(share)
+        return []
+
+    monkeypatch.setattr(every, "_cases", lambda: CASES)
+    monkeypatch.setattr(processors, "environment_as", lambda one: None if one is PROCESSORS[1] else {})
+    monkeypatch.setattr(processors, "check_as", note)
+    talon("check", "--kernels", "--spread")
+    assert sorted(asked) == sorted([(PROCESSORS[0], 0, 2), (PROCESSORS[2], 1, 2)])
+    shares = [every.check_kernels(first, step) for _, first, step in asked]
+    assert sorted(check.kernel for share in shares for check in share) == sorted(case.kernel for case in CASES)
+
+
 @pytest.mark.skipif("+avx2" not in features(), reason="needs AVX2")
 def test_a_lesser_processor_is_stood_for_by_a_process_that_knows_fewer_instructions(
     monkeypatch: pytest.MonkeyPatch,
@@ -131,10 +147,11 @@ def test_a_lesser_processor_is_stood_for_by_a_process_that_knows_fewer_instructi
 
     def run(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
         given.update(env)
+        assert command[1:] == ["-m", "benchmarks.kernels.processors", "1", "2"]
         return SimpleNamespace(returncode=0, stdout=msgspec.json.encode(checks).decode(), stderr="")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert check_as(PROCESSORS[-1]) == checks
+    assert check_as(PROCESSORS[-1], 1, 2) == checks
     known = given["NUMBA_CPU_FEATURES"].split(",")
     assert {name[1:] for name in known} == {name[1:] for name in features()}
     assert "+avx2" in known and not any(name.startswith(("+avx512", "+amx", "+avxvnni")) for name in known)

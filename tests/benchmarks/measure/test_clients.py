@@ -29,9 +29,9 @@ def questions(tmp_path: Path) -> list[Path]:
 
 
 def test_every_client_asks_four_times_and_the_refused_are_counted(
-    tiny: str, questions: list[Path], tmp_path: Path
+    tiny_gguf: str, questions: list[Path], tmp_path: Path
 ) -> None:
-    with serving("--set", f"model={tiny}", "--method", "pld", "--queue", "2") as server:
+    with serving("--set", f"model={tiny_gguf}", "--method", "pld", "--queue", "2") as server:
         sampling = SamplingParams(max_tokens=30, temperature=1.0)
         levels = asyncio.run(run_clients(server.url, questions, None, [2, 8], sampling, tmp_path))
     few, many = levels

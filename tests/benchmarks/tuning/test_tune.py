@@ -18,9 +18,8 @@ import pytest
 from filelock import FileLock
 
 from benchmarks.report.figures import Row
-from benchmarks.tuning import installed_head, journal, measuring
+from benchmarks.tuning import answering, journal, measuring
 from benchmarks.tuning import tune as tune_module
-from benchmarks.tuning.installed_head import install, made_for
 from benchmarks.tuning.journal import Progressed, TuningJournal, begin_again, worked_on_alone
 from benchmarks.tuning.measuring import NEW, OLD, Gain
 from benchmarks.tuning.prompts import OPEN_PROMPTS, TuningPrompt, read_tuning_prompts
@@ -33,6 +32,8 @@ from engine.core.errors import ModelError
 from engine.files.answer_rows import AnswerRow
 from engine.files.prompt_file import read_chats
 from engine.files.removal import removed
+from engine.weights import installed_head
+from engine.weights.installed_head import install, made_for
 from engine.weights.resolve import with_own
 from engine.weights.tokenizer import load_tokenizer
 from tests.benchmarks.tuning.conftest import PROMPTS, RECIPE, Tune, text_from
@@ -316,6 +317,34 @@ def test_the_head_so_far_is_compared_for_a_model_of_the_hub_too_and_no_answers_a
     assert {one.verifier.cache for one in found.values()} == {None}
 
 
+def test_what_was_measured_beside_another_head_in_use_is_measured_anew(
+    tune: Tune, walker: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune_module, "draw", lambda *given: None)
+    monkeypatch.setattr(tune_module, "train", lambda method, target, data, out, *rest, **named: head_in(out))
+    own, found = tune_module._known(load({"model": walker}), Path(walker)), []
+
+    def killed(configs: Any, prompts: Any, sampling: Any, minutes: float, file: Path, console: Any) -> list[Row]:
+        found.append(file.is_file())
+        file.write_text("rows")
+        raise Killed
+
+    monkeypatch.setattr(tune_module, "measure", killed)
+    for head in (None, None, "one", "one", "two"):
+        if head is not None and not (tmp_path / head).exists():
+            install(head_in(tmp_path / head), own.tuned, "walker", head)
+        with pytest.raises(Killed):
+            tune()
+    assert found == [False, True, False, True, False]
+
+
+def test_a_chat_form_that_names_the_day_is_the_same_after_midnight(walker: str, prompts: Path) -> None:
+    tokenizer = load_tokenizer(walker)
+    tokenizer.chat_template = "{{ strftime_now('w%-d w%-m') }} " + tokenizer.chat_template
+    one = read_tuning_prompts(prompts, tokenizer, 14).trained[0]
+    assert one.tokens[:2] == [1, 1]  # of the first of January, whatever day it is
+
+
 def test_an_answer_is_of_the_prompt_in_its_chat_form() -> None:
     one, other = TuningPrompt("w5", [1, 5, 2]), TuningPrompt("w5", [5])
     assert one.asked != other.asked and one.digest == other.digest
@@ -418,6 +447,25 @@ def test_a_new_head_that_cannot_be_started_is_not_measured(
     assert not (home / "heads").exists()
 
 
+@pytest.mark.parametrize(
+    ("reason", "fix"),
+    [
+        ("out=F: cannot be written: make room and run again with --resume", "make room and run the same command again"),
+        ("checkpoint=F: cannot be read (short): start again without --resume", "(short): add --again to start over"),
+        ("data=F: holds 0 prompts: give at least two", "give at least two"),
+    ],
+)
+def test_what_training_refuses_is_told_with_the_options_of_this_command(
+    tune: Tune, monkeypatch: pytest.MonkeyPatch, reason: str, fix: str
+) -> None:
+    def refused(*given: Any, **named: Any) -> None:
+        raise ModelError(reason)
+
+    monkeypatch.setattr(tune_module, "train", refused)
+    line = told(tune())
+    assert line.endswith(fix) and "--resume" not in line
+
+
 def test_a_second_tuning_of_the_same_model_waits_its_turn(
     tune: Tune, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -447,7 +495,7 @@ def test_the_time_is_shared_and_what_answers_leave_is_for_training(
         tune("--hours", "0.05")
     done = msgspec.json.decode((run_of(home) / "journal.json").read_bytes(), type=Progressed)
     assert done.training_minutes == pytest.approx(3 * 0.85 - done.answering_s / 60) and done.answering_s > 0
-    monkeypatch.setattr(tune_module, "Engine", None)  # which answers that are there do not need
+    monkeypatch.setattr(answering, "Engine", None)  # which answers that are there do not need
     kill_at(monkeypatch, tune_module, "train", 1)
     with pytest.raises(Killed):
         tune("--hours", "0.06")
@@ -455,10 +503,44 @@ def test_the_time_is_shared_and_what_answers_leave_is_for_training(
     assert sorted(one.training_minutes or 0 for one in others) == [done.training_minutes, pytest.approx(3.6 * 0.85)]
 
 
+def test_prompts_are_answered_again_while_there_is_time_and_room_for_their_hidden_states(
+    tune: Tune, recipe: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def learnt(hours: str) -> list[dict[str, Any]]:
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            kill_at(patch, tune_module, "train", 1)
+            tune("--hours", hours)
+        newest = max((home / "tuning").glob("*/run-*/data.jsonl"), key=lambda file: file.stat().st_mtime_ns)
+        return [json.loads(line) for line in newest.read_bytes().splitlines()]
+
+    recipe.write_text(json.dumps(RECIPE | {"answers_each": 3, "further_temperature": 5.0}))
+    rows, asked = learnt("1"), PROMPTS - 8
+    assert len(rows) == 3 * asked and len({(row["prompt"], *row["tokens"]) for row in rows}) == 3 * asked
+    assert [row["prompt"] for row in rows] == [row["prompt"] for row in rows[:asked]] * 3
+    monkeypatch.setattr(answering, "Engine", None)  # which answers that are there do not need
+    of_all = tune_module.Tuning._bytes_of
+    monkeypatch.setattr(
+        tune_module.Tuning, "_bytes_of", lambda self, some: of_all(self, some) * 1e9 ** (len(some) > asked)
+    )
+    assert learnt("1.1") == rows[:asked]
+
+
+def test_further_answers_are_begun_in_their_own_share_of_the_time(
+    tune: Tune, recipe: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answering, "FURTHER", 0.0)
+    recipe.write_text(json.dumps(RECIPE | {"answers_each": 2}))
+    with pytest.raises(Killed):
+        kill_at(monkeypatch, tune_module, "train", 1)
+        tune("--hours", "0.05")
+    sizes = sorted(file.stat().st_size for file in (home / "tuning").glob("*/answers-*"))
+    assert len(sizes) == 2 and sizes[0] == 0 < sizes[1]
+
+
 def test_no_prompt_is_asked_when_the_time_is_over_but_for_the_few_that_training_needs() -> None:
     prompts = [TuningPrompt(str(number), [number]) for number in range(50)]
-    assert [*tune_module._in_time(prompts, 0, math.inf)] == [(one.asked, one.tokens) for one in prompts]
-    assert len([*tune_module._in_time(prompts, 5, -math.inf)]) == tune_module._LEAST_ANSWERS - 5
+    assert [*answering._in_time(prompts, 0, 20, math.inf)] == [(one.asked, one.tokens) for one in prompts]
+    assert len([*answering._in_time(prompts, 5, 20, -math.inf)]) == 15
 
 
 def test_the_open_prompts_are_chats_tools_and_questions_and_take_little_room() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from drafters.heads.checkpoint import TargetWeights
 from drafters.heads.eagle import EagleHead
@@ -25,6 +26,7 @@ from drafters.heads.one_pass.block import BlockHead
 from drafters.heads.pooled_session import PooledSession
 from drafters.small_model import SmallModel
 from drafters.training import answers as answers_module
+from drafters.training import trainer as trainer_module
 from drafters.training.answers import Example, answer_prompts, read_training_prompts
 from drafters.training.build import build
 from drafters.training.features import FeatureSource, KeptFeatures, kept_states
@@ -32,8 +34,9 @@ from drafters.training.head_module import Texts
 from drafters.training.loss import Teacher, vocabulary_loss
 from drafters.training.recipe import Recipe
 from drafters.training.run import export, train
+from drafters.training.score import Score
 from drafters.training.target import load_target
-from drafters.training.trainer import Trainer, draft_vocabulary
+from drafters.training.trainer import Trainer, draft_vocabulary, held_apart
 from engine.core.drafter_protocol import Verdict
 from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
@@ -195,10 +198,24 @@ def test_training_and_drafting_compute_the_same_logits(
             [node], logits = session.extend([node], [tokens[row + 2 + step]])
 
 
+def biased_target() -> Any:
+    """A target whose products of queries and keys have biases, and whose norms have weights."""
+    torch.manual_seed(3)
+    sizes = {key: value for key, value in LLAMA.items() if key not in ("head_dim", "attention_bias")}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_hidden_layers=LAYERS, tie_word_embeddings=True)).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return model.requires_grad_(False)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("known", [0, 2])
-def test_a_block_is_drafted_as_it_was_trained(known: int, copying: tuple[Any, list[Example]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_block_is_drafted_as_it_was_trained(
+    biased: bool, known: int, copying: tuple[Any, list[Example]], tmp_path: Path
+) -> None:
     model, examples = copying
+    model = biased_target() if biased else model
     plan = Recipe(method="block", **{**SMALL, "unroll": 5, "known_share": 0.5})
     module = build(plan, model, draft_vocabulary(examples, 40, VOCAB))
     trainer = Trainer(plan, model, module, FeatureSource(model, examples))
@@ -323,3 +340,67 @@ def test_the_draft_vocabulary_holds_the_most_answered_tokens() -> None:
     examples = [Example([9, 9, 9, 4, 7, 7], 3), Example([2, 4, 4, 1], 1)]
     assert draft_vocabulary(examples, 2, 10).tolist() == [4, 7]
     assert draft_vocabulary(examples, 0, 4).tolist() == [0, 1, 2, 3]
+
+
+def test_no_answer_to_a_prompt_that_is_measured_on_is_trained_on(chatty: Path, tmp_path: Path) -> None:
+    data, tokenizer = tmp_path / "answered.jsonl", load_target(chatty, "cpu")[1]
+    rows = [{"prompt": f"w{4 + i}", "tokens": [20 + i, 30 + answer, 3]} for answer in range(3) for i in range(8)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows[:5]]))
+    found = read_training_prompts(data, tokenizer, Recipe(method="block", **SMALL | {"prompts": 100}))
+    assert len(found) == 24 and [one.answer for one in found[:3]] == [[found[0].answer[0], 30 + n, 3] for n in range(3)]
+    examples = [Example(one.tokens + (one.answer or []), len(one.tokens)) for one in found]
+    training, held_out = held_apart(examples, 3)
+    assert training == range(15) and held_out == [15, 18, 21]
+    assert held_apart(examples, 100) == (range(12), [12, 15, 18, 21])
+    assert held_apart(examples[:3], 1) == (range(2), [2])
+
+
+def test_the_target_is_asked_once_for_each_place_that_drafts_predict(copying: tuple[Any, list[Example]]) -> None:
+    model, examples = copying
+    plan = Recipe(method="block", **SMALL | {"unroll": 4, "known_share": 0.5})
+    module = build(plan, model, draft_vocabulary(examples, 40, VOCAB))
+    trainer = Trainer(plan, model, module, FeatureSource(model, examples))
+    losses, shapes = [], []
+    for shared in (True, False):
+
+        def teacher(hidden: Tensor, head: Tensor, normaliser: Tensor, known: Any, shared: bool = shared) -> Teacher:
+            shapes.append((len(hidden), len(known[0])))
+            return Teacher(hidden, head, normaliser, known if shared else None)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer_module, "Teacher", teacher)
+            losses.append(trainer._loss([3, 9, 4], 4, Score(), seed=1).detach())
+    torch.testing.assert_close(*losses)
+    assert sum(rows for rows, _ in shapes[:4]) > shapes[0][1]
+
+
+@torch.no_grad()
+def test_a_block_head_begins_as_the_last_layers_of_its_target(copying: tuple[Any, list[Example]]) -> None:
+    model = biased_target()
+    for narrow in (False, True):
+        inner = model.config.intermediate_size
+        for layer in model.model.layers if narrow else ():
+            layer.mlp.down_proj.weight[:, 1::2] = 0  # half of the inner numbers are of no importance
+        plan = Recipe(method="block", **SMALL | {"intermediate_size": inner // 2 if narrow else inner})
+        module, x = build(plan, model, torch.arange(VOCAB)), torch.randn(2, 5, model.config.hidden_size)
+        for mine, theirs in zip(module.layers, model.model.layers[-plan.layers :], strict=True):
+            for name in ("q_proj", "k_proj", "v_proj"):
+                expected = getattr(theirs.self_attn, name)(theirs.input_layernorm(x))
+                torch.testing.assert_close(getattr(mine.self_attn, name)(mine.input_layernorm(x)), expected)
+            expected = theirs.mlp(theirs.post_attention_layernorm(x))
+            torch.testing.assert_close(mine.mlp(mine.post_attention_layernorm(x)), expected)
+
+
+def test_the_width_of_a_layer_is_the_recipes_in_numbers_or_hidden_sizes_or_the_targets(
+    copying: tuple[Any, list[Example]],
+) -> None:
+    model, _ = copying
+    hidden, inner = model.config.hidden_size, model.config.intermediate_size
+    for given, width in (
+        ({}, inner),
+        ({"mlp_ratio": 0.5}, hidden // 2),
+        ({"mlp_ratio": 9.0}, inner),
+        ({"mlp_ratio": 0.5, "intermediate_size": 8}, 8),
+    ):
+        module = build(Recipe(method="block", **SMALL | given), model, torch.arange(VOCAB))
+        assert module.layers[0].mlp.up_proj.out_features == width

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.command import command, talon
+from tests.conftest import save_tiny_llama
 
 ROOT = Path(__file__).parents[3]
 
@@ -27,8 +28,9 @@ WHILE = ["pydantic", "typer", "zmq", "engine.cli.main", "numpy", "torch", "trans
 
 
 @pytest.mark.parametrize("imported", WHILE)
-def test_an_interrupt_while_it_imports_ends_it_without_a_traceback(tiny: str, imported: str) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "engine", "generate", "hi", "--set", f"model={tiny}"]
+def test_an_interrupt_while_it_imports_ends_it_without_a_traceback(tmp_path: Path, imported: str) -> None:
+    model = save_tiny_llama(tmp_path)  # which the front end reads with libraries of models
+    command = [sys.executable, "-X", "importtime", "-m", "engine", "generate", "hi", "--set", f"model={model}"]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=restore_interrupt
     )

@@ -1,4 +1,5 @@
-"""`python -m tests.engine.model.compile_kernels` compiles the Triton kernels without a GPU, as launches would.
+"""`python -m tests.engine.model.compile_kernels` compiles the Triton kernels without a GPU, as launches would; with
+`all`, each shape for each capability.
 
 It is a process of its own, because Triton cannot compile where it interprets. It prints a JSON line for each kernel:
 name (of the shape), dtype, capability, spills (bytes), registers (of a thread), threads and shared (bytes) of a
@@ -11,6 +12,7 @@ import io
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from types import SimpleNamespace
@@ -58,6 +60,8 @@ SHAPES = [  # Head sizes from end to end; of each size the most rows of a produc
     Shape("heads of 8", 1, 2, 8, FP32),
     Shape("gpt_oss", 8, 8, 64, BF16, Rule(0.1, window=128, sinks=torch.zeros(64))),
 ]
+FOR_ALL = (SHAPES[0], SHAPES[3], SHAPES[6])
+"""What is compiled for every capability in any case: each type, each kind of rule, a large head and a small one."""
 LEAN = ("llama 8b", "heads of 8")  # shapes whose other kernels are compiled too
 
 
@@ -156,7 +160,7 @@ def main() -> None:
     for capability in CAPABILITIES:
         triton.runtime.driver.set_active(NoGpu(capability))
         triton_attention.has_wgmma = lambda device, capability=capability: capability >= 90
-        for shape in SHAPES:
+        for shape in SHAPES if sys.argv[1:] == ["all"] or capability == CAPABILITIES[-1] else FOR_ALL:
             launch(shape)
             for kernel, one in [(one.found.pop(), one) for one in kernels if one.found]:
                 print(json.dumps({

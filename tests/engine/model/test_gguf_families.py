@@ -19,6 +19,7 @@ from engine.core.errors import ModelError
 from engine.core.params import SamplingParams
 from engine.kernels.gemm.matmul import Unit, units
 from engine.kernels.gemm.product import multiplies
+from engine.kernels.layer.weights import ExpertMlp
 from engine.model.decoder import LeanDecoder
 from engine.model.loading import load_config, skeleton, weights_of
 from engine.model.target import Target
@@ -33,6 +34,7 @@ from tests.engine.weights.tiny_gguf import TOKENS
 pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
 LEAN = sorted(FAMILIES)
 EXPERTS = ["qwen3 with experts", "mixtral", "gpt-oss", "granite 4 with experts", "nemotron 3 with experts"]
+EXPERTS += ["deepseek v3"]  # whose heads have products of their own too
 TEXT = [random.Random(1).randrange(len(TOKENS)) for _ in range(48)]
 every_family = pytest.mark.parametrize("family", LEAN)
 
@@ -148,8 +150,8 @@ def test_experts_round_their_rows_to_8_bits_where_that_is_wanted(described: Call
 def test_experts_lie_in_memory_with_the_files_bits(target_of: Callable[[str], Target], family: str) -> None:
     target = target_of(family)
     assert isinstance(target.forward, LeanDecoder)
-    experts = [layer.weights.mlp for layer in target.forward.layers if layer.weights.mlp is not None]
-    assert all(product.coded for mlp in experts for product in [*mlp.gate_up, *mlp.down])  # type: ignore[union-attr]
+    experts = [mlp for layer in target.forward.layers if isinstance(mlp := layer.weights.mlp, ExpertMlp)]
+    assert experts and all(product.coded for mlp in experts for product in [*mlp.gate_up, *mlp.down])
 
 
 def test_experts_whose_projections_are_of_two_types_have_the_logits_of_their_numbers(

@@ -359,3 +359,31 @@ def test_a_request_gives_back_its_own_block_for_one_that_is_known() -> None:
     first.release()
     second.release()
     assert pool.free == 6
+
+
+SHAPES = {
+    "numbers": KVShape(2, 3, 20, torch.float32),
+    "pairs": KVShape(2, 3, 40, torch.bfloat16, True),
+    "codes": KVShape(2, 3, 64, torch.bfloat16, False, True),
+}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_entries_of_slots_are_read_as_numbers_whatever_the_layout(kind: str) -> None:
+    pool, slots = KVPool(SHAPES[kind], 4), torch.tensor([0, 17, 5, 63])
+    entries = padded(torch.randn(2, 4, 3, BLOCK_SIZE, pool.shape.head_dim), pool.shape).to(pool.shape.dtype)
+    fill(pool, entries, -entries)
+    for layer in (0, 1):
+        for found, whole in zip(pool.part.read(layer, slots), contents(pool), strict=True):
+            expected = whole[layer, slots // BLOCK_SIZE, :, slots % BLOCK_SIZE, : pool.shape.head_dim]
+            assert torch.equal(found.float(), expected.float())
+
+
+@pytest.mark.parametrize("kind", ["numbers", "pairs"])
+def test_entries_that_are_written_to_slots_are_read_there_and_nowhere_else(kind: str) -> None:
+    pool, slots = KVPool(SHAPES[kind], 4), torch.tensor([33, 2, 31])
+    entries = torch.randn(2, 3, 3, pool.shape.head_dim).to(pool.shape.dtype)
+    pool.part.write(1, slots, *entries)
+    assert all(torch.equal(found, of) for found, of in zip(pool.part.read(1, slots), entries, strict=True))
+    others = torch.tensor([slot for slot in range(4 * BLOCK_SIZE) if slot not in slots.tolist()])
+    assert not any(found.any() for found in pool.part.read(1, others)) and not pool.keys[0].any()

@@ -60,35 +60,22 @@ def outcome(render: Any) -> str:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("opens", [True, False])
+@pytest.mark.parametrize("ends", ["", "add_generation_prompt", "continue_final_message"])
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
-def test_the_text_is_that_of_transformers(name: str, opens: bool, tools: Any) -> None:
+def test_the_text_is_that_of_transformers(name: str, ends: str, tools: Any) -> None:
+    opens, goes_on = ends == "add_generation_prompt", ends == "continue_final_message"
     for chat in CHATS:
         given = [{key: value for key, value in message.items() if value is not None} for message in chat]
 
         def theirs(given: Any = given) -> str:
-            options = {"chat_template": TEMPLATES[name], "tools": tools, "add_generation_prompt": opens}
+            options: dict[str, Any] = {"chat_template": TEMPLATES[name], "tools": tools} | (
+                {ends: True} if ends else {}
+            )
             rendered, _ = render_jinja_template(conversations=[given], **options, **VARIABLES)
             return str(rendered[0])
 
         def ours(chat: Any = chat) -> str:
-            return render_template(TEMPLATES[name], chat, tools, opens, False, VARIABLES)
-
-        assert outcome(ours) == outcome(theirs)
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_message_is_continued_as_by_transformers(name: str) -> None:
-    for chat in CHATS:
-        given = [{key: value for key, value in message.items() if value is not None} for message in chat]
-
-        def theirs(given: Any = given) -> str:
-            options: dict[str, Any] = {"chat_template": TEMPLATES[name], "continue_final_message": True}
-            rendered, _ = render_jinja_template(conversations=[given], **options, **VARIABLES)
-            return str(rendered[0])
-
-        def ours(chat: Any = chat) -> str:
-            return render_template(TEMPLATES[name], chat, None, False, True, VARIABLES)
+            return render_template(TEMPLATES[name], chat, tools, opens, goes_on, VARIABLES)
 
         assert outcome(ours) == outcome(theirs)
 

@@ -142,6 +142,51 @@ _YARN = {
     "beta_slow": 1.0,
     "truncate": False,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+_OF_LATENT = {
+    "attention.head_count_kv": 1,
+    "attention.q_lora_rank": 32,
+    "attention.kv_lora_rank": 64,
+    "attention.key_length": 80,
+    "attention.value_length": 64,
+    "attention.key_length_mla": 48,
+    "attention.value_length_mla": 16,
+    "rope.dimension_count": 16,
+}
+_GROUPED = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
+}
+_OF_GROUPED = {
+    "expert_count": 8,
+    "expert_shared_count": 2,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 64,
+    "leading_dense_block_count": 1,
+    "expert_weights_scale": 1.5,
+    "expert_group_count": 4,
+    "expert_group_used_count": 2,
+}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 50_000.0,
+    "original_max_position_embeddings": 512,
+    "short_factor": [1.0 + i / 16 for i in range(8)],
+    "long_factor": [2.0 + i / 16 for i in range(8)],
+}
 _OF_GEMMA = {"attention.sliding_window": 12}
 _GEMMA4 = {
     "num_hidden_layers": 6,
@@ -165,7 +210,7 @@ _OF_GEMMA4 = _OF_GEMMA | {
     "final_logit_softcapping": 30.0,
     "embedding_length_per_layer_input": 0,
 }
-NEIGHBOURS = ("llama", "granite", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+NEIGHBOURS = ("llama", "granite", "olmo", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 """Architectures whose heads are stored with neighbouring dimensions rotated."""
 FAMILIES = {
     "llama": Family("LlamaConfig", {}, "llama"),
@@ -181,6 +226,12 @@ FAMILIES = {
         _GEMMA | {"num_hidden_layers": 7, "rope_parameters": _SCALED},
         "gemma3",
         _OF_GEMMA | {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+    ),
+    "olmo": Family(
+        "OlmoConfig",
+        {"clip_qkv": 0.5},
+        "olmo",
+        {"attention.clamp_kqv": 0.5, "attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 1e-5},
     ),
     "olmo2": Family("Olmo2Config", {"rms_norm_eps": 1e-5}, "olmo2"),
     "granite": Family(
@@ -259,6 +310,58 @@ FAMILIES = {
         "gemma4",
         _OF_GEMMA4 | {"attention.head_count_kv": [2, 1] * 3},
     ),
+    "deepseek v2": Family(  # of before llama.cpp split the matrix of keys and values
+        "DeepseekV2Config",
+        _LATENT | _GROUPED | {"q_lora_rank": None, "topk_method": "group_limited_greedy"},
+        "deepseek2",
+        _OF_LATENT
+        | _OF_GROUPED
+        | {"attention.q_lora_rank": None, "attention.key_length_mla": None, "attention.value_length_mla": None,
+           "attention.head_count_kv": 4, "attention.key_length": 48, "attention.value_length": 16},
+    ),
+    "deepseek v3": Family(
+        "DeepseekV3Config",
+        _LATENT
+        | _GROUPED
+        | {"rope_parameters": _YARN | {"truncate": True, "mscale": 0.707, "mscale_all_dim": 0.707}},
+        "deepseek2",
+        _OF_LATENT
+        | _OF_GROUPED
+        | {"expert_gating_func": 2, "expert_weights_norm": True, "rope.scaling.type": "yarn",
+           "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 16,
+           "rope.scaling.yarn_log_multiplier": 0.0707},
+    ),
+    "kimi linear": Family(
+        "KimiLinearConfig",
+        {name: value for name, value in (_LATENT | _GROUPED).items() if name not in ("n_routed_experts",
+         "first_k_dense_replace")}
+        | {"q_lora_rank": None, "num_local_experts": 8, "linear_head_dim": 32, "linear_num_heads": 4,
+           "layer_types": ["linear_attention", "full_attention", "linear_attention"], "rope_parameters": None,
+           "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        "kimi-linear",
+        _OF_LATENT
+        | _OF_GROUPED
+        | {"attention.q_lora_rank": None, "attention.head_count_kv": [0, 1, 0], "kda.head_dim": 32,
+           "ssm.conv_kernel": 4, "expert_gating_func": 2},
+    ),
+    "minicpm3": Family(
+        "MiniCPM3Config",
+        _LATENT | {"rope_parameters": _LONG},
+        "minicpm3",
+        _OF_LATENT
+        | {"attention.key_length_mla": None, "attention.value_length_mla": None, "attention.head_count_kv": 4,
+           "attention.key_length": 48, "attention.value_length": None},
+    ),
+    "gemma4 with experts": Family(
+        "Gemma4TextConfig",
+        _GEMMA4
+        | {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+           "moe_intermediate_size": 64, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+        "gemma4",
+        _OF_GEMMA4
+        | {"attention.sliding_window_pattern": [True, False], "expert_count": 4, "expert_used_count": 2,
+           "expert_feed_forward_length": 64},
+    ),
     "gpt-oss": Family(
         "GptOssConfig",
         {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12, "hidden_size": 64,
@@ -284,7 +387,7 @@ def random_model(family: str, **changes: Any) -> Any:
             if parameter.dim() == 1:
                 parameter += 0.2 * torch.randn(parameter.shape)
         for name, parameter in model.named_parameters():
-            if name.endswith(("gate.weight", "router.weight")):
+            if name.endswith(("gate.weight", "router.weight", "router.proj.weight", "router.scale")):
                 parameter *= 8
         for name, buffer in model.named_buffers():
             if name.endswith(("expert_bias", "e_score_correction_bias")):
@@ -325,7 +428,7 @@ def write_family(
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     epsilons = (getattr(config, name, None) for name in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"))
-    writer.add_layer_norm_rms_eps(next(epsilon for epsilon in epsilons if epsilon))
+    writer.add_layer_norm_rms_eps(next((epsilon for epsilon in epsilons if epsilon), 1e-5))
     writer.add_rope_freq_base(_theta(config))
     if "rope.dimension_count" not in about.metadata:
         writer.add_rope_dimension_count(head_dim)
@@ -374,6 +477,15 @@ def stored_tensors(family: str, model: Any) -> dict[str, NDArray[np.float32]]:
         if ".experts." in name:
             made |= _experts(name, array, about.architecture)
             continue
+        if name.endswith("kv_b_proj.weight") and about.metadata.get("attention.key_length_mla"):
+            keys, values = tensor.unflatten(0, (config.num_attention_heads, -1)).split([32, 16], dim=1)
+            block = f"blk.{name.split('.')[2]}."
+            made[f"{block}attn_k_b.weight"] = keys.transpose(1, 2).contiguous().numpy()
+            made[f"{block}attn_v_b.weight"] = values.contiguous().numpy()
+            continue
+        if "forget_gate." in name or name.endswith("self_attn.conv1d.weight"):
+            made |= _channel_delta(name, tensor)
+            continue
         if ".linear_attn." in name and (held := _delta(name, tensor, config, about.architecture)):
             made |= {key: part.contiguous().numpy() for key, part in held.items()}
             continue
@@ -381,6 +493,8 @@ def stored_tensors(family: str, model: Any) -> dict[str, NDArray[np.float32]]:
             made |= {key: part.contiguous().numpy() for key, part in _mamba(name, tensor, config).items()}
             continue
         module, _, suffix = name.rpartition(".")
+        if suffix in ("scale", "per_expert_scale"):
+            module, suffix = module + ".proj" if suffix == "scale" else f"{module[:-6]}experts.down_proj", "scale"
         if suffix == "expert_bias":
             module, suffix = name, "bias"
         if suffix == "e_score_correction_bias":
@@ -407,6 +521,10 @@ def stored_tensors(family: str, model: Any) -> dict[str, NDArray[np.float32]]:
         made[f"{found}.{suffix}"] = array
     if about.architecture == "gemma4":  # a quarter of the frequencies of layers that see everything
         made["rope_freqs.weight"] = np.array([1.0] * 4 + [1e30] * 12, np.float32)
+    if about.architecture == "minicpm3":
+        made |= {
+            f"rope_factors_{kind}.weight": np.array(_LONG[f"{kind}_factor"], np.float32) for kind in ("long", "short")
+        }
     return made
 
 
@@ -492,6 +610,16 @@ def _delta(name: str, tensor: torch.Tensor, config: Any, architecture: str) -> d
     return {f"{block}{rows[part]}": turned(tensor)}
 
 
+def _channel_delta(name: str, tensor: torch.Tensor) -> dict[str, NDArray[np.float32]]:
+    """A parameter of Kimi Linear's layers with a state as stored."""
+    block, part = f"blk.{name.split('.')[2]}.", name.removesuffix(".weight").rpartition(".")[2]
+    if part == "conv1d":
+        return {f"{block}ssm_conv1d_{of}.weight": one.numpy() for of, one in zip("qkv", tensor.chunk(3), strict=True)}
+    stored = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "f_a_proj": "ssm_f_a.weight", "f_b_proj": "ssm_f_b.weight"}
+    values = -tensor.exp().reshape(-1, 1) if part == "A_log" else tensor
+    return {block + stored[part]: values.numpy()}
+
+
 def _mamba(name: str, tensor: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
     """A parameter of a Mamba-2 layer, or of Granite's MLP, as stored."""
     block, part = f"blk.{name.split('.')[2]}.", re.split(r"\.(?:mamba|shared_mlp|mixer)\.", name)[1]
@@ -526,6 +654,8 @@ def _experts(name: str, array: NDArray[np.float32], architecture: str) -> dict[s
             f"blk.{layer}.ffn_gate_exps.{suffix}": np.ascontiguousarray(matrix[:, ::2]),
             f"blk.{layer}.ffn_up_exps.{suffix}": np.ascontiguousarray(matrix[:, 1::2]),
         }
+    if part == "gate_up_proj" and architecture == "gemma4":
+        return {f"blk.{layer}.ffn_gate_up_exps.weight": array}
     if part in ("down_proj", "up_proj"):
         return {f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.weight": array}
     gate, up = np.split(array, 2, axis=1)

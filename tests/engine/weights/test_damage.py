@@ -13,7 +13,9 @@ from gguf import GGMLQuantizationType as Kind
 
 from engine.config import load
 from engine.core.errors import ModelError
+from engine.files.digest import sha256_of
 from engine.model.loading import load_config, open_stored
+from engine.weights import cache
 from engine.weights import resolve as resolving
 from engine.weights.cache import MANIFEST, home, is_intact, lock_of
 from engine.weights.catalogue import CATALOGUE, KnownModel
@@ -170,6 +172,22 @@ def test_other_weights_of_the_same_size_and_time_make_another_model(open_home: P
     first = resolve(str(open_home / "tiny.gguf"))
     change_last_byte(open_home / "tiny.gguf")
     assert resolve(str(open_home / "tiny.gguf")) != first
+
+
+def test_a_start_and_a_restart_read_each_file_of_a_description_once(
+    open_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(cache, "sha256_of", lambda file: (read.append(file.name), sha256_of(file))[1])
+    for model in ("tiny", str(open_home / "tiny.gguf")):
+        given = load({"model": model})
+        config = resolved(given)
+        read.clear()
+        resolve(model)
+        assert len(read) == len(set(read)) > 3
+        read.clear()
+        assert not restore(given, config)
+        assert len(read) == len(set(read)) > 3
 
 
 def test_a_worker_that_is_replaced_finds_the_model_whatever_was_removed_meanwhile(

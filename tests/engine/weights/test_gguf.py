@@ -34,6 +34,7 @@ from engine.weights.gguf.described_folder import described
 from engine.weights.gguf.families import llama3_factors
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import SOURCE, GgufSource, open_gguf
+from engine.weights.gguf.splits import split_of
 from tests.engine.weights.tiny_gguf import TOKENS, change_last_byte, write_gguf
 
 DESCRIBE = "engine.weights.gguf.describe_process"
@@ -86,6 +87,20 @@ def test_each_digit_is_a_word_where_the_vocabulary_says_so(directory: Callable[.
 def test_other_vocabularies_keep_their_words(directory: Callable[..., Path]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(directory(values={"tokenizer.ggml.pre": "gpt-2"}))
     assert tokenizer.tokenize("a  48") == ["a", "Ġ", "Ġ", "48"]
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "words"),
+    [
+        ("deepseek-v3", ["It", "'s", " ", "123", "45", " ,", "ab", "\u6c49", "cd"]),
+        ("glm4", ["It", "'s", " ", "123", "45", " ,", "ab\u6c49cd"]),
+    ],
+)
+def test_vocabularies_of_latent_models_split_text_as_llama_cpp_does(vocabulary: str, words: list[str]) -> None:
+    split = split_of(vocabulary)
+    assert split is not None
+    text = "".join(words)
+    assert [text[start:end] for _, (start, end) in split.pre_tokenize_str(text)] == words
 
 
 def test_an_unknown_way_of_splitting_text_is_told(

@@ -21,9 +21,9 @@ from engine.kernels.gemm.int8.rows import round_rows
 from engine.kernels.gemm.int8.sums import AHEAD, sum_groups
 from engine.kernels.gemm.matmul import Matmul, bias_of, gate_apart, part_records, shape_of, tiled_parts
 from engine.kernels.gemm.matmul_kernels import PartKernel, own_panels, part_kernel, product_kernel, put_sums
-from engine.kernels.gemm.matmul_sums import PANELS, ROW_BYTES, new_room
+from engine.kernels.gemm.matmul_sums import PANELS, ROW_BYTES, new_scratch
 from engine.kernels.quant.layouts import STEP as BLOCK_INPUTS
-from engine.kernels.quant.layouts import Arrangement, QuantLayout
+from engine.kernels.quant.layouts import CodeLayout, QuantLayout
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.simd import LANES
 from engine.kernels.threads import barrier, num_threads, thread_id
@@ -53,7 +53,7 @@ class Int8Matmul(Matmul):
         self.in_turn = gated and gate_apart(parts)
         alternating = gated and not self.in_turn
         self._bias, self._tiles = bias_of(bias, outputs, alternating), None
-        self.tiled = tiled_parts(parts, alternating, Arrangement.QUADS)
+        self.tiled = tiled_parts(parts, alternating, CodeLayout.QUADS)
         self._parts = part_records(self.tiled, lambda layout: int8_kernel(used, layout))
         self.kernel = product_kernel()
 
@@ -81,7 +81,7 @@ def _compiled(instructions: InstructionSet, layout: QuantLayout) -> PartKernel:
     @part_kernel(f"{instructions.name}_{number}")
     def compiled(address: Any, at: Any) -> None:
         work, part = carray(address, 1)[0], carray(at, 1)[0]
-        groups, room = work.inputs // BLOCK_INPUTS, new_room()
+        groups, scratch = work.inputs // BLOCK_INPUTS, new_scratch()
         blocks = groups // steps
         own = work.rows * work.inputs <= _OWN
         place = work.scratch + work.shared_bytes + thread_id() * work.scratch_bytes if own else work.scratch
@@ -100,8 +100,8 @@ def _compiled(instructions: InstructionSet, layout: QuantLayout) -> PartKernel:
                 x = place + row * groups * ROW_GROUP_BYTES
                 for i in range(width):
                     tiles = part.weights + (panel + i) * part.panel_bytes
-                    sum_groups(used, number, AHEAD, rows, x, tiles, blocks, room + 4 * LANES * i, ROW_BYTES)
-                put_sums(work, row, rows, part.first + panel, width, room, ROW_BYTES, LINE_BYTES)
+                    sum_groups(used, number, AHEAD, rows, x, tiles, blocks, scratch + 4 * LANES * i, ROW_BYTES)
+                put_sums(work, row, rows, part.first + panel, width, scratch, ROW_BYTES, LINE_BYTES)
                 row += rows
             panel += width
 

@@ -39,11 +39,11 @@ def sum_groups(
     x: Any,
     tiles: Any,
     blocks: Any,
-    room: Any,
-    room_stride: Any,
+    scratch: Any,
+    scratch_stride: Any,
 ) -> Any:
-    """Write the products of a block of rows with 16 outputs to `room`: 16 float32 for each row, one row every
-    `room_stride` bytes.
+    """Write the products of a block of rows with 16 outputs to `scratch`: 16 float32 for each row, one row every
+    `scratch_stride` bytes.
 
     instructions, layout, ahead: compile-time constants, the last how many groups ahead codes are prefetched, 0: none.
     rows: at most `InstructionSet.rows`. x: address of the rows' groups [groups, rows]. tiles: of the outputs' [blocks].
@@ -70,7 +70,7 @@ class _Block:
         self.bits, self.bias = (of.bits, of.bias) if of.values is None else (8, 128)
         self.floats, self.ints = ir.VectorType(FLOAT, used.lanes), words(used.lanes)
 
-    def sum(self, x: ir.Value, tiles: ir.Value, blocks: ir.Value, room: ir.Value, room_stride: ir.Value) -> None:
+    def sum(self, x: ir.Value, tiles: ir.Value, blocks: ir.Value, scratch: ir.Value, scratch_stride: ir.Value) -> None:
         """Write the products, as `sum_groups` says."""
         builder, of = self.builder, self.of
         sums = [cgutils.alloca_once(builder, self.floats) for _ in range(self.count)]
@@ -92,7 +92,9 @@ class _Block:
                     here = self._after(groups, inner.index, self.count * ROW_GROUP_BYTES)
                     self._add_group(sums, tile, inner.index, here, numbers, apart)
         for row, cell in enumerate(sums):
-            place = builder.add(self._after(room, _WORD(row), room_stride), _WORD(4 * self.part * self.used.lanes))
+            place = builder.add(
+                self._after(scratch, _WORD(row), scratch_stride), _WORD(4 * self.part * self.used.lanes)
+            )
             builder.store(builder.load(cell), pointer(builder, place, self.floats), align=4)
 
     def _add_group(

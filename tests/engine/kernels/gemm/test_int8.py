@@ -97,21 +97,14 @@ def test_parts_in_several_layouts_share_the_rows(used: InstructionSet, rows: int
     assert np.array_equal(Int8Matmul(parts, bias, False, torch.float32, used)(x).numpy(), expected)
 
 
-@pairs(used=SETS, kind=["Q4_0", "Q5_0", "Q8_0"], byte=[0, 0x7F, 0x80, 0xFF])
+@pairs(used=SETS, kind=["Q4_0", "Q5_0", "Q8_0", "Q6_K"], byte=[0, 0x7F, 0x80, 0xFF])
 def test_the_largest_codes_do_not_saturate(used: InstructionSet, kind: str, byte: int) -> None:
-    x = torch.ones(3, 64) * torch.tensor([[1.0], [-1.0], [2.0]])
-    matrix = random_blocks(kind, 16, 64)
-    matrix.raw.reshape(16, 2, -1)[:, :, 2:] = byte  # behind the scale
-    found = Int8Matmul([matrix], dtype=torch.float32, instructions=used)(x)
-    assert np.array_equal(found.numpy(), reference.product(x.numpy(), matrix))
-
-
-@pytest.mark.parametrize("used", SETS)
-@pytest.mark.parametrize("byte", [0, 0x7F, 0x80, 0xFF])
-def test_the_largest_codes_of_6_bits_do_not_saturate(used: InstructionSet, byte: int) -> None:
-    x = torch.ones(3, 256) * torch.tensor([[1.0], [-1.0], [2.0]])
-    matrix = random_blocks("Q6_K", 16, 256)
-    matrix.raw[:, :192] = byte
+    of_256 = kind == "Q6_K"  # whose scales are at the end
+    inputs = 256 if of_256 else 64
+    x = torch.ones(3, inputs) * torch.tensor([[1.0], [-1.0], [2.0]])
+    matrix = random_blocks(kind, 16, inputs)
+    blocks = matrix.raw.reshape(16, 1 if of_256 else 2, -1)
+    blocks[:, :, slice(192) if of_256 else slice(2, None)] = byte
     found = Int8Matmul([matrix], dtype=torch.float32, instructions=used)(x)
     assert np.array_equal(found.numpy(), reference.product(x.numpy(), matrix))
 

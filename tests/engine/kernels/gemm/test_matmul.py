@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.gemm.matmul import NO_SCRATCH, Matmul, Unit, give_scratch, units
-from engine.kernels.gemm.matmul_kernels import AT_ONCE, rows_at_once
 from engine.kernels.gemm.onednn import cancelling
+from engine.kernels.gemm.vector_kernels import AT_ONCE, rows_at_once
 from engine.kernels.quant.stored import StoredMatrix
 from tests.engine.kernels.quant.random_blocks import random_blocks
 from tests.grids import pairs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -154,6 +155,32 @@ def test_a_norm_over_all_heads_changes_its_columns_alone(dtype: torch.dtype) -> 
 
 
 @types
+def test_a_norm_of_rows_adds_what_is_beside_them(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    program, norm, beside = program_of(dtype), Norm(torch.randn(HIDDEN), 1e-5), torch.randn(ROWS, HIDDEN).to(dtype)
+    rows = program.buffer("rows", HIDDEN)
+    rows[:ROWS] = torch.randn(ROWS, HIDDEN)
+    expected = rms(rows[:ROWS].float(), norm) + beside.float()
+    program._row_norm(norm, rows, 0, beside)
+    program.norm(None)
+    ran(program, ROWS, torch.zeros(ROWS, HIDDEN))
+    assert close(rows[:ROWS], expected, dtype)
+
+
+@types
+def test_clipped_rows_stay_within_the_limit_on_both_sides(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    program = program_of(dtype)
+    rows = program.buffer("rows", 96)
+    rows[:ROWS] = 3 * torch.randn(ROWS, 96)
+    expected = rows[:ROWS].clamp(-1.5, 1.5)
+    program._clip(rows, 1.5)
+    program.norm(None)
+    ran(program, ROWS, torch.zeros(ROWS, HIDDEN))
+    assert torch.equal(rows[:ROWS], expected)
+
+
+@types
 def test_rows_of_zeros_are_left_as_they_are_where_a_layer_has_no_norm(dtype: torch.dtype) -> None:
     """The embedding of a padding token is such a row, in a model that normalises only what attention adds."""
     torch.manual_seed(0)
@@ -226,3 +253,36 @@ def test_a_row_has_the_same_bits_whatever_experts_other_rows_choose(dtype: torch
     for first, end in pairwise((0, 1, 2, 5, ROWS)):
         ran(program, end - first, x[first:end])
         assert torch.equal(program.buffers["delta"][: end - first], together[first:end])
+
+
+@multiplied
+@types
+@pytest.mark.parametrize("counted", [1, 2])
+def test_experts_are_chosen_of_the_groups_whose_best_ones_have_the_largest_sum(
+    dtype: torch.dtype, counted: int
+) -> None:
+    mlp, _ = experts_of(dtype, 2, True)
+    program = program_of(dtype)
+    program.norm(None)
+    program._experts_of(replace(mlp, groups=3, top_groups=1, counted=counted, sigmoid=True))
+    ran(program, ROWS, torch.randn(ROWS, HIDDEN))
+    scores = program.buffers["router"][:ROWS].float().sigmoid().unflatten(1, (3, 2))
+    best = (scores.sum(2) if counted == 2 else scores.amax(2)).argmax(1)
+    chosen = program._experts[0]._kept[0].view(-1, 2)[:ROWS]
+    assert torch.equal(chosen.sort(1).values, torch.stack([2 * best, 2 * best + 1], 1).to(torch.int32))
+
+
+@multiplied
+@types
+def test_shares_are_multiplied_by_their_experts_scales(dtype: torch.dtype) -> None:
+    mlp, _ = experts_of(dtype, 3, True)
+    made = []
+    for scales in (None, torch.tensor([0.5, 1.0, 2.0, -1.0, 0.25, 3.0])):
+        program = program_of(dtype)
+        program.norm(None)
+        program._experts_of(replace(mlp, scales=scales))
+        torch.manual_seed(1)
+        ran(program, ROWS, torch.randn(ROWS, HIDDEN))
+        chosen, _, shares = (kept.view(-1, 3)[:ROWS] for kept in program._experts[0]._kept)
+        made.append(shares if scales is None else shares / scales[chosen.long()])
+    torch.testing.assert_close(*made)

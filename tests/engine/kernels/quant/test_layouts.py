@@ -17,7 +17,7 @@ from benchmarks.kernels.products import put_scales
 from engine.kernels.gemm.int8.layout import has_integer_codes
 from engine.kernels.gemm.matmul import Matmul, Unit, units
 from engine.kernels.gemm.product import Product
-from engine.kernels.quant.layouts import Arrangement, layout_of
+from engine.kernels.quant.layouts import CodeLayout, layout_of
 from engine.kernels.quant.pack import panels_of
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.quant.tiled import TiledMatrix
@@ -304,12 +304,12 @@ def test_codes_scales_and_factors_can_be_read_apart(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arrangement", "kind"),
-    [*((Arrangement.QUADS, kind) for kind in INTEGERS), *((Arrangement.WORDS, kind) for kind in CODED)],
+    ("code_layout", "kind"),
+    [*((CodeLayout.QUADS, kind) for kind in INTEGERS), *((CodeLayout.WORDS, kind) for kind in CODED)],
 )
-def test_rows_are_read_from_every_arrangement(arrangement: Arrangement, kind: str) -> None:
+def test_rows_are_read_from_every_layout(code_layout: CodeLayout, kind: str) -> None:
     matrix = random_blocks(kind, 37, 512)
-    tiled = TiledMatrix(panels_of(matrix), arrangement)
+    tiled = TiledMatrix(panels_of(matrix), code_layout)
     assert torch.equal(tiled.rows(torch.arange(37)), expected_values(matrix))
 
 

@@ -21,7 +21,12 @@ def new_convolution(dtype: torch.dtype) -> ShortConvolution:
     return ShortConvolution(inputs, Matrix(torch.randn(HIDDEN, HIDDEN)), taps, bias, dtype.itemsize)
 
 
-KINDS = {"delta": test_delta.new_layer, "mamba": test_mamba.new_layer, "short convolution": new_convolution}
+KINDS = {
+    "delta": test_delta.new_layer,
+    "delta by channel": test_delta.new_channel_layer,
+    "mamba": test_mamba.new_layer,
+    "short convolution": new_convolution,
+}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 

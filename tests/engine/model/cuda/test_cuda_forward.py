@@ -255,23 +255,22 @@ def test_trying_a_forward_leaves_no_block_taken() -> None:
     assert read(forward, [1, 2])[1].isfinite().all()
 
 
-def test_a_pool_that_does_not_fit_is_no_lack_of_support(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    given = forward_of("llama")
-    monkeypatch.setattr(triton_attention.TritonAttention, "__call__", full)
-    with pytest.raises(torch.OutOfMemoryError):
-        CudaForward.tried(given.model, given.pool, 2)
-
-
-def test_what_triton_cannot_run_is_unsupported_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "raised", "told"),
+    [
+        (NameError("no ptxas\nand much more"), Unsupported, r"^no ptxas$"),
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, "CUDA out of memory"),
+    ],
+)
+def test_what_triton_cannot_run_is_unsupported_with_its_reason_unless_it_is_memory(
+    error: Exception, raised: type[Exception], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object) -> None:
-        raise NameError("no ptxas\nand much more")
+        raise error
 
     given = forward_of("llama")
     monkeypatch.setattr(triton_attention.TritonAttention, "__call__", broken)
-    with pytest.raises(Unsupported, match=r"^no ptxas$"):
+    with pytest.raises(raised, match=told):
         CudaForward.tried(given.model, given.pool, 2)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -17,14 +18,17 @@ from engine.files.removal import removed
 from engine.files.whole_file import write_whole
 
 METHOD = "block"
+MOST_LEARNED = 4
+"""Owners whose learned heads are kept, in memory and on the disk: those that learned latest."""
 _CARD = "tuned.json"
 _FILES = ("config.json", "model.safetensors", "training.json")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def install(head: Path, tuned: Path, model: str, identity: str) -> Path:
+def install(head: Path, tuned: Path, model: str, identity: str, again: str = "run the same command again") -> Path:
     """Put the head into the folder `tuned` in the place of an older one, and return where it is. model: its name;
-    identity: of its weights. Raises ModelError where it cannot be written; the older one then stays.
+    identity: of its weights; again: what tries once more. Raises ModelError where it cannot be written; the older one
+    then stays.
     """
     place = tuned / METHOD
     try:
@@ -39,10 +43,8 @@ def install(head: Path, tuned: Path, model: str, identity: str) -> Path:
                 if older != made:
                     removed(older)
     except OSError as error:
-        fix = "make room and run" if error.errno in _FULL else "see to it that it can be, and run"
-        raise ModelError(
-            f"head={place}: cannot be written ({error.strerror or error}): {fix} the same command again"
-        ) from None
+        fix = "make room and" if error.errno in _FULL else "see to it that it can be, and"
+        raise ModelError(f"head={place}: cannot be written ({error.strerror or error}): {fix} {again}") from None
     return place
 
 
@@ -58,6 +60,24 @@ def _copied(head: Path, tuned: Path, card: bytes) -> Path:
         removed(made)
         raise
     return made
+
+
+def learned_heads(folder: Path) -> dict[str, Path]:
+    """Return where the heads are that were installed last in subfolders of `folder`, by the subfolder's name."""
+    found = []
+    for place in folder.glob(f"*/{METHOD}"):
+        with suppress(OSError):  # removed meanwhile
+            found.append((place.lstat().st_mtime_ns, place.parent.name, place.resolve(strict=True)))
+    return {name: head for _, name, head in sorted(found, reverse=True)[:MOST_LEARNED]}
+
+
+def forget_heads(folder: Path) -> None:
+    """Remove the heads of those who learned before the latest `MOST_LEARNED`."""
+    kept = learned_heads(folder)
+    for owner in folder.glob("*"):
+        if owner.name not in kept:
+            for head in (owner / METHOD, *owner.glob(f".{METHOD}-*")):
+                removed(head)
 
 
 def made_for(tuned: Path) -> tuple[str, str] | None:

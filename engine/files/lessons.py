@@ -1,0 +1,108 @@
+"""The folder of what a server learns, and what it and the process that trains say to each other.
+
+texts/OWNER holds prompts and answers (`engine.files.kept_texts`), heads/OWNER the owner's head and what its last lesson
+came to, lessons/OWNER the lesson under way: one at a time, removed at its end.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from engine.files.kept_texts import count_texts
+from engine.files.removal import removed
+from engine.files.whole_file import write_whole
+
+LEAST_TEXTS = 32
+"""New texts of an owner from which a lesson begins, and half as many as it knows already."""
+
+
+class LessonPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A lesson. model: the target's directory; name: what it is called; identity: of its weights. folder: of what the
+    server learns; owner: whose texts, by the name on the disk. general: the head that drafts where none is learned, ""
+    if there is none. recipe: of the training. most_bytes: what the lesson may take on the disk.
+    """
+
+    model: str
+    name: str
+    identity: str
+    folder: str
+    owner: str
+    general: str
+    recipe: str
+    most_bytes: int
+
+
+class LessonOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a lesson came to. texts: of the owner, of which held_out only measure; steps: of training. before, after:
+    tokens a round of a chain on the texts held out, by the head so far (1 without one) and by the new one. installed:
+    it is better.
+    """
+
+    texts: int
+    held_out: int
+    steps: int
+    before: float
+    after: float
+    installed: bool
+
+
+class LessonReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process says at its end: what came of the lesson, or why nothing did."""
+
+    outcome: LessonOutcome | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class LearnedFolder:
+    """The folder at `path`, whose parts need not be there."""
+
+    path: Path
+
+    @property
+    def texts(self) -> Path:
+        return self.path / "texts"
+
+    @property
+    def heads(self) -> Path:
+        return self.path / "heads"
+
+    def lesson(self, owner: str) -> Path:
+        return self.path / "lessons" / owner
+
+    def due(self) -> list[str]:
+        """Return the owners of whom there is enough to learn: the one of an unfinished lesson first, then those with
+        most new texts.
+        """
+        unfinished = [place.name for place in self.path.glob("lessons/*")]
+        new = {shelf.name: self._new_texts(shelf) for shelf in self.texts.glob("*") if shelf.name not in unfinished}
+        return [*unfinished, *sorted((owner for owner in new if new[owner]), key=lambda owner: -new[owner])]
+
+    def _new_texts(self, shelf: Path) -> int:
+        """Return how many texts are new since the owner's last lesson; 0 if they are too few for another."""
+        record, known, since_ns = self._record(shelf.name), 0, 0
+        with suppress(OSError, msgspec.DecodeError):
+            known = msgspec.json.decode(record.read_bytes(), type=LessonOutcome).texts
+            since_ns = record.stat().st_mtime_ns
+        new = count_texts(shelf, since_ns)
+        return new if new >= max(LEAST_TEXTS, known // 2) else 0
+
+    def end_lesson(self, owner: str, outcome: LessonOutcome) -> None:
+        """Keep what the lesson came to, and remove what it needed."""
+        self._record(owner).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self._record(owner), msgspec.json.encode(outcome))
+        removed(self.lesson(owner))
+
+    def drop_lesson(self, owner: str) -> None:
+        """Give up a lesson: another begins once there are new texts."""
+        nothing = LessonOutcome(texts=0, held_out=0, steps=0, before=1.0, after=1.0, installed=False)
+        removed(self.lesson(owner))
+        with suppress(OSError):
+            self.end_lesson(owner, nothing)
+
+    def _record(self, owner: str) -> Path:
+        return self.heads / owner / "lesson.json"

@@ -1,0 +1,219 @@
+"""A lesson from end to end: killed at any point, without room, and of nobody else's texts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from drafters.learning import lesson as lesson_module
+from drafters.learning.learner import reply
+from drafters.learning.lesson import learn
+from drafters.training.answers import read_training_prompts
+from drafters.training.recipe import Recipe
+from drafters.training.trainer import Trainer
+from engine.core.errors import ConfigError, ModelError
+from engine.files.kept_texts import count_texts
+from engine.files.lessons import LEAST_TEXTS
+from engine.files.prompt_file import PromptRow
+from engine.weights.installed_head import METHOD, MOST_LEARNED, learned_heads
+from tests.benchmarks.tuning.conftest import RECIPE, text_from
+from tests.drafters.learning.conftest import ANN, BEN, Lessons, remember
+
+
+class Killed(BaseException):
+    """In the place of a kill: nothing of ours catches it."""
+
+
+def weights_of(lessons: Lessons, owner: str = ANN) -> bytes:
+    return (learned_heads(lessons.learned.heads)[owner] / "model.safetensors").read_bytes()
+
+
+def size_of(folder: Path) -> int:
+    """Return what the files of a folder take on the disk."""
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+
+
+def test_a_head_that_accepts_more_is_installed_and_nothing_else_stays(lessons: Lessons) -> None:
+    assert lessons.learned.due() == [ANN]
+    outcome = learn(lessons.plan())
+    assert outcome.before == 1 and outcome.after > 1.3 and outcome.installed
+    assert (outcome.texts, outcome.steps) == (60, 100) and 4 <= outcome.held_out <= 32
+    assert [*learned_heads(lessons.learned.heads)] == [ANN]
+    assert not lessons.learned.lesson(ANN).exists() and lessons.learned.due() == []
+
+
+def test_a_head_that_accepts_no_more_leaves_the_old_one_where_it_is(
+    lessons: Lessons, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = learn(lessons.plan())
+    before = weights_of(lessons)
+    remember(lessons.folder, "ann", range(1, 240, 4))
+    assert lessons.learned.due() == [ANN]
+    monkeypatch.setattr(lesson_module, "LEAST_GAIN", 9.0)
+    second = learn(lessons.plan())
+    assert second.texts == 120 and second.before > 1.2 and not second.installed and first.installed
+    assert weights_of(lessons) == before and lessons.learned.due() == []
+
+
+def test_the_next_lesson_begins_with_the_head_so_far(lessons: Lessons, monkeypatch: pytest.MonkeyPatch) -> None:
+    learn(lessons.plan())
+    remember(lessons.folder, "ann", range(1, 240, 4))
+    given: dict[str, Any] = {}
+    usual = lesson_module.train
+    monkeypatch.setattr(lesson_module, "train", lambda *args, **named: given.update(named) or usual(*args, **named))
+    outcome = learn(lessons.plan(general="nowhere"))
+    assert given["start"] == lessons.learned.heads / ANN / METHOD
+    assert outcome.before > 1.2 and outcome.after >= outcome.before
+
+
+def kill_in_training(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Let the training be killed before that step, and save before each."""
+    usual, steps = Trainer.train_step, []
+
+    def dies(trainer: Trainer) -> Any:
+        steps.append(0)
+        if len(steps) == step:
+            raise Killed
+        return usual(trainer)
+
+    monkeypatch.setattr(lesson_module, "_KEPT_MINUTES", 0.0)
+    monkeypatch.setattr(Trainer, "train_step", dies)
+
+
+def test_a_lesson_killed_in_training_ends_with_the_head_of_one_that_was_not(
+    lessons: Lessons, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spared = Lessons(lessons.folder.with_name("spared"), lessons.model, lessons.recipe)
+    shutil.copytree(lessons.folder, spared.folder)
+    outcome = learn(spared.plan())
+    with monkeypatch.context() as patched:
+        kill_in_training(patched, 30)
+        with pytest.raises(Killed):
+            learn(lessons.plan())
+    unfinished = lessons.learned.lesson(ANN) / "head" / "training" / "state.pt.1-2.tmp"
+    unfinished.write_bytes(b"half of a checkpoint")
+    remember(lessons.folder, "ann", [1, 2, 3])  # of the next lesson
+    assert lessons.learned.due() == [ANN]
+    steps: list[int] = []
+    usual = Trainer.train_step
+    monkeypatch.setattr(Trainer, "train_step", lambda self: steps.append(self.step) or usual(self))
+    assert learn(lessons.plan()) == outcome
+    assert steps == [*range(29, 100)]
+    assert weights_of(lessons) == weights_of(spared)
+
+
+@pytest.mark.parametrize("killed", ["install", "forget_heads", "end_lesson"])
+def test_a_lesson_killed_after_training_does_not_train_again(
+    lessons: Lessons, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    owner = type(lessons.learned) if killed == "end_lesson" else lesson_module
+    with monkeypatch.context() as patched:
+
+        def dies(*given: object) -> None:
+            raise Killed
+
+        patched.setattr(owner, killed, dies)
+        with pytest.raises(Killed):
+            learn(lessons.plan())
+    monkeypatch.setattr(lesson_module, "train", None)
+    assert learn(lessons.plan()).installed
+    assert [*learned_heads(lessons.learned.heads)] == [ANN] and not lessons.learned.lesson(ANN).exists()
+
+
+def test_nothing_is_learned_from_texts_of_another_owner(lessons: Lessons, monkeypatch: pytest.MonkeyPatch) -> None:
+    remember(lessons.folder, "ben", range(2, 240, 4))
+    told: list[PromptRow] = []
+
+    def reads(*given: Any, **named: Any) -> Any:
+        told.extend(msgspec.json.decode(line, type=PromptRow) for line in given[2].read_bytes().splitlines())
+        raise Killed
+
+    monkeypatch.setattr(lesson_module, "train", reads)
+    with pytest.raises(Killed):
+        learn(lessons.plan(BEN))
+    assert sorted((row.prompt_tokens or []) + (row.tokens or []) for row in told) == sorted(
+        text_from(start, 30) for start in range(2, 240, 4)
+    )
+
+
+def test_a_text_that_was_trained_on_is_never_held_out_later(tmp_path: Path) -> None:
+    file, trained = tmp_path / "texts.jsonl", set[str]()
+    for count in range(40, 400, 24):
+        rows = [PromptRow(f"text {number}", [1, 2], [3] * 12) for number in range(count)]
+        recipe = lesson_module._for_texts(Recipe.model_validate(RECIPE), rows)
+        file.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+        names = [one.text for one in read_training_prompts(file, [0] * 4, recipe)]  # the last ones are held out
+        assert len(names) == count and not trained & set(names[-recipe.held_out :])
+        trained |= set(names[: -recipe.held_out])
+
+
+def test_a_lesson_takes_no_more_of_the_disk_than_it_may(lessons: Lessons, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, seen = Trainer.save, []
+
+    def saves(trainer: Trainer, path: Path) -> None:
+        usual(trainer, path)
+        seen.append(size_of(lessons.learned.lesson(ANN)) + path.stat().st_size)  # two while one is replaced
+
+    monkeypatch.setattr(Trainer, "save", saves)
+    monkeypatch.setattr(lesson_module, "_KEPT_MINUTES", 0.0)
+    costs = lesson_module._Costs.of(lessons.model, Recipe.model_validate(RECIPE))
+    most = 2 * costs.checkpoint_bytes + 20 * 30 * costs.token_bytes
+    assert learn(lessons.plan(most_bytes=most)).texts == 20
+    assert len(seen) > 50 and most / 2 < max(seen) <= most
+
+
+def test_a_folder_that_is_too_small_is_told_with_the_option_to_change(lessons: Lessons) -> None:
+    with pytest.raises(ConfigError, match=r"^--learn-gb: a lesson may take 1 MB, .*: give more$"):
+        learn(lessons.plan(most_bytes=10**6))
+
+
+def test_without_room_on_the_disk_nothing_is_written_and_the_old_head_stays(
+    lessons: Lessons, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lesson_module.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(9, 9, 10**6))
+    with pytest.raises(ConfigError, match=r"^--learn: a lesson needs .* where 1 MB are left: make room"):
+        learn(lessons.plan())
+    assert size_of(lessons.learned.lesson(ANN)) == 0 and learned_heads(lessons.learned.heads) == {}
+
+
+def test_a_model_that_does_not_run_lean_is_told_in_a_line(lessons: Lessons, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lesson_module, "not_lean", lambda folder: "it sings")
+    with pytest.raises(ModelError, match=r"^model=walker: does not run lean \(it sings\): no head is learned for it"):
+        learn(lessons.plan())
+
+
+def test_a_head_of_another_version_is_told_in_a_line_and_stays(lessons: Lessons) -> None:
+    learn(lessons.plan())
+    head = learned_heads(lessons.learned.heads)[ANN]
+    changed = (head / "config.json").read_text().replace('"hidden_size": 64', '"hidden_size": 32')
+    (head / "config.json").write_text(changed)
+    said = reply(lessons.plan())
+    assert said.outcome is None and "hidden_size" in said.error and "\n" not in said.error
+    assert [*learned_heads(lessons.learned.heads)] == [ANN]
+
+
+def test_heads_of_those_who_learned_longest_ago_are_removed_and_come_back_with_new_texts(lessons: Lessons) -> None:
+    first = learn(lessons.plan())
+    for number in range(MOST_LEARNED):
+        place = lessons.learned.heads / f"other {number}"
+        shutil.copytree(lessons.learned.heads / ANN, place, symlinks=True)
+        (place / METHOD).unlink()
+        (place / METHOD).symlink_to(next(place.glob(f".{METHOD}-*")).name)
+    lesson_module.forget_heads(lessons.learned.heads)
+    assert first.installed and [*(lessons.learned.heads / ANN).glob("*block*")] == []
+    assert ANN not in learned_heads(lessons.learned.heads) and lessons.learned.due() == []
+    remember(lessons.folder, "ann", range(1, 200, 4))
+    assert lessons.learned.due() == [ANN]
+
+
+def test_a_lesson_is_due_when_there_is_half_as_much_again(lessons: Lessons) -> None:
+    learn(lessons.plan())
+    shelf = lessons.learned.texts / ANN
+    remember(lessons.folder, "ann", range(1, 1 + 4 * (LEAST_TEXTS - 1), 4))
+    assert count_texts(shelf) == 60 + LEAST_TEXTS - 1 and lessons.learned.due() == []
+    remember(lessons.folder, "ann", [2])
+    assert lessons.learned.due() == [ANN]
