@@ -273,8 +273,9 @@ def test_stores_grow_with_the_text() -> None:
 @pytest.mark.parametrize("vocabulary", [10, 300, 1_000_000])
 @pytest.mark.parametrize("capacity", [8_190, 8_192, 10_000])
 def test_the_cache_stays_below_200_bytes_for_each_token_it_may_hold(capacity: int, vocabulary: int) -> None:
-    """Of text that repeats and of text in which hardly a context occurs twice, long after the cache is full. Sizes are
-    powers of two: 10,000 fill theirs as 10 million do, the others are the worst."""
+    """The text either repeats or hardly has a context twice, and the cache has long been full. Sizes are powers of two:
+    10,000 fill theirs as 10 million do, the others are the worst.
+    """
     index = SessionIndex(capacity)
     words = np.random.default_rng(0).integers(0, vocabulary, 5 * capacity)
     for answer in np.array_split(words, 100):
