@@ -51,7 +51,7 @@ DRAFTER = "drafter-1"
 class Counting:
     """Behind token t comes t + 1, and next likely t + 2. Features are the tokens."""
 
-    vocab_size, context, layers = VOCABULARY, CONTEXT, 2
+    vocab_size, context, layers, key_pieces = VOCABULARY, CONTEXT, 2, 0
     eos_tokens: frozenset[int] = frozenset()
     device, inexact_reason = torch.device("cpu"), ""
 
