@@ -53,6 +53,7 @@ def _learned(hybrid: type[HybridDrafter], config: Config, folder: str) -> Drafte
     """Build the drafter that takes over heads which appear in the folder. Where the model has none, retrieval drafts
     alone until then.
     """
+    from drafters.heads.one_pass.block import BlockHead  # noqa: F401 - not in the middle of serving
     from drafters.hybrid.learned import LearnedDrafter
 
     def load(place: Path) -> HeadDrafter:

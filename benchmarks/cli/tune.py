@@ -40,7 +40,7 @@ def tune(
     talon tune --set model=FILE.gguf --prompts my-prompts.jsonl --hours 8
 
     1. The model answers the prompts, many at once: 45% of the time, or until
-    all are answered; then again, drawn at a temperature, up to a quarter.
+    all are answered; then again, drawn at a temperature, up to 15%.
 
     2. A block head learns to foretell the answers from the model's hidden
     states: what is left of the time.

@@ -24,9 +24,9 @@ from engine.files.prompt_file import PromptRow
 from .journal import TuningJournal, key_of
 from .prompts import TuningPrompt
 
-FIRST, FURTHER = 0.45, 0.25
-"""Shares of a tuning's time until which first answers are begun, and further ones: these cost their hidden states too,
-and without them a head is trained over the first more often.
+FIRST, FURTHER = 0.45, 0.15
+"""Shares of a tuning's time until which first answers are begun, and further ones: to compute an answer's hidden states
+takes as long again as to give it, and a head also learns when it is trained over fewer answers more often.
 """
 LEAST = 20  # answers of which a head learns anything at all
 _ANSWERING: dict[str, Any] = {"method": "suffix", "verifier.cache": None}

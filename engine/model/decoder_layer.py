@@ -155,7 +155,7 @@ class Layer:
         return weights, [keys, *([] if query_inputs is None else [query_inputs]), *products[0], *products[1]]
 
     def _of_heads(self, latent: LatentStructure, heads: int) -> Sequence[Sequence[Tensor | Sequence[StoredMatrix]]]:
-        """For each head, [latent, key] and [value, latent]. In blocks, the first of a whole matrix is numbers."""
+        """Return [latent, key] and [value, latent] of each head. In blocks, the first of a whole matrix is numbers."""
         if len(latent.of_heads) == 2:
             return [self._parameters.experts(name) for name in latent.of_heads]
         [name] = latent.of_heads

@@ -111,13 +111,13 @@ def cosines_sines(
 
 
 def _angles(rotary: Any, positions: Tensor, *kinds: str) -> tuple[Tensor, Tensor]:
-    """What a stock module makes of positions: two tensors, or one of complex numbers."""
+    """Return what a stock module makes of positions: two tensors, or one of complex numbers."""
     made = rotary(torch.zeros(1, dtype=torch.float32, device=positions.device), positions[None], *kinds)
     return (made.real, made.imag) if isinstance(made, Tensor) else made
 
 
 def _is_complex(rotary: Any, *kinds: str) -> bool:
-    """Whether a stock module makes complex numbers."""
+    """Return whether a stock module makes complex numbers."""
     return isinstance(rotary(torch.zeros(1), torch.arange(1)[None], *kinds), Tensor)
 
 

@@ -258,7 +258,7 @@ class LayerProgram:
         return name
 
     def _latent_values(self, latent: LatentWeights, attended: str) -> str:
-        """What each head makes of the latent vector that attention gives it. Returns the name of the buffer."""
+        """Make each head's value of the latent vector that attention gives it. Returns the name of the buffer."""
         heads = len(latent.to_values)
         made = self.buffer(name := "latent values", heads * latent.to_values[0].outputs)
         given = self.buffers[attended].unflatten(1, (heads, -1))[..., -latent.to_values[0].inputs :]

@@ -170,7 +170,7 @@ def gated_delta_structure(net: Any, prefix: str, stored: StoredWeights | None) -
 
 
 def channel_delta_structure(net: Any, prefix: str, stored: StoredWeights | None) -> GatedDeltaStructure:
-    """A gated delta net each channel of whose keys decays by itself. stored: the weights of a file."""
+    """Read a gated delta net each channel of whose keys decays by itself. stored: the weights of a file."""
     forget = net.forget_gate
     only(
         net,

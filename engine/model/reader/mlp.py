@@ -40,6 +40,7 @@ _EXPERT_BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
 
 def mlp_of(layer: Any, prefix: str, stored: StoredWeights | None) -> MlpStructure | ExpertsStructure:
+    """Read the MLP of a layer, or its experts. stored: the weights of a file."""
     name = named_part(layer, MLPS)
     mlp, beside = getattr(layer, name), getattr(layer, _SHARED_MLP, None)
     if hasattr(layer, _BESIDE[1]):
@@ -54,7 +55,7 @@ def mlp_of(layer: Any, prefix: str, stored: StoredWeights | None) -> MlpStructur
 
 
 def _experts_beside(layer: Any, prefix: str, shared: MlpStructure) -> ExpertsStructure:
-    """Experts beside the layer's MLP, with norms of their own. What of the router is no matrix is proved."""
+    """Read experts beside the layer's MLP, with norms of their own. What of the router is no matrix is proved."""
     router, experts = (getattr(layer, name) for name in _BESIDE)
     only(router, {"norm", "proj"})
     norms = [rms_structure(getattr(layer, name), f"{prefix}{name}.") for name in _NORMS_BESIDE]

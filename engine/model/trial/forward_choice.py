@@ -164,7 +164,7 @@ class ForwardChoice:
         return len(structure.key_sizes) > 1 or not all(place.own for place in structure.key_places)
 
     def _is_latent(self) -> bool:
-        """Whether a layer has latent attention, whose keys and values no stock forward of ours can hold."""
+        """Return whether a layer has latent attention, whose keys and values no stock forward of ours can hold."""
         try:
             return any(mixer.latent is not None for mixer in describe(self.model).attending.values())
         except (OtherStructure, AttributeError):

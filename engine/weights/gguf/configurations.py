@@ -147,7 +147,9 @@ def _kimi_linear(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str
 
 
 def _latent_sizes(value: _Keys) -> dict[str, Any]:
-    """The sizes of latent attention, and of MLPs. Older files say those of a head where newer ones say the vector's."""
+    """Return the sizes of latent attention and of MLPs. Older files say those of a head where newer ones say the
+    vector's.
+    """
     rotated, heads = value("rope.dimension_count"), value("attention.head_count")
     sizes = {
         "num_key_value_heads": heads,
@@ -169,7 +171,7 @@ def _minicpm3(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, A
 
 
 def _yarn(value: _Keys) -> dict[str, Any]:
-    """How positions are scaled."""
+    """Return how positions are scaled."""
     rope = {"rope_type": "default", "rope_theta": value("rope.freq_base", 10_000.0)}
     if value("rope.scaling.type") != "yarn":
         return rope

@@ -15,7 +15,7 @@ from tests.default_type import DefaultTyped
 from tests.engine.test_exact import build
 
 TEXT = [(i * 37) % 60 + 2 for i in range(100)]  # of more rows than a forward before has had
-FAMILIES = ["llama", "qwen3.5", "qwen3 with experts", "gemma4 with inputs of layers", "olmo"]  # the last one is stock
+FAMILIES = ["llama", "qwen3.5", "qwen3 with experts", "gemma4 with inputs of layers", "phi with norms of heads"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

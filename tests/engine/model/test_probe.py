@@ -41,6 +41,7 @@ SIZES: dict[str, Any] = {
 COMMON_STRUCTURE = [
     "ApertusConfig",
     "ArceeConfig",
+    "BitNetConfig",
     "CohereConfig",
     "Cohere2Config",
     "Ernie4_5Config",
@@ -58,10 +59,12 @@ COMMON_STRUCTURE = [
     "Jais2Config",
     "Lfm2Config",
     "LlamaConfig",
+    "MiniCPM3Config",
     "MinistralConfig",
     "Ministral3Config",
     "MistralConfig",
     "NemotronConfig",
+    "OlmoConfig",
     "Olmo2Config",
     "Olmo3Config",
     "PhiConfig",
@@ -98,6 +101,8 @@ def build(family: str, rope: str = "as it is", **changes: Any) -> Any:
         parameters = QUERY_SCALE | {"rope_type": "default"} | parameters
     if family in ("GlmConfig", "Glm4Config"):
         changes = {"partial_rotary_factor": 1.0} | changes
+    if family == "MiniCPM3Config":
+        changes = {"qk_rope_head_dim": 16, "num_key_value_heads": 4, "initializer_range": 0.1} | changes
     options = {"original_max_position_embeddings": ORIGINAL} if rope == "longrope" else {}
     config = getattr(transformers, family)(**SIZES | options | changes | {"rope_parameters": parameters})
     return AutoModelForCausalLM.from_config(config).eval()

@@ -155,7 +155,7 @@ def test_rows_of_8_bits_multiply_it_too(checkpoint: Callable[..., str]) -> None:
     assert target.exact and 0 < (logits(target) - expected).norm() < 0.1 * expected.norm()
 
 
-@pytest.mark.parametrize("family", [*sorted(EXPERTS | RENAMED), "olmo"])
+@pytest.mark.parametrize("family", [*sorted(EXPERTS | RENAMED), "phi with norms of heads"])
 def test_other_structures_are_refused_in_one_line(checkpoint: Callable[..., str], family: str) -> None:
     path = checkpoint(family)
     with pytest.raises(

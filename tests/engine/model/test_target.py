@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from transformers import (
     GPTNeoConfig,
     LlamaConfig,
     MambaConfig,
-    OlmoConfig,
     Phi3Config,
+    PhiConfig,
     T5Config,
 )
 
@@ -232,7 +233,7 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
         Target.load(str(tmp_path / "nowhere"))
 
 
-@pytest.mark.parametrize("family", [LlamaConfig, OlmoConfig], ids=["lean", "stock"])
+@pytest.mark.parametrize("family", [LlamaConfig, partial(PhiConfig, qk_layernorm=True)], ids=["lean", "stock"])
 def test_the_memory_of_weights_is_known(family: Any) -> None:
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = AutoModelForCausalLM.from_config(family(vocab_size=256, **small)).to(torch.bfloat16)

@@ -360,7 +360,7 @@ def test_files_that_hold_no_assistant_are_refused_in_one_line(
 
 
 def test_a_target_that_does_not_run_lean_is_refused_at_the_start(tmp_path: Path) -> None:
-    folder = save(build("olmo", "float32"), tmp_path / "olmo")
+    folder = save(build("phi with norms of heads", "float32"), tmp_path / "phi")
     for method, options in (("assistant", {}), ("hybrid", {"drafter.head": "assistant"})):
         config = load({"model": str(folder), "method": method, "verifier": {"kv_memory": 1 << 22}}, options)
         with pytest.raises(ConfigError, match="only the lean decoder gives, and this target does not run on it"):
