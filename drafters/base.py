@@ -4,8 +4,9 @@ methods.
 See docs/add-a-drafter.md and examples/own_drafter.py.
 """
 
-from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict, Wanted
+from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict
 from engine.core.methods import METHODS, Method
+from engine.core.outcomes import DraftQuery
 from engine.core.tree import TokenTree
 
-__all__ = ["METHODS", "BetweenSteps", "Drafter", "Method", "TokenTree", "Verdict", "Wanted"]
+__all__ = ["METHODS", "BetweenSteps", "DraftQuery", "Drafter", "Method", "TokenTree", "Verdict"]

@@ -14,7 +14,7 @@ from drafters.parts import datastore_path, naming, naming_tuned, parts, weights_
 from engine.config import Config
 from engine.core.errors import ConfigError, ModelError
 from engine.core.methods import find
-from engine.places import ROOT
+from engine.install_paths import ROOT
 from engine.weights.draft_head import METHOD
 
 

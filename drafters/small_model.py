@@ -70,9 +70,8 @@ class SmallModel(Head):
 
 
 class SmallSession(Session):
-    """One request of a `SmallModel`. The cache holds the text up to node 0, whose entry is its last; nodes follow.
-
-    vocabulary: tokens that may be drafted, the first ones of the model's.
+    """One request's state in a draft model. The cache holds the text up to and including its last token, node 0;
+    drafted nodes follow. Only the first `vocabulary` token ids may be drafted.
     """
 
     def __init__(self, model: Target, vocabulary: int, prompt: Sequence[int], capacity: int, scratch: int):

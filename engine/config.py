@@ -11,13 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from engine.core.errors import ConfigError, first_line, printable, shown
 from engine.core.spelling import did_you_mean
-from engine.places import ROOT
+from engine.install_paths import ROOT
 
 AUTO = "auto"
 Activations = Literal["bfloat16", "int8"]
-"""How products take their rows."""
+"""The type to which activations are rounded before a matrix multiplication."""
 ActivationsOption = Literal["auto", "bfloat16", "int8"]
-"""The same, or what a trial at the first load finds best for the model and the processor."""
+"""One of these types, or the one that a trial at the first load finds best for the model and the processor."""
 KVType = Literal["auto", "q8_0"]
 """How keys and values are kept: in the model's own type, or in 8 bits."""
 Weights = Literal["auto", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
@@ -39,10 +39,9 @@ class GrowthConfig(_Section):
     """How a draft head's tree grows (`drafters.heads.growth.policies`).
 
     policy: published is that of the method's paper; None: adaptive for heads, the chain for sps. tree: for `static`.
-    depth: layers of `dynamic`. top_k: candidates after each node (`talon`: width of the ungated layers). mu: gate
-    threshold of `talon`, the rule of its paper, and of `adaptive`, our variant; gate: `adaptive` compares with mu (with
-    what a row costs, where that is less, or half of that, where that is more), or with mu times the layer's best.
-    ungated: number of first layers that `talon` does not gate.
+    depth: layers of `dynamic`. top_k: candidates after each node (`talon`: width of the first layer). mu: gate
+    threshold of `talon`, the rule of its paper, relative to the best of a layer, and of `adaptive`, our variant, which
+    compares c(v) with mu (with what a row costs, where that is less, or half of that, where that is more).
     """
 
     policy: Literal["published", "static", "dynamic", "talon", "adaptive"] | None = None
@@ -50,8 +49,6 @@ class GrowthConfig(_Section):
     depth: int = Field(7, ge=0, le=64)
     top_k: int = Field(10, ge=1, le=64)
     mu: float = Field(0.03, ge=0, le=1)
-    gate: Literal["path", "layer"] = "path"
-    ungated: int = Field(1, ge=0, le=8)
 
 
 class DrafterConfig(_Section):

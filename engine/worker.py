@@ -66,7 +66,7 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any], l
 
         from engine.device import own_stream
         from engine.model.target import Target
-        from engine.verifier.prompt_cache import prompt_cache
+        from engine.verifier.disk_cache import disk_cache
 
         threads = share_cores(config, on_gpu(config))
         torch.set_num_threads(threads.verifier(config.mode == "async"))
@@ -74,7 +74,7 @@ def _run_verifier(spec: WorkerSpec, config: Config, context: zmq.Context[Any], l
             target = Target.of_config(config)
         with (
             own_stream(target.device, urgent=False),
-            prompt_cache(config, target),
+            disk_cache(config, target),
             _inline_drafter(spec, config, context, drafts) as drafter,
         ):
             verifier = Verifier(config, target, control, drafts, threads, drafter)

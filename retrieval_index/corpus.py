@@ -20,7 +20,7 @@ from engine.core.errors import RequestError
 from engine.files.json_lines import BadLine, json_lines
 from engine.text.encode import encode_text
 from retrieval_index.datastore import DatastoreError
-from retrieval_index.suffix import CONTEXT
+from retrieval_index.session_index import CONTEXT
 
 _PIECE = 200_000  # characters of a document tokenised at a time
 

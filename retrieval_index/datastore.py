@@ -123,7 +123,7 @@ class Datastore:
 
     def prepare(self) -> None:
         """Load the kernels now, which takes a second, or ten the first time, and release their compiler."""
-        from retrieval_index.suffix_search import likeliest
+        from retrieval_index.suffix_array import likeliest
 
         tokens, _ = self.shards[0]
         _, rows = self.continuations(tokens[:1].tolist(), shortest=1)
@@ -138,7 +138,7 @@ class Datastore:
         The result is the length of that suffix, 0 if there is none, and [occurrences, depth] int32, sorted, with -1
         after a text's end: at most `samples` of each shard, spread evenly.
         """
-        from retrieval_index.suffix_search import longest_match, read
+        from retrieval_index.suffix_array import longest_match, read
 
         pattern = np.asarray(context[-longest:], np.int64)
         matches = [longest_match(tokens, suffixes, pattern, shortest) for tokens, suffixes in self.shards]

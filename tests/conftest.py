@@ -138,13 +138,13 @@ def tiny_stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
 def describes_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Describe GGUF files in this process: one of its own, which does it usually, imports for seconds."""
     from engine.weights import resolve
-    from engine.weights.gguf import described
-    from engine.weights.gguf.describe import describe
+    from engine.weights.gguf import described_folder
+    from engine.weights.gguf.describe_process import describe
 
     def make(file: Path, folder: Path, field: str, title: str, origin: str, report: object) -> None:
         describe(read_gguf(file, field), folder, title, origin)
 
-    monkeypatch.setattr(described, "describe", make)
+    monkeypatch.setattr(described_folder, "describe", make)
     monkeypatch.setattr(resolve, "describe", make)
 
 

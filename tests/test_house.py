@@ -14,7 +14,7 @@ PACKAGES = ("engine", "drafters", "retrieval_index", "benchmarks")
 MOST_FILES = 20  # of one folder, __init__.py aside
 
 FLOORS = (  # folders and modules from the ground up: a floor imports itself and what is below it
-    "engine.places",  # where Talon's own files are
+    "engine.install_paths",  # where Talon's own files are
     "engine.commit",  # that it was built from
     "engine.core",
     "engine.config",
@@ -101,7 +101,7 @@ LATE = {  # modules that import within functions, or folders (with a dot), and w
     "engine.sampling.matcher": "llguidance is of the extra grammar",
     "engine.server.command": "FastAPI is of the extra serve",
     "engine.server.traces": "OpenTelemetry is of the extra traces",
-    "engine.verifier.known_tokens": "Triton is there with a GPU only",
+    "engine.verifier.forward_output": "Triton is there with a GPU only",
     "engine.placement": "the front end reads configurations without torch",
     "engine.weights.gguf.file": "numba takes half a second, which a look at a file's header does not need",
     "engine.weights.hub": "the hub's client takes a second, which local files do not need",
@@ -109,7 +109,7 @@ LATE = {  # modules that import within functions, or folders (with a dot), and w
     "engine.wire.keys": "only tcp needs the authenticator",
     "engine.worker": "a worker imports what its role needs, and reports a failed import in one line",
     "retrieval_index.datastore": "numba takes half a second, which checks of a folder do not need",
-    "retrieval_index.suffix": "numba takes half a second, which only users of the index pay",
+    "retrieval_index.session_index": "numba takes half a second, which only users of the index pay",
 }
 
 

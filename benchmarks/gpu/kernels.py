@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.batch import BLOCK, Batch, Segment
+from engine.core.batch import BLOCK_SIZE, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
@@ -69,8 +69,8 @@ class _Texts:
         """Return a request that holds these, [slots, kv_heads, head_dim]."""
         cache = KVCache(self.pool)
         cache.reserve(len(keys))
-        block, lane = np.divmod(np.arange(len(keys)), BLOCK)
-        blocks = torch.from_numpy(cache.table[block].astype(np.int64)).to(self.device)
+        block, lane = np.divmod(np.arange(len(keys)), BLOCK_SIZE)
+        blocks = torch.from_numpy(cache.block_table[block].astype(np.int64)).to(self.device)
         lanes = torch.from_numpy(lane).to(self.device)
         self.pool.keys[0][blocks, :, : self.head_dim, lanes] = keys
         self.pool.values[0][blocks, :, lanes, : self.head_dim] = values
@@ -160,7 +160,7 @@ def _spine_with_siblings(length: int) -> tuple[TokenTree, list[int]]:
 
 
 def _chain(count: int, device: torch.device) -> Record:
-    """Measure the microseconds of each of so many small kernels in a graph, as they are and as each begins while the
+    """Measure the microseconds of each of `count` small kernels in a graph, as they are and as each begins while the
     last ends.
     """
     found: Record = {}
@@ -178,7 +178,7 @@ def _time(length: int, kind: str) -> Record:
     and time the same launches for rows that see nothing.
     """
     device = torch.device("cuda")
-    texts = _Texts(_SHAPES["llama 8B"], torch.bfloat16, device, blocks=2 * length // BLOCK)
+    texts = _Texts(_SHAPES["llama 8B"], torch.bfloat16, device, blocks=2 * length // BLOCK_SIZE)
     keys, values = (torch.randn(length, 8, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
     cache = texts.cache(keys, values)
     cache.length = length - 64

@@ -73,7 +73,7 @@ def _load(device: str, model: dict[str, Any]) -> Record:
     forward = target.forward
     return {
         "exact": target.exact,
-        "inexact": target.inexact,
+        "inexact": target.inexact_reason,
         "forward": type(forward).__name__,
         "captures": Recorded.captures,
         "lean": getattr(forward, "lean", None) is not None,
@@ -132,7 +132,7 @@ def _breakdown(target: Target, cache: Any) -> Record:
 
 
 def _rounds(target: Target, method: str, temperature: float, requests: int) -> Record:
-    """Return median milliseconds of the parts of a round of so many requests."""
+    """Return median milliseconds of the parts of a round of `requests` requests."""
     assert target.pool is not None
     for part in (target.pool.keys, target.pool.values):  # memory that was not written yet may hold NaN
         part.zero_()

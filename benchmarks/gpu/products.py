@@ -58,7 +58,7 @@ def _compare(shape: tuple[int, int], device: str) -> Record:
 
 
 def _time(multiply: Callable[..., Tensor], x: Tensor, weights: list[Tensor], size: int) -> Record:
-    """Time a product whose weights, of so many bytes, are read from memory; launches are not counted."""
+    """Time a product whose weights, of `size` bytes, are read from memory; launches are not counted."""
     copies = [[part.clone() for part in weights] for _ in range(max(1, _CACHE // size))]
 
     def work() -> None:

@@ -19,6 +19,7 @@ from drafters.heads.head import Head
 from drafters.heads.head_drafter import HeadDrafter
 from engine.core.batch import Segment
 from engine.core.drafter_protocol import Verdict
+from engine.core.outcomes import DraftQuery
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.device import wait
@@ -95,7 +96,7 @@ class Rounds(Generic[M]):
         """Run one round; return what was measured of its parts, and the rows verified."""
         measuring, layers = self.measuring, self.drafter.feature_layers
         with measuring() as draft:
-            trees = self.drafter.propose_many([(number, ()) for number in self.numbers])
+            trees = self.drafter.propose_many([DraftQuery(number, ()) for number in self.numbers])
         with measuring() as forward:
             segments = [Segment.of_tree(tree, cache) for tree, cache in zip(trees, self.caches, strict=True)]
             logits, hidden_states = self.runner.run(segments, layers)

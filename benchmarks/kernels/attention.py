@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.batch import BLOCK, Batch, Segment
+from engine.core.batch import BLOCK_SIZE, Batch, Segment
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Attention, Rule
 from engine.kernels.attention.every_kernel import AttentionKernel
@@ -69,7 +69,7 @@ def _entered(pool: KVPool, cache: KVCache, given: Tensor) -> Tensor:
     """Write keys and values to the pool as a layer does; return the queries [heads, positions, groups, dims]."""
     shape, count, work = pool.shape, len(given), np.zeros(1, ENTER)
     places = np.arange(count, dtype=np.int32)
-    slots = (cache.table[places // BLOCK] * BLOCK + places % BLOCK).astype(np.int32)
+    slots = (cache.block_table[places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE).astype(np.int32)
     queries = torch.zeros(_HEADS, count, _GROUPS, shape.dims, dtype=shape.dtype if shape.vnni else torch.float32)
     scratch, qkv, record = torch.zeros(torch.get_num_threads(), shape.dims), given.contiguous(), work[0]
     record["positions"], record["slots"], record["rows"] = places.ctypes.data, slots.ctypes.data, count

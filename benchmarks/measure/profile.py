@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from engine.config import Config
-from engine.core.batch import BLOCK, Segment
+from engine.core.batch import BLOCK_SIZE, Segment
 from engine.core.errors import ConfigError
 from engine.core.tree import TokenTree
 from engine.model.target import Target
@@ -97,7 +97,7 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
     target.release(cache)
     integers = limits.int8_multiply_adds_per_s or None
     block_bytes = 0 if target.pool is None else target.pool.block_bytes
-    held = block_bytes * -(-behind // BLOCK)
+    held = block_bytes * -(-behind // BLOCK_SIZE)
     return Profile(
         target.name,
         str(target.dtype).removeprefix("torch."),
@@ -121,7 +121,7 @@ def profile_target(target: Target, rows: list[int], behind: int, repeats: int, c
         ],
         target.activations,
         target.kv_type,
-        block_bytes / BLOCK / 1e3,
+        block_bytes / BLOCK_SIZE / 1e3,
         target.weights,
         integers,
     )

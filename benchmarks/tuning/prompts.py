@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.core.errors import ConfigError, RequestError
 from engine.files.prompt_file import read_chats
-from engine.places import ROOT
+from engine.install_paths import ROOT
 from engine.text.chat import Rendering
 from engine.text.encode import encode_text
 from engine.text.template import told_the_day

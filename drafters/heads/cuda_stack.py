@@ -22,7 +22,7 @@ from drafters.heads.growth.policies import Dynamic
 from drafters.heads.growth.trie import Trie
 from drafters.heads.layers import DecoderLayer, Linear, RMSNorm
 from drafters.heads.stack import GrowingPool, StackLayer, StackSpec, norm_of
-from engine.core.batch import BLOCK, Batch, Int, Rows
+from engine.core.batch import BLOCK_SIZE, Batch, Int, Rows
 from engine.device import uploaded
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
@@ -76,7 +76,7 @@ def norms_of(decoder: DecoderLayer) -> tuple[Tensor | None, float]:
 
 
 class CudaStack:
-    """The same as `drafters.heads.stack.Stack`; see there."""
+    """Computes on a GPU what `drafters.heads.stack.Stack` computes on a CPU; the parameters are described there."""
 
     def __init__(self, spec: StackSpec):
         self.spec, self.dtype = spec, spec.dtype
@@ -84,7 +84,7 @@ class CudaStack:
         first = self.first = spec.first
         self.hidden = first.out.outputs
         shape = spec.kv_shape()
-        blocks = first_blocks(shape.block_bytes + BLOCK * self.hidden * spec.dtype.itemsize, first.device)
+        blocks = first_blocks(shape.block_bytes + BLOCK_SIZE * self.hidden * spec.dtype.itemsize, first.device)
         self.pool = GrowingPool(shape, blocks, self.hidden, spec.dtype, first.device)
         self._attention = TritonAttention(self.pool, first.heads // first.kv_heads, SIZES[-1])
         self._rule = Rule(first.head_dim**-0.5)
@@ -176,7 +176,7 @@ class CudaStep:
 
     def launch(self, rows: PaddedRows, read: Tensor, picked: NDArray[np.int64]) -> Tensor:
         """Return the head's outputs of the rows picked. read: [size], where the rows find what they enter with."""
-        written = np.full(self.size, self.stack.pool.blocks * BLOCK)  # padding writes to the end
+        written = np.full(self.size, self.stack.pool.blocks * BLOCK_SIZE)  # padding writes to the end
         written[: self.count] = self.batch.slots
         filled = np.zeros(self.size if self.size in SIZES else len(picked), np.int64)
         filled[: len(picked)] = picked
@@ -221,9 +221,9 @@ class CudaReader:
             size = padded_size(len(some))
             sources = np.minimum(np.arange(size), len(some) - 1)
             rows = first + sources
-            written = np.full(size, stack.pool.blocks * BLOCK)
+            written = np.full(size, stack.pool.blocks * BLOCK_SIZE)
             written[: len(some)] = places[rows[: len(some)]]
-            indexes = written, np.asarray(positions)[rows], sources, *np.divmod(places[rows], BLOCK)
+            indexes = written, np.asarray(positions)[rows], sources, *np.divmod(places[rows], BLOCK_SIZE)
             if size not in self._recorded:
                 self._recorded[size] = Recorded(self._run, stack.first.device, owner=stack.owner)
             filled = F.pad(some.to(stack.dtype), (0, 0, 0, size - len(some)))

@@ -33,10 +33,7 @@ from engine.core.errors import DrafterMismatch
 
 
 def fused_layers(layers: int) -> tuple[int, int, int]:
-    """Return the hidden states that EAGLE-3 reads: those entering layers 2, L
-
-    2 and L - 3.
-    """
+    """Return the hidden states that EAGLE-3 reads: those entering layers 2, L // 2 and L - 3."""
     return (2, layers // 2, layers - 3)
 
 

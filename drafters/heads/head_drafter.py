@@ -18,8 +18,8 @@ from drafters.heads.growth.trie import Trie, TriePlace
 from drafters.heads.head import Head
 from drafters.parts import weights_path
 from engine.config import Config
-from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict, Wanted
-from engine.core.outcomes import Following
+from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict
+from engine.core.outcomes import DraftQuery, Following
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model.loading import find_device
@@ -80,25 +80,25 @@ class HeadDrafter(Drafter):
         )
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
-        trees: list[TokenTree] = self.propose_many([(request, continuation)])
+        trees: list[TokenTree] = self.propose_many([DraftQuery(request, continuation)])
         return trees[0]
 
     @torch.inference_mode()
     def propose_many(
-        self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None, advice: Sequence[Advice] = ()
+        self, queries: Sequence[DraftQuery], between_steps: BetweenSteps | None = None, advice: Sequence[Advice] = ()
     ) -> list[TokenTree]:
         """Return one tree for each outcome, grown in the same forward passes as far as there is space for all.
 
         advice: one for each outcome, if another source takes part.
         """
         self.error.settle()
-        places = [self._requests[request].place(path) for request, path in wanted]
+        places = [self._requests[request].place(path) for request, path in queries]
         trees = {
             row: TokenTree.root_only([*trie.text, *path][-1])
             for row, (trie, path) in enumerate(places)
-            if wanted[row][0] in self._resting
+            if queries[row][0] in self._resting
         }
-        while waiting := [row for row in range(len(wanted)) if row not in trees]:
+        while waiting := [row for row in range(len(queries)) if row not in trees]:
             group = self._fitting([(row, places[row]) for row in waiting])
             served = {places[row].trie for row in group}
             for trie, row in {places[row].trie: row for row in reversed(waiting)}.items():
@@ -113,7 +113,7 @@ class HeadDrafter(Drafter):
                 adviser = advice[row] if advice else None
                 growths[row] = Growth(trie, root, (path or trie.text)[-1], self.policy, adviser)
             grow(growths, self._forwards, trees, between_steps)
-        return [trees[row] for row in range(len(wanted))]
+        return [trees[row] for row in range(len(queries))]
 
     @torch.inference_mode()
     def warm_up(self, hidden_size: int) -> None:
@@ -140,9 +140,9 @@ class HeadDrafter(Drafter):
             self.finish(0)
 
     @torch.inference_mode()
-    def following(self, wanted: Sequence[Wanted]) -> list[Following]:
+    def following(self, queries: Sequence[DraftQuery]) -> list[Following]:
         self.error.settle()
-        places = [self._requests[request].place(path) for request, path in wanted]
+        places = [self._requests[request].place(path) for request, path in queries]
         resting = {self._requests[request] for request in self._resting}
         room = {trie: trie.session.room() if trie not in resting and trie.session.synced else -1 for trie, _ in places}
         for trie, path in places:

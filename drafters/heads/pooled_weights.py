@@ -15,7 +15,9 @@ from engine.core.batch import Rows
 
 
 class PooledWeights(Head):
-    """Predicts from a feature and the token after it, and feeds on the feature that it guesses."""
+    """A head whose rows for all requests run in one stack. It predicts the next hidden state from a hidden state and
+    the token after it, and drafts on from its own prediction.
+    """
 
     hidden_size: int
     dtype: torch.dtype

@@ -19,7 +19,7 @@ from numba import carray
 from torch import Tensor
 
 from drafters.heads.layers import DecoderLayer, Linear, RMSNorm
-from engine.core.batch import BLOCK, Batch, Int, Rows
+from engine.core.batch import BLOCK_SIZE, Batch, Int, Rows
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Attention, LayerKeys, Rule, has_pairs
 from engine.kernels.gemm.matmul import Matmul
@@ -151,7 +151,7 @@ class GrowingPool(KVPool):
         device: torch.device = _CPU,
     ):
         super().__init__(shapes, blocks, device)
-        self.features = torch.empty(blocks * BLOCK + 1, width, dtype=dtype, device=device)
+        self.features = torch.empty(blocks * BLOCK_SIZE + 1, width, dtype=dtype, device=device)
         if device.type != "cpu":
             self.features.zero_()  # what pads a forward reads any row
 

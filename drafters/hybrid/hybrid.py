@@ -21,8 +21,8 @@ from drafters.hybrid.merge import Merge
 from drafters.hybrid.rescues import Gains, Rescues
 from drafters.hybrid.retrieval_advice import RetrievalAdvice, followings
 from engine.config import Config
-from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict, Wanted
-from engine.core.outcomes import Following
+from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict
+from engine.core.outcomes import DraftQuery, Following
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.costs.constants import LONG_READING, NEXT_TO_NOTHING
@@ -41,7 +41,9 @@ class KnownDraft(NamedTuple):
 
 
 class Unlearned(NamedTuple):
-    """A verdict to learn from. seen: what the head predicts along its tokens."""
+    """A verdict that the merge has not learned from yet. `retrieved` is retrieval's tree for the round; `seen` holds
+    the head's predictions along `tokens`.
+    """
 
     retrieved: TokenTree
     seen: list[Following]
@@ -88,14 +90,14 @@ class HybridDrafter(Drafter):
             drafter.start(request, prompt, sampling)
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
-        return self.propose_many([(request, continuation)])[0]
+        return self.propose_many([DraftQuery(request, continuation)])[0]
 
-    def propose_many(self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
-        awake = [row for row, (request, _) in enumerate(wanted) if request not in self._resting]
+    def propose_many(self, queries: Sequence[DraftQuery], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
+        awake = [row for row, (request, _) in enumerate(queries) if request not in self._resting]
         if awake or not self.memories:
             self._catch_up()
-        retrieved = [self._retrieve(request, continuation) for request, continuation in wanted]
-        advice = self._advice(wanted, retrieved)
+        retrieved = [self._retrieve(request, continuation) for request, continuation in queries]
+        advice = self._advice(queries, retrieved)
         drafting = [row for row in awake if advice[row].begins()]
 
         def so_far(grown: Callable[[], dict[int, TokenTree]]) -> None:
@@ -104,30 +106,30 @@ class HybridDrafter(Drafter):
 
         trees = retrieved
         if drafting:
-            unread = sum(self.head.count_unread(request) for request in {wanted[row][0] for row in drafting})
+            unread = sum(self.head.count_unread(request) for request in {queries[row][0] for row in drafting})
             started, steps = time.perf_counter(), self.head.steps
             grown = self.head.propose_many(
-                [wanted[row] for row in drafting], between_steps and so_far, [advice[row] for row in drafting]
+                [queries[row] for row in drafting], between_steps and so_far, [advice[row] for row in drafting]
             )
             if (taken := self.head.steps - steps) and unread <= LONG_READING:
                 self._time_steps((time.perf_counter() - started) / taken)
             trees = self._merged(
                 retrieved, {row: tree for row, tree in zip(drafting, grown, strict=True) if len(tree) > 1}
             )
-        for row, (request, continuation) in enumerate(wanted):
+        for row, (request, continuation) in enumerate(queries):
             self._known[request][tuple(continuation)] = KnownDraft(
                 retrieved[row], row in drafting, advice[row].expected_misses
             )
         return trees
 
-    def _advice(self, wanted: Sequence[Wanted], trees: Sequence[TokenTree]) -> list[RetrievalAdvice]:
+    def _advice(self, queries: Sequence[DraftQuery], trees: Sequence[TokenTree]) -> list[RetrievalAdvice]:
         """Return retrieval's part in the growth of each tree. The requests share the time of the head's forwards.
 
         Whether the head drafts is the verifier's choice, which the head follows where retrieval has next to nothing.
         """
-        needed = self._step_s / self._token_s / max(1, len({request for request, _ in wanted}))
+        needed = self._step_s / self._token_s / max(1, len({request for request, _ in queries}))
         advice = []
-        for (request, _), tree in zip(wanted, trees, strict=True):
+        for (request, _), tree in zip(queries, trees, strict=True):
             expected = expected_of(tree)
             gain = self._gains.expected(expected) if expected > NEXT_TO_NOTHING else inf
             rescue = max(self._rescues.expected(request), 2 * needed)
@@ -151,18 +153,18 @@ class HybridDrafter(Drafter):
         """Update the estimated step time. Each measurement moves it by a fixed factor, so it follows the median."""
         self._step_s *= _NUDGE if seconds > self._step_s else 1 / _NUDGE
 
-    def following(self, wanted: Sequence[Wanted]) -> list[Following]:
+    def following(self, queries: Sequence[DraftQuery]) -> list[Following]:
         self._catch_up()
-        read = [row for row, (request, _) in enumerate(wanted) if self._has_read(request)]
-        seen = dict(zip(read, self.head.following([wanted[row] for row in read]), strict=True))
+        read = [row for row, (request, _) in enumerate(queries) if self._has_read(request)]
+        seen = dict(zip(read, self.head.following([queries[row] for row in read]), strict=True))
         return [
             self.merge.following(model if model[0] else None, followings(self._retrieve(request, continuation))[0])
-            for row, (request, continuation) in enumerate(wanted)
+            for row, (request, continuation) in enumerate(queries)
             for model in [seen.get(row, ([], []))]
         ]
 
     def _has_read(self, request: int) -> bool:
-        """Whether the head can say what may follow the text, without reading much of it first."""
+        """Return whether the head can say what may follow the text without first reading much of it."""
         return request not in self._resting and (not self.memories or self.head.count_unread(request) <= LONG_READING)
 
     def observe(self, request: int, verdict: Verdict) -> None:

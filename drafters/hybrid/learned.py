@@ -14,9 +14,9 @@ from pathlib import Path
 
 from drafters.heads.head_drafter import HeadDrafter
 from drafters.hybrid.hybrid import HybridDrafter
-from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict, Wanted
+from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict
 from engine.core.errors import first_line
-from engine.core.outcomes import Following
+from engine.core.outcomes import DraftQuery, Following
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.files.kept_texts import shelf_of
@@ -92,25 +92,25 @@ class LearnedDrafter(Drafter):
         self._drafting[request].start(request, prompt, sampling)
 
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
-        return self.propose_many([(request, continuation)])[0]
+        return self.propose_many([DraftQuery(request, continuation)])[0]
 
-    def propose_many(self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
+    def propose_many(self, queries: Sequence[DraftQuery], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
         trees: dict[int, TokenTree] = {}
-        for part, rows in self._grouped(wanted):
+        for part, rows in self._grouped(queries):
             between = between_steps and _of_rows(between_steps, rows, trees)
-            proposed = part.propose_many([wanted[row] for row in rows], between)
+            proposed = part.propose_many([queries[row] for row in rows], between)
             trees |= {row: tree.marked(part.source) for row, tree in zip(rows, proposed, strict=True)}
-        return [trees[row] for row in range(len(wanted))]
+        return [trees[row] for row in range(len(queries))]
 
-    def following(self, wanted: Sequence[Wanted]) -> list[Following]:
+    def following(self, queries: Sequence[DraftQuery]) -> list[Following]:
         found: dict[int, Following] = {}
-        for part, rows in self._grouped(wanted):
-            found |= dict(zip(rows, part.following([wanted[row] for row in rows]), strict=True))
-        return [found[row] for row in range(len(wanted))]
+        for part, rows in self._grouped(queries):
+            found |= dict(zip(rows, part.following([queries[row] for row in rows]), strict=True))
+        return [found[row] for row in range(len(queries))]
 
-    def _grouped(self, wanted: Sequence[Wanted]) -> Iterator[tuple[Drafter, list[int]]]:
-        """Yield who drafts, and the rows of `wanted` that it drafts for."""
-        parts = [self._drafting[request] for request, _ in wanted]
+    def _grouped(self, queries: Sequence[DraftQuery]) -> Iterator[tuple[Drafter, list[int]]]:
+        """Yield who drafts, and the rows of `queries` that it drafts for."""
+        parts = [self._drafting[request] for request, _ in queries]
         for part in dict.fromkeys(parts):
             yield part, [row for row, one in enumerate(parts) if one is part]
 

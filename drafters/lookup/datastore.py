@@ -73,7 +73,7 @@ class DatastoreDrafter(Drafter):
         """Return the match's length and the trie below the context's last token, its confidence the share of
         occurrences.
         """
-        from retrieval_index.suffix_search import likeliest
+        from retrieval_index.suffix_array import likeliest
 
         length, rows = self.store.continuations(context, self.longest, self.shortest, self.depth)
         if length == 0:

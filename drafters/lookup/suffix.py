@@ -16,7 +16,7 @@ from engine.weights.identity import model_identity
 from retrieval_index.compiler import release_compiler
 from retrieval_index.datastore import Datastore
 from retrieval_index.saved_answers import SavedAnswers
-from retrieval_index.suffix import GREEDY, SessionIndex
+from retrieval_index.session_index import GREEDY, SessionIndex
 
 WARM_UP = 512
 """Tokens of the answer that warms up: too long for the store that a new request begins with."""

@@ -29,7 +29,7 @@ from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
 from engine.files.answer_rows import open_answers
 from engine.files.prompt_file import read_prompts
-from engine.places import ROOT
+from engine.install_paths import ROOT
 from engine.weights.resolve import resolve
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt

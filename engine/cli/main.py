@@ -20,7 +20,7 @@ from engine.commit import commit_of
 from engine.core.errors import RequestError
 from engine.core.params import SamplingParams
 from engine.frontend.processes import POOL_WAITS
-from engine.places import BENCHMARKS, ROOT
+from engine.install_paths import BENCHMARKS, ROOT
 from engine.sampling.matcher import check as check_grammar
 from engine.weights.resolve import with_own
 

@@ -13,13 +13,12 @@ from itertools import accumulate, chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine.core.tree import Int as Int
 from engine.core.tree import TokenTree
 
-BLOCK = 16  # positions of a block of the pool
+BLOCK_SIZE = 16  # positions of a block of the pool
 
-Int = NDArray[np.int32]
 WantedRows = Literal["all", "last", "none"]
 
 
@@ -27,8 +26,8 @@ WantedRows = Literal["all", "last", "none"]
 class Rows:
     """One request's rows of a forward, at the slots from `first` on.
 
-    cache: holds the `table` of the request's blocks. tokens, positions: [rows]. prefix_lens: how many slots from 0 on
-    each row sees; ancestors: further slots, ascending, including the row's own unless its prefix covers it.
+    cache: holds the `block_table` of the request's blocks. tokens, positions: [rows]. prefix_lens: how many slots from
+    0 on each row sees; ancestors: further slots, ascending, including the row's own unless its prefix covers it.
     """
 
     cache: Any
@@ -44,9 +43,9 @@ class Rows:
     @cached_property
     def slots(self) -> list[int]:
         """[rows] the rows' places in the pool, once blocks are reserved for them."""
-        low, end = self.first // BLOCK, self.first + len(self)
-        blocks = self.cache.table[low : -(-end // BLOCK)].tolist()
-        return [blocks[slot // BLOCK - low] * BLOCK + slot % BLOCK for slot in range(self.first, end)]
+        low, end = self.first // BLOCK_SIZE, self.first + len(self)
+        blocks = self.cache.block_table[low : -(-end // BLOCK_SIZE)].tolist()
+        return [blocks[slot // BLOCK_SIZE - low] * BLOCK_SIZE + slot % BLOCK_SIZE for slot in range(self.first, end)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +160,7 @@ class Batch:
         positions = [position for part in parts for position in part.positions]
         ends = list(accumulate(map(len, parts)))
         self.segments = segments
-        self.tables_of: list[Int] = [part.cache.table for part in parts]
+        self.tables_of: list[Int] = [part.cache.block_table for part in parts]
         table_starts = accumulate(map(len, self.tables_of), initial=0)
         ancestors, wanted = [rest for part in parts for rest in part.ancestors], [*chosen]
         arrays: tuple[list[int], ...] = (

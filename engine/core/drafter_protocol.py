@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.outcomes import Following
+from engine.core.outcomes import DraftQuery, Following
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 
@@ -37,11 +37,8 @@ class Verdict:
     row_tokens: float | None = None
 
 
-Wanted = tuple[int, Sequence[int]]
-"""A request and a continuation of its text, a possible outcome of the round under way."""
-
 BetweenSteps = Callable[[Callable[[], dict[int, TokenTree]]], None]
-"""Called with a function that returns the trees so far, by index into `wanted`; may raise to abandon the work."""
+"""Called with a function that returns the trees so far, by index into `queries`; may raise to abandon the work."""
 
 
 class Drafter(ABC):
@@ -91,19 +88,19 @@ class Drafter(ABC):
         The root is the last token of that text. A root-only tree says that there is nothing to propose.
         """
 
-    def propose_many(self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
+    def propose_many(self, queries: Sequence[DraftQuery], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
         """Return `propose` for several requests and outcomes; drafters with a model draft them in the same forwards.
 
         between_steps: called between a model's draft steps.
         """
-        return [self.propose(request, continuation) for request, continuation in wanted]
+        return [self.propose(request, continuation) for request, continuation in queries]
 
-    def following(self, wanted: Sequence[Wanted]) -> list[Following]:
+    def following(self, queries: Sequence[DraftQuery]) -> list[Following]:
         """Return the tokens that may follow each continuation, likeliest first, and their probabilities.
 
         The outcomes of a round are ranked by these. A drafter that returns none is not asked to draft ahead.
         """
-        trees = [self.propose(request, continuation) for request, continuation in wanted]
+        trees = [self.propose(request, continuation) for request, continuation in queries]
         return [
             (tree.tokens[children].tolist(), tree.confidence[children].tolist())
             for tree in trees

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.batch import BLOCK
+from engine.core.batch import BLOCK_SIZE
 
 States = NDArray[np.uint16]
 """[positions, layers, hidden], the bits of bfloat16 numbers."""
@@ -14,7 +14,7 @@ NO_STATES: States = np.zeros((0, 0, 0), np.uint16)
 
 class HiddenStates:
     """The hidden states of one request that a draft head wants. shared: whether blocks are shared at all. _kept: hidden
-    states of the positions from `_begin` to `_end`, of which no block has been published yet.
+    states of the positions from `_begin` to `_end`, of which no block has been cached yet.
     """
 
     def __init__(self, shared: bool) -> None:
@@ -51,12 +51,12 @@ class HiddenStates:
         """Return the states of the request's block of that index, or None if not all of them are known. Blocks are
         asked for in ascending order, each once.
         """
-        start, end = index * BLOCK, (index + 1) * BLOCK
+        start, end = index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE
         if start < self._begin or end > self._end:
             return None
         kept = self._kept[0] if len(self._kept) == 1 else np.concatenate(self._kept)
         # a view would hold all of a forward's states
         states: States = kept[start - self._begin : end - self._begin].copy()
         rest = kept[end - self._begin :]
-        self._kept, self._begin = [rest.copy() if len(rest) < BLOCK else rest], end
+        self._kept, self._begin = [rest.copy() if len(rest) < BLOCK_SIZE else rest], end
         return states

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.core.batch import BLOCK
+from engine.core.batch import BLOCK_SIZE
 
 CODE_GROUP = 32
 """The number of neighbouring dimensions of codes that share a scale."""
@@ -43,9 +43,9 @@ class KVShape:
     def head_bytes(self) -> int:
         """Bytes of one head's keys in a block, and of its values."""
         if self.q8_0:
-            return BLOCK * (self.dims + self.dims // CODE_GROUP * _SCALE_BYTES)
+            return BLOCK_SIZE * (self.dims + self.dims // CODE_GROUP * _SCALE_BYTES)
         of_number: int = self.dtype.itemsize
-        return BLOCK * self.dims * of_number
+        return BLOCK_SIZE * self.dims * of_number
 
     @property
     def block_bytes(self) -> int:

@@ -21,6 +21,24 @@ Following = tuple[list[int], list[float]]
 """Tokens that may come next, likeliest first, and their probabilities."""
 
 
+class DraftQuery(NamedTuple):
+    """Asks for a draft after a request's text and `continuation`, a possible outcome of the round under way."""
+
+    request: int
+    continuation: Sequence[int]
+
+
+class DraftKey(NamedTuple):
+    """What a draft is for. It is verified in round `round`, if the round before it ended at `node` of tree `draft` (0:
+    the root alone) and the target then drew `token`. A `Draft` calls the tree its `parent`.
+    """
+
+    round: int
+    draft: int
+    node: int
+    token: int
+
+
 class Outcome(NamedTuple):
     """The round of `request` may end at `node` with the bonus token `token`."""
 
@@ -32,7 +50,7 @@ class Outcome(NamedTuple):
 
 def likeliest(
     trees: Mapping[int, TokenTree],
-    following: Callable[[Sequence[tuple[int, Sequence[int]]]], list[Following]],
+    following: Callable[[Sequence[DraftQuery]], list[Following]],
     limit: int,
     least: float,
 ) -> list[Outcome]:
@@ -49,7 +67,7 @@ def likeliest(
         if prob[node] >= least
     ]
     outcomes: dict[int, list[Outcome]] = {request: [] for request in trees}
-    predicted = following([(request, trees[request].path_tokens(node)[1:]) for request, node in places])
+    predicted = following([DraftQuery(request, trees[request].path_tokens(node)[1:]) for request, node in places])
     for (request, node), (tokens, probs) in zip(places, predicted, strict=True):
         tree = trees[request]
         new = [(token, p) for token, p in zip(tokens, probs, strict=True) if tree.child(node, token) is None]

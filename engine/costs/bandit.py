@@ -1,7 +1,8 @@
 """Choices by trial, for questions that cannot be answered beforehand: what a draft gains depends on the text, and
 workers compete for cores and caches.
 
-`Bandit` chooses between two options: it keeps the one that yields more and retries the other at growing intervals.
+`TwoOptionTrial` chooses between two options: it keeps the one that yields more and retries the other at growing
+intervals.
 
 `ConservativeBandit` (Wu et al. 2016) uses an option only as far as it cannot lose much to doing without it. The options
 are a request's drafts, retrieval's and a draft model's. A draft is made if the tokens that it is expected to gain are
@@ -27,7 +28,7 @@ _SELDOM = 8  # times `_RETRIED` is the longest interval
 _KEPT = 0.95  # share of earlier measurements kept with every block
 
 
-class Bandit:
+class TwoOptionTrial:
     """Chooses between two options by what they yield.
 
     second: whether the second option is in use. settled: the choice is fixed.
@@ -86,7 +87,9 @@ class Experience:
         self.spare = 0.0
 
     def observe(self, gained: float, seconds: float, reading: int = 0) -> None:
-        """Learn that a draft took `seconds`, the reading of so many positions included."""
+        """Learn that a draft gained `gained` tokens and took `seconds`, including the reading of `reading`
+        positions.
+        """
         self.gained.observe(gained)
         if reading:
             self.read_s += (max(0.0, seconds - self.draft_s) / reading - self.read_s) / MEMORY
@@ -125,7 +128,7 @@ class ConservativeBandit:
         return self._on_trial
 
     def observe(self, shared: Experience, gained: float, net: float) -> None:
-        """Learn that a draft has gained so much. net: less its cost, in tokens of plain decoding."""
+        """Learn that a draft gained `gained` tokens. net: these less its cost, in tokens of plain decoding."""
         self._gained.observe(gained)
         self._balance += net
         if self._on_trial:

@@ -17,7 +17,7 @@ from copy import copy
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.costs.bandit import Bandit
+from engine.costs.bandit import TwoOptionTrial
 from engine.costs.constants import AROUND_FORWARD, CLEARLY_BETTER, LATEST_ROUND, LEAST_PATIENCE_S, MARGINAL_ROWS
 from engine.costs.forward_time import NOTHING, Attended, ForwardTime
 from engine.wire.messages import Rates
@@ -36,7 +36,7 @@ class CostModel:
     def __init__(self, forward: ForwardTime, mode: str = "sequential"):
         self.forward = forward
         self._at_start = copy(forward)  # a fixed baseline for comparisons
-        self._mode = Bandit(16, 24, CLEARLY_BETTER, second=mode == "async", settled=mode != "auto")
+        self._mode = TwoOptionTrial(16, 24, CLEARLY_BETTER, second=mode == "async", settled=mode != "auto")
         self.tokens = 1.0
         self._rows = 1.0  # per request and round
         self._past = 0.0  # positions before a request's rows

@@ -16,16 +16,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.core.errors import ProtocolError
-from engine.core.outcomes import Outcome
+from engine.core.outcomes import DraftKey, Outcome
 from engine.core.tree import TokenTree
-
-
-class DraftKey(NamedTuple):
-    """What a draft is for, as a `Draft` names it: tree `draft` was accepted up to `node`, then `token` was drawn."""
-
-    draft: int
-    node: int
-    token: int
 
 
 class Sent(NamedTuple):
@@ -101,7 +93,7 @@ class DraftedRequest:
 
     def __init__(self, round_: int, last_token: int):
         self.round, self.last_token = round_, last_token
-        self.state: State = WantedDraft(DraftKey(0, 0, last_token)) if round_ else Reading()
+        self.state: State = WantedDraft(DraftKey(round_, 0, 0, last_token)) if round_ else Reading()
         self.drafts = 0
         self.ahead = self.given_up = False
 
@@ -138,7 +130,8 @@ class DraftedRequest:
     def conclude(self, draft: int, path: list[int], tokens: list[int], root_only: bool, due_ns: float) -> None:
         """Conclude the round with a verdict: it ended at path's last node, and the next one begins."""
         self.round, self.last_token = self.round + 1, tokens[-1]
-        self.state = after_verdict(self.state, DraftKey(draft, path[-1], tokens[-1]), root_only, due_ns)
+        outcome = DraftKey(self.round, draft, path[-1], tokens[-1])
+        self.state = after_verdict(self.state, outcome, root_only, due_ns)
 
     def answer(self, tree: TokenTree) -> tuple[DraftKey, Sent]:
         """Number the tree that was waited for; its round now runs."""

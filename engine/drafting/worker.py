@@ -19,18 +19,30 @@ import zmq
 
 from engine.core.drafter_protocol import Drafter, Verdict
 from engine.core.errors import ProtocolError
-from engine.core.outcomes import Outcome, likeliest
+from engine.core.outcomes import DraftKey, DraftQuery, Outcome, likeliest
 from engine.core.tree import TokenTree
 from engine.costs.constants import ENOUGH_TOKENS, GRAFT_PROB, LEAST_OUTCOME, OUTCOMES
-from engine.drafting.states import DraftedRequest, DraftKey, Running, Sent, WantedDraft
+from engine.drafting.states import DraftedRequest, Running, Sent, WantedDraft
 from engine.wire.loop_link import LoopDealer
-from engine.wire.messages import Array, Draft, Finish, Heartbeat, Hello, Rates, Ready, Rejoin, RoundVerdict, Start, Stop
+from engine.wire.messages import (
+    HEARTBEAT_S,
+    Array,
+    Draft,
+    Finish,
+    Heartbeat,
+    Hello,
+    Rates,
+    Ready,
+    Rejoin,
+    RoundVerdict,
+    Start,
+    Stop,
+)
 from engine.wire.trace import Trace
 from engine.wire.transport import Dealer
 
 FROM_VERIFIER = (Start, RoundVerdict, Finish, Rejoin)
 FROM_FRONT_END = (Stop,)
-HEARTBEAT_S = 0.5
 
 
 class Overtaken(Exception):
@@ -192,7 +204,8 @@ class DrafterWorker:
         trees = {number: tree or self.requests[number].root for number, tree in begun.items()}
 
         def propose(of: list[int]) -> None:
-            for number, tree in zip(of, self.drafter.propose_many([(number, ()) for number in of]), strict=True):
+            queries = [DraftQuery(number, ()) for number in of]
+            for number, tree in zip(of, self.drafter.propose_many(queries), strict=True):
                 trees[number] = tree
 
         if lacking := [n for n in numbers if not self._enough(trees[n]) and not self.requests[n].given_up]:
@@ -200,7 +213,7 @@ class DrafterWorker:
         for number, tree in trees.items():
             request = self.requests[number]
             outcome, sent = request.answer(tree.marked(self.drafter.source))
-            self._send(number, request.round, outcome, sent, before_s)
+            self._send(number, outcome, sent, before_s)
             before_s = self.drafter.forward_s  # their time is counted once
             self.trace.span("draft", started, number, f"{len(tree)} nodes")
         self._attempt(lambda of: self.drafter.settle(), numbers)
@@ -214,10 +227,13 @@ class DrafterWorker:
         started = time.perf_counter_ns()
         running = {number: idle for number in numbers if (idle := self.requests[number].idle) is not None}
         batch = self._next(running)
-        outcomes = [DraftKey(running[guess.request].under.draft, guess.node, guess.token) for guess in batch]
-        wanted = [
-            (guess.request, [*running[guess.request].under.tree.path_tokens(guess.node)[1:], guess.token])
-            for guess in batch
+        outcomes = [
+            DraftKey(self.requests[one.request].round + 1, running[one.request].under.draft, one.node, one.token)
+            for one in batch
+        ]
+        queries = [
+            DraftQuery(one.request, [*running[one.request].under.tree.path_tokens(one.node)[1:], one.token])
+            for one in batch
         ]
         before_s = self.drafter.forward_s
         trees: dict[int, TokenTree] = {}
@@ -238,12 +254,12 @@ class DrafterWorker:
                 raise Overtaken
 
         with contextlib.suppress(Overtaken):
-            trees = dict(enumerate(self.drafter.propose_many(wanted, stop_in_time)))
+            trees = dict(enumerate(self.drafter.propose_many(queries, stop_in_time)))
         for row, tree in trees.items():
             if len(tree) > 1:
-                number, request = batch[row].request, self.requests[batch[row].request]
-                sent = request.add(outcomes[row], tree.marked(self.drafter.source))
-                self._send(number, request.round + 1, outcomes[row], sent, before_s)
+                number = batch[row].request
+                sent = self.requests[number].add(outcomes[row], tree.marked(self.drafter.source))
+                self._send(number, outcomes[row], sent, before_s)
                 before_s = self.drafter.forward_s  # the batch's time is counted once
         what = f"{len(trees)} outcomes" if trees else "overtaken"
         self.trace.span("draft ahead", started, min((guess.request for guess in batch), default=0), what)
@@ -262,10 +278,10 @@ class DrafterWorker:
             running[guess.request].take(guess)
         return batch
 
-    def _send(self, number: int, round_: int, outcome: DraftKey, sent: Sent, since_s: float) -> None:
+    def _send(self, number: int, outcome: DraftKey, sent: Sent, since_s: float) -> None:
         draft = Draft(
             request=number,
-            round=round_,
+            round=outcome.round,
             draft=sent.draft,
             parent=outcome.draft,
             node=outcome.node,

@@ -54,7 +54,7 @@ class Totals:
             self.accepted_at[place] += 1
 
     def look_up(self, prompt: int, cached: int) -> None:
-        """Count a prompt of so many tokens, of which so many were found in the prefix cache."""
+        """Count a prompt of `prompt` tokens, `cached` of which were found in the prefix cache."""
         self.prefix_queries += prompt
         self.prefix_hits += cached
 

@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from engine.kernels.simd import features
+from engine.kernels.simd import features, pointer
 
 TILE_ROWS = 16
 TILE_BYTES = 1024
@@ -45,13 +45,8 @@ def call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> None:
     builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
-def pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type = _BYTE) -> ir.Value:
-    """Return a pointer to that address."""
-    return builder.inttoptr(address, kind.as_pointer())
-
-
 def opaque(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """The same address or vector, of which LLVM knows nothing.
+    """Return the same address or vector, hiding from LLVM how it was computed.
 
     Otherwise LLVM counts each of many addresses near it in a register of its own, keeps most of these on the stack, and
     adds to them all in each turn of a loop; and it makes one dear instruction of two that are cheaper.

@@ -22,7 +22,7 @@ from numba.extending import intrinsic, models, register_model
 binding.initialize_native_asmparser()  # one conversion has no name in LLVM's Python binding
 
 LANES = 16
-FLOAT, _INT = ir.FloatType(), ir.IntType(32)
+FLOAT, _BYTE, _INT = ir.FloatType(), ir.IntType(8), ir.IntType(32)
 VECTOR, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(_INT, LANES)
 _HALVES = ir.VectorType(ir.IntType(16), LANES)
 
@@ -54,7 +54,8 @@ def integers(value: int) -> ir.Constant:
     return ir.Constant(INTS, [value] * LANES)
 
 
-def pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
+def pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type = _BYTE) -> ir.Value:
+    """Return a pointer to that address."""
     return builder.inttoptr(address, kind.as_pointer())
 
 

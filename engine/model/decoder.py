@@ -83,7 +83,9 @@ class LeanDecoder:
         self._program = self._program_for(1)
 
     def _attend_in(self, pool: KVPool) -> None:
-        """An attention for each part of the pool and number of queries that share keys; and which each layer has."""
+        """Make an attention for each part of the pool and each number of queries that share keys, and choose one for
+        each layer.
+        """
         self.states, self._keys = pool.layer_states, list[tuple[KeyPlace, Attention, int]]()
         self._parts = pool.parts
         places, mixers = self.structure.key_places, self.structure.attending.values()
@@ -171,7 +173,7 @@ class LeanDecoder:
         return self._program.new_out(0 if chosen_later else batch.wanted)
 
     def _run(self, batch: Batch, out: Tensor) -> Tensor:
-        """The logits of the rows wanted, in `out` if it has as many rows."""
+        """Return the logits of the rows wanted, in `out` if it has as many rows."""
         program = self._program
         if len(out) == batch.wanted:
             return program.run_to_head(out)
@@ -179,7 +181,9 @@ class LeanDecoder:
         return self.head(program.buffers["x"].index_select(0, torch.from_numpy(batch.chosen)))
 
     def _run_walked(self, batch: Batch, out: Tensor, states: StatePool) -> Tensor:
-        """The same where layers have a state. Raises StateLost if it is interrupted; until it runs nothing is lost."""
+        """Run the layers one by one, for models whose layers have a state. Raises StateLost if it is interrupted;
+        nothing is lost before it runs.
+        """
         assert self._walk is not None
         requests = [segment.cache.state for segment in batch.segments]
         rows = [state.rows(segment) for state, segment in zip(requests, batch.segments, strict=True)]
@@ -193,7 +197,7 @@ class LeanDecoder:
         return logits
 
     def _embedding(self, structure: DecoderStructure, parameters: Parameters) -> Tensor | TiledMatrix:
-        """What tokens are looked up in: the output matrix itself, if it is the same in a file's blocks."""
+        """Return the matrix in which tokens are looked up: the output matrix, if the file stores one for both."""
         tiled = [] if self.head.matmul is None else self.head.matmul.tiled
         if structure.tied and len(tiled) == 1:
             return tiled[0]
@@ -203,7 +207,9 @@ class LeanDecoder:
     def _layer_inputs(
         structure: DecoderStructure, parameters: Parameters, activations: Activations
     ) -> tuple[Product, PerLayerInputs] | None:
-        """What the layers get beside the residual, and its product; None if there is nothing."""
+        """Return the product that makes the inputs of single layers and their description; None if the layers get the
+        residual alone.
+        """
         if (found := structure.layer_inputs) is None:
             return None
         project = joined(found.project, parameters, activations)
@@ -216,7 +222,7 @@ class LeanDecoder:
         self._rotary.shrink()
 
     def _program_for(self, rows: int) -> LayerProgram:
-        """The program of all layers for up to `rows` rows."""
+        """Return the program of all layers for up to `rows` rows."""
         program = LayerProgram(self.attentions, rows, self.hidden, self.dtype, len(self.layers))
         program.embed(self.embedding, self.embedding_scale)
         if self.layer_inputs is not None:
@@ -250,8 +256,8 @@ class LeanDecoder:
         return [mixer for mixer in mixers if mixer is not None and not isinstance(mixer, AttentionWeights)]
 
     def _new_walk(self) -> Walk | None:
-        """What layers with a state are told of a forward; None if there are none. Raises OtherStructure if the pool
-        keeps other states than these layers'.
+        """Return what layers with a state are told of a forward; None if there are no such layers. Raises
+        OtherStructure if the pool keeps states of another shape.
         """
         layers = self._with_state
         shape = StateShape(tuple(one.state_bytes for one in layers), tuple(one.row_bytes for one in layers))
@@ -262,7 +268,7 @@ class LeanDecoder:
         return Walk(shape, max(one.scratch_bytes for one in layers), max(one.tile_bytes for one in layers))
 
     def _places(self) -> Iterator[LayerPlace]:
-        """Where the part of each layer with a state is."""
+        """Yield where each layer with a state keeps its part."""
         if self._walk is not None:
             shape = self._walk.shape
             for state, row in zip(shape.state_offsets[:-1], shape.row_offsets[:-1], strict=True):
@@ -297,7 +303,7 @@ class LeanDecoder:
 
 
 def _looked_up(matrix: Tensor | StoredMatrix) -> Tensor | TiledMatrix:
-    """A matrix whose rows are read one by one."""
+    """Return the matrix in a form from which single rows are read."""
     return TiledMatrix(panels_of(matrix)) if isinstance(matrix, StoredMatrix) else matrix.detach().contiguous()
 
 

@@ -54,8 +54,8 @@ class Parameters(Protocol):
 
     def matrix(self, name: str) -> Tensor | StoredMatrix: ...
     def experts(self, name: str, parts: int = 0) -> Sequence[Tensor | Sequence[StoredMatrix]]:
-        """For each expert, its matrix [outputs, inputs] or the parts of it. parts: of the parameter, if it has inputs
-        before outputs, and those of so many matrices in turn.
+        """Return each expert's matrix [outputs, inputs], or the parts of it. parts: 0, or how many matrices the
+        parameter holds in turn, with inputs before outputs.
         """
         ...
 
@@ -63,7 +63,7 @@ class Parameters(Protocol):
 
 
 class InMemory:
-    """Those of a model that is in memory."""
+    """Parameters of a model in memory."""
 
     def __init__(self, model: torch.nn.Module):
         self.model = model
@@ -82,7 +82,7 @@ class InMemory:
 
 
 def apart(outputs: Tensor, parts: int) -> Tensor:
-    """The outputs of several matrices, which lie in turn, one matrix after the other."""
+    """Separate the outputs of several matrices, which lie in turn, and join each matrix's outputs."""
     return outputs.unflatten(0, (-1, parts)).transpose(0, 1).flatten(0, 1).contiguous()
 
 
@@ -116,7 +116,7 @@ class Layer:
         )
 
     def _mixer(self, mixer: Mixer) -> tuple[AttentionWeights | StateLayer, list[Product]]:
-        """What mixes rows, and the matrices that a row is multiplied with."""
+        """Return the weights that mix rows, and the matrices that a row is multiplied with."""
         if isinstance(mixer, MambaStructure):
             return self._mamba(mixer)
         if isinstance(mixer, GatedDeltaStructure):
@@ -231,12 +231,12 @@ class Layer:
         return mamba, [inputs, out]
 
     def _decay(self, mixer: GatedDeltaStructure | MambaStructure) -> Tensor:
-        """What multiplies a step of each head in the exponent of the share that is kept."""
+        """Return the factor of each head's step in the exponent of the share of the state that is kept."""
         decay = self._numbers(mixer.decay).flatten()
         return -decay.exp() if mixer.decay_is_log else decay
 
     def _numbers(self, name: str) -> Tensor:
-        """A vector as kernels read it."""
+        """Return a vector as kernels read it: contiguous float32."""
         return self._parameters.vector(name).detach().float().contiguous()
 
     def _joined(self, linear: LinearStructure) -> Product:
@@ -249,7 +249,7 @@ class Layer:
         return self._mlp(mlp) if isinstance(mlp, MlpStructure) else self._experts(mlp)
 
     def _mlp(self, mlp: MlpStructure) -> tuple[GatedMlp, list[Product]]:
-        """The MLP, and the matrices that a row is multiplied with."""
+        """Return the MLP, and the matrices that a row is multiplied with."""
         silu = mlp.activation is Activation.SILU and not mlp.plain and mlp.gate_scale == 1  # products apply that
         gate_up, down = joined(mlp.gate_up, self._parameters, self._activations, gated=silu), self._joined(mlp.down)
         amounts = [float(softplus(self._parameters.vector(name).detach().float())) for name in mlp.amounts]
@@ -263,7 +263,7 @@ class Layer:
         return LayerInput(gate, out, out.inputs, norm, added.activation), [gate, out]
 
     def _experts(self, mlp: ExpertsStructure) -> tuple[ExpertMlp, list[Product]]:
-        """The experts, and the matrices that a row is multiplied with."""
+        """Return the experts, and the matrices that a row is multiplied with."""
         parameters, take, parts = self._parameters, self._activations, 1 if mlp.plain else 2
         gated = mlp.activation is Activation.SILU and not mlp.plain
         gate_up, down = (
@@ -307,14 +307,14 @@ class Layer:
         return mixed, [router, *gate_up[: mlp.top_k], *down[: mlp.top_k], *of_shared]
 
     def _biases(self, name: str, parts: int, mlp: ExpertsStructure) -> Sequence[Tensor | None]:
-        """The bias of each expert. parts: as for `Parameters.experts`."""
+        """Return the bias of each expert. parts: as for `Parameters.experts`."""
         if not name:
             return [None] * mlp.count
         return [apart(bias, parts) if mlp.in_turn else bias for bias in self._parameters.vector(name).detach()]
 
 
 def state_shape(structure: DecoderStructure, dtype: torch.dtype) -> StateShape | None:
-    """What the layers with a state keep of a request; None if all layers have keys and values. dtype: of rows."""
+    """Return what layers with a state keep of a request; None if all layers have keys and values. dtype: of rows."""
     sizes = []
     for mixer in (mixer for layer in structure.layers for mixer in (layer.mixer, layer.beside)):
         if isinstance(mixer, GatedDeltaStructure):
@@ -329,7 +329,7 @@ def state_shape(structure: DecoderStructure, dtype: torch.dtype) -> StateShape |
 
 
 def norm_of(norm: Any) -> Norm:
-    """An RMSNorm of a stock model. Raises OtherStructure if it is none."""
+    """Return an RMSNorm of a stock model. Raises OtherStructure if it is none."""
     return made_norm(rms_structure(norm, ""), norm.weight)
 
 
@@ -339,7 +339,7 @@ def _norm_of_ones(width: int, epsilon: float) -> Norm:
 
 
 def norm_from(norm: NormStructure, parameters: Parameters) -> Norm:
-    """That norm, with its parameters."""
+    """Return the norm with the parameters its structure names."""
     if not norm.weight:
         return Norm(torch.ones(norm.width, dtype=torch.float32), norm.epsilon, norm.centred)
     bias = parameters.vector(norm.bias).detach().float().contiguous() if norm.bias else None
@@ -347,13 +347,15 @@ def norm_from(norm: NormStructure, parameters: Parameters) -> Norm:
 
 
 def made_norm(norm: NormStructure, weight: Tensor, bias: Tensor | None = None) -> Norm:
-    """That norm, with its weight and bias."""
+    """Return the norm that `norm` describes, with this weight and bias."""
     factors = norm.factor * (weight.detach().float() + (1 if norm.adds_one else 0))
     return Norm(factors.contiguous(), norm.epsilon, norm.centred, bias)
 
 
 def joined(linear: LinearStructure, parameters: Parameters, activations: Activations, gated: bool = False) -> Product:
-    """One product that replaces several over the same input. activations: how it takes its rows, if it is in blocks."""
+    """Return one product that replaces several over the same input. activations: the type to which it rounds its rows,
+    if it is in blocks.
+    """
     found = {name: parameters.matrix(name) for name in dict.fromkeys(linear.weights)}
     weights = [_picked(found[name], order) for name, order in zip(linear.weights, linear.orders, strict=True)]
     bias = _bias(linear, parameters, [found[name].shape[0] for name in linear.weights])
@@ -364,7 +366,7 @@ def joined(linear: LinearStructure, parameters: Parameters, activations: Activat
 
 
 def _bias(linear: LinearStructure, parameters: Parameters, outputs: Sequence[int]) -> Tensor | None:
-    """That of all parts; zeros for a part without one. None if no part has one."""
+    """Return the joined bias; parts without one get zeros. None if no part has one."""
     if not any(linear.biases):
         return None
     held = [parameters.vector(name) if name else None for name in linear.biases]
@@ -376,7 +378,7 @@ def _bias(linear: LinearStructure, parameters: Parameters, outputs: Sequence[int
 
 
 def _picked(part: Any, order: Picked | None) -> Any:
-    """A tensor or a matrix of a file, with those of its outputs that are picked."""
+    """Return the picked outputs of a tensor or of a file's matrix."""
     if order is None:
         return part
     whole = torch.arange(part.shape[0]).unflatten(0, (-1, order.run))[:, list(order.outputs)].flatten()

@@ -7,9 +7,9 @@ from itertools import zip_longest
 
 import numpy as np
 
-from engine.core.batch import BLOCK, Int
+from engine.core.batch import BLOCK_SIZE, Int
 from engine.core.hidden_states import States
-from engine.model.kv_pool import Ending, KVPool
+from engine.model.kv_pool import BlockKey, KVPool
 from engine.model.request_state import RequestState
 from engine.model.state_pool import StatePool
 
@@ -20,7 +20,7 @@ Moves = tuple[Int, Int]
 
 class KVCache:
     """One request's keys and values. length: committed positions; pending: rows after them that are still drafts.
-    tenant: whose blocks in the cache folder it shares. spoiled: whether the block after those that it has published is
+    tenant: whose blocks in the cache folder it shares. spoiled: whether the block after those that it has cached is
     not finite. moved: rows of the last tree whose entries a GPU has moved to the first places after `length`.
     """
 
@@ -30,28 +30,28 @@ class KVCache:
         self.length = self.pending = 0
         self.spoiled = False
         self.moved: Sequence[int] = ()
-        self.table: Int = np.zeros(0, np.int32)
+        self.block_table: Int = np.zeros(0, np.int32)
         self._texts: list[int] = []  # the numbers of the texts that its first full blocks end
         self._keys = [] if self.saved is None else [self.saved.root(tenant)]  # in the cache folder, of the same texts
 
     @property
     def capacity(self) -> int:
         """The positions that it has blocks for."""
-        return len(self.table) * BLOCK
+        return len(self.block_table) * BLOCK_SIZE
 
     def reserve(self, positions: int) -> None:
         """Take blocks for at least `positions` positions; OutOfBlocks if there are not enough."""
-        missing = -(-positions // BLOCK) - len(self.table)
+        missing = -(-positions // BLOCK_SIZE) - len(self.block_table)
         if missing > 0:
-            self.table = np.concatenate([self.table, np.asarray(self.pool.allocate(missing), np.int32)])
+            self.block_table = np.concatenate([self.block_table, np.asarray(self.pool.allocate(missing), np.int32)])
         if self.state is not None:
             self.state.reserve()
 
     def trim(self) -> None:
         """Return the blocks after the committed positions: drafts that were not accepted hold none."""
-        used = -(-self.length // BLOCK)
-        self.pool.release(self.table[used:].tolist())
-        self.table = self.table[:used]
+        used = -(-self.length // BLOCK_SIZE)
+        self.pool.release(self.block_table[used:].tolist())
+        self.block_table = self.block_table[:used]
 
     def commit(self, path: Sequence[int]) -> None:
         """Keep the entries of the last tree's nodes `path` (ascending) as the next committed positions."""
@@ -73,78 +73,78 @@ class KVCache:
         sources = np.asarray(path[in_place:], np.int32) + np.int32(length)
         return self.slots(sources), self.slots(np.arange(length + in_place, self.length, dtype=np.int32))
 
-    def next_ending(self, text: Sequence[int]) -> Ending | None:
-        """Return what the block after the committed positions will end; None unless it begins there and `text` fills
+    def next_block_key(self, text: Sequence[int]) -> BlockKey | None:
+        """Return the key of the block after the committed positions; None unless a block begins there and `text` fills
         it.
         """
         at = len(self._texts)
-        if self.length != at * BLOCK or len(text) < self.length + BLOCK:
+        if self.length != at * BLOCK_SIZE or len(text) < self.length + BLOCK_SIZE:
             return None
-        return (self._texts[-1] if at else 0), tuple(text[self.length : self.length + BLOCK])
+        return BlockKey(self._texts[-1] if at else 0, tuple(text[self.length : self.length + BLOCK_SIZE]))
 
-    def adopt(self, text: Sequence[int], with_states: bool = False) -> list[States]:
+    def match_prefix(self, text: Sequence[int], with_hidden_states: bool = False) -> list[States]:
         """Reuse the cached blocks of `text`, one by one. Returns their hidden states if these are needed."""
         if self.state is None:
-            return self._adopt_blocks(text, len(text) // BLOCK, with_states)
-        return self._adopt_state(self.state, text, with_states)
+            return self._match_blocks(text, len(text) // BLOCK_SIZE, with_hidden_states)
+        return self._match_state(self.state, text, with_hidden_states)
 
-    def _adopt_blocks(
-        self, text: Sequence[int], most: int, with_states: bool, keys: Sequence[bytes] = ()
+    def _match_blocks(
+        self, text: Sequence[int], most: int, with_hidden_states: bool, keys: Sequence[bytes] = ()
     ) -> list[States]:
         """Reuse cached blocks until there are `most`. keys: of the next blocks in the cache folder, as far as they are
         known.
         """
         states, known_keys = [], iter(keys)
-        while len(self._texts) < most and (ending := self.next_ending(text)):
-            key = next(known_keys, None) or self._key_after(self._last_key, ending[1])
-            if (known := self._find(ending, key, with_states)) is None:
+        while len(self._texts) < most and (block_key := self.next_block_key(text)):
+            key = next(known_keys, None) or self._key_after(self._last_key, block_key.tokens)
+            if (known := self._find(block_key, key, with_hidden_states)) is None:
                 break
             block, number = known
-            if with_states:
-                states.append(self.pool.states(block))
+            if with_hidden_states:
+                states.append(self.pool.hidden_states(block))
             at = len(self._texts)
-            if at < len(self.table):
-                self.pool.release([int(self.table[at])])
-                self.table[at] = block
+            if at < len(self.block_table):
+                self.pool.release([int(self.block_table[at])])
+                self.block_table[at] = block
             else:
-                self.table = np.append(self.table, np.int32(block))
-            self._note(ending, number, key)
-            self.length += BLOCK
+                self.block_table = np.append(self.block_table, np.int32(block))
+            self._note(block_key, number, key)
+            self.length += BLOCK_SIZE
         return states
 
-    def _adopt_state(self, state: RequestState, text: Sequence[int], with_states: bool) -> list[States]:
+    def _match_state(self, state: RequestState, text: Sequence[int], with_hidden_states: bool) -> list[States]:
         """Reuse cached blocks up to the last one at whose end a snapshot is, and go on from that. Snapshots at the last
         full block of the text, and at the end of what was found, are to last: other texts may part there too.
         """
         held, pool = len(self._texts), state.pool
-        state.wanted.add(len(text) // BLOCK * BLOCK)
-        if self.next_ending(text) is None or state.searched == pool.kept:
+        state.wanted.add(len(text) // BLOCK_SIZE * BLOCK_SIZE)
+        if self.next_block_key(text) is None or state.searched == pool.kept:
             return []
         state.searched = pool.kept
-        found, most, keys = self._reach(pool, text, with_states)
+        found, most, keys = self._reach(pool, text, with_hidden_states)
         if most < found:
-            state.wanted.add(found * BLOCK)
-        states = self._adopt_blocks(text, most, with_states, keys)
+            state.wanted.add(found * BLOCK_SIZE)
+        states = self._match_blocks(text, most, with_hidden_states, keys)
         stay, slot = len(self._texts), None
         while stay > held and (slot := self._snapshot(pool, stay - 1, held == 0)) is None:
             stay -= 1
         if slot is not None:
-            state.adopt(slot, stay * BLOCK)
+            state.adopt(slot, stay * BLOCK_SIZE)
         if stay < len(self._texts):
-            self.pool.release(self.table[stay:][::-1].tolist())
-            self.table, self.length = self.table[:stay], stay * BLOCK
+            self.pool.release(self.block_table[stay:][::-1].tolist())
+            self.block_table, self.length = self.block_table[:stay], stay * BLOCK_SIZE
             del self._texts[stay:], self._keys[stay + 1 :]
         return states[: stay - held]
 
-    def _reach(self, pool: StatePool, text: Sequence[int], with_states: bool) -> tuple[int, int, list[bytes]]:
+    def _reach(self, pool: StatePool, text: Sequence[int], with_hidden_states: bool) -> tuple[int, int, list[bytes]]:
         """Return how many blocks of the text are known, how many of them lead to the last snapshot, and the keys of
         those that the cache does not have yet. Nothing is read or held.
         """
         at = most = held = len(self._texts)
         number, keys = (self._texts[-1] if at else 0), [self._last_key]
-        while len(text) >= (at + 1) * BLOCK:
-            tokens = tuple(text[at * BLOCK : (at + 1) * BLOCK])
-            number = self.pool.number((number, tokens), with_states)
+        while len(text) >= (at + 1) * BLOCK_SIZE:
+            tokens = tuple(text[at * BLOCK_SIZE : (at + 1) * BLOCK_SIZE])
+            number = self.pool.number(BlockKey(number, tokens), with_hidden_states)
             key = self._key_after(keys[-1], tokens)
             on_disk = self.saved is not None and self.saved.has(key)
             if not number and not on_disk:
@@ -170,64 +170,64 @@ class KVCache:
         """Return the key of the block of these tokens after the text of `key`; without a cache folder it has none."""
         return b"" if self.saved is None else self.saved.next_key(key, tokens)
 
-    def _find(self, ending: Ending, key: bytes, with_states: bool) -> tuple[int, int] | None:
+    def _find(self, block_key: BlockKey, key: bytes, with_hidden_states: bool) -> tuple[int, int] | None:
         """Return the block that ends this text and the text's number, from the pool or the cache folder."""
-        if (known := self.pool.find(ending, with_states)) is not None or self.saved is None:
+        if (known := self.pool.find(block_key, with_hidden_states)) is not None or self.saved is None:
             return known
-        return self.pool.restore(ending, key, with_states)
+        return self.pool.restore(block_key, key, with_hidden_states)
 
-    def _note(self, ending: Ending, number: int, key: bytes) -> None:
+    def _note(self, block_key: BlockKey, number: int, key: bytes) -> None:
         """Record that the pool knows the next full block by that number, and the cache folder by that key."""
         self._texts.append(number)
         if self.saved is not None:
             self._keys.append(key)
-            self.pool.save(ending, number, key)
+            self.pool.save(block_key, number, key)
 
-    def publish(self, text: Sequence[int], states_of: Callable[[int], States | None] = lambda at: None) -> None:
+    def cache_blocks(self, text: Sequence[int], states_of: Callable[[int], States | None] = lambda at: None) -> None:
         """Let other requests find the full blocks. text: at least the committed positions. states_of: the hidden states
         of a block, if they are known.
         """
-        new = range(len(self._texts), len(self._texts) if self.spoiled else self.length // BLOCK)
-        for at, finite in zip(new, self.pool.finite(self.table[new.start : new.stop].tolist()), strict=True):
+        new = range(len(self._texts), len(self._texts) if self.spoiled else self.length // BLOCK_SIZE)
+        for at, finite in zip(new, self.pool.finite(self.block_table[new.start : new.stop].tolist()), strict=True):
             if not finite:
                 self.spoiled = True
                 break
-            ending = (self._texts[-1] if at else 0), tuple(text[at * BLOCK : (at + 1) * BLOCK])
-            number = self.pool.publish(ending, int(self.table[at]), states_of(at))
-            self._note(ending, number, self._key_after(self._last_key, ending[1]))
+            block_key = BlockKey(self._texts[-1] if at else 0, tuple(text[at * BLOCK_SIZE : (at + 1) * BLOCK_SIZE]))
+            number = self.pool.cache_block(block_key, int(self.block_table[at]), states_of(at))
+            self._note(block_key, number, self._key_after(self._last_key, block_key.tokens))
         if self.state is not None:
-            self._publish_snapshots(self.state)
+            self._cache_snapshots(self.state)
 
-    def _publish_snapshots(self, state: RequestState) -> None:
+    def _cache_snapshots(self, state: RequestState) -> None:
         """Let other requests find the snapshots that were taken since the last time. A snapshot after a block that is
         not finite is dropped.
         """
         pool = state.pool
         searched = state.searched == pool.kept
         for position, slot, lasts in state.saved:
-            if position > len(self._texts) * BLOCK:
+            if position > len(self._texts) * BLOCK_SIZE:
                 pool.give(slot)
                 continue
-            number = self._texts[position // BLOCK - 1]
+            number = self._texts[position // BLOCK_SIZE - 1]
             pool.keep(number, slot, lasts)
             pool.give(slot)
             if not lasts:
                 pool.replace(state.rolling)
                 state.rolling = number
             elif self.saved is not None:
-                pool.save(number, self._keys[position // BLOCK])
+                pool.save(number, self._keys[position // BLOCK_SIZE])
         state.saved = []
         if searched:
             state.searched = pool.kept  # its own snapshots are none that it could go on from
 
     def release(self) -> None:
         """Return the blocks to the pool."""
-        self.pool.release(self.table[::-1].tolist())  # evicted from its end: without its beginning a text is not found
+        self.pool.release(self.block_table[::-1].tolist())  # evicted from the end: a text is found by its beginning
         if self.state is not None:
             if self.saved is not None and self.state.rolling in self._texts:
                 self.state.pool.save(self.state.rolling, self._keys[self._texts.index(self.state.rolling) + 1])
             self.state.release()
-        self.table, self._texts = np.zeros(0, np.int32), []
+        self.block_table, self._texts = np.zeros(0, np.int32), []
         self.length = self.pending = 0
         self.spoiled, self.moved = False, ()
         if self.saved is not None:
@@ -236,7 +236,7 @@ class KVCache:
 
     def slots(self, positions: Int) -> Int:
         """Return the places in the pool of these positions."""
-        slots: Int = self.table[positions // BLOCK] * np.int32(BLOCK) + positions % np.int32(BLOCK)
+        slots: Int = self.block_table[positions // BLOCK_SIZE] * np.int32(BLOCK_SIZE) + positions % np.int32(BLOCK_SIZE)
         return slots
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.core.batch import BLOCK, Int
+from engine.core.batch import BLOCK_SIZE, Int
 from engine.core.kv_shape import KVShape
 from engine.device import uploaded
 from engine.kernels.attention.finite_blocks import FiniteBlocks
@@ -32,13 +32,13 @@ class KVPart:
 
     def __init__(self, shape: KVShape, blocks: int, device: torch.device):
         self.shape, self.blocks = shape, blocks
-        sizes = [(shape.head_bytes,)] * 2 if shape.q8_0 else [(shape.dims, BLOCK), (BLOCK, shape.dims)]
+        sizes = [(shape.head_bytes,)] * 2 if shape.q8_0 else [(shape.dims, BLOCK_SIZE), (BLOCK_SIZE, shape.dims)]
         dtype, of_part = torch.uint8 if shape.q8_0 else shape.dtype, (shape.layers, blocks, shape.kv_heads)
         self.keys, self.values = (_untouched((*of_part, *size), dtype, device) for size in sizes)
         self._finite = FiniteBlocks(shape, blocks, *self.addresses(0)) if device.type == "cpu" else None
 
     def addresses(self, layer: int) -> tuple[int, int]:
-        """The addresses of the layer's keys and values."""
+        """Return the addresses of the layer's keys and values."""
         keys, values = (part.data_ptr() + layer * part.stride(0) * part.itemsize for part in (self.keys, self.values))
         return keys, values
 
@@ -65,15 +65,15 @@ class KVPart:
         values.
         """
         keys, values = self.keys[layer], self.values[layer]
-        block, lane = slots.long() // BLOCK, slots.long() % BLOCK
+        block, lane = slots.long() // BLOCK_SIZE, slots.long() % BLOCK_SIZE
         if not self.shape.vnni:
             return [(keys.permute(0, 3, 1, 2), (block, lane)), (values.permute(0, 2, 1, 3), (block, lane))]
-        paired = keys.view(*keys.shape[:2], -1, BLOCK, 2).permute(0, 3, 1, 2, 4)
-        pairs = values.view(*values.shape[:2], -1, BLOCK // 2, LANES, 2).permute(0, 3, 5, 1, 2, 4)
+        paired = keys.view(*keys.shape[:2], -1, BLOCK_SIZE, 2).permute(0, 3, 1, 2, 4)
+        pairs = values.view(*values.shape[:2], -1, BLOCK_SIZE // 2, LANES, 2).permute(0, 3, 5, 1, 2, 4)
         return [(paired, (block, lane)), (pairs, (block, lane // 2, lane % 2))]
 
     def finite(self, blocks: Sequence[int]) -> list[bool]:
-        """Whether each block's keys and values are all finite."""
+        """Return whether each block's keys and values are all finite."""
         return finite_by_index(self.keys, self.values, blocks) if self._finite is None else self._finite(blocks)
 
     def move(self, sources: Int, places: Int) -> None:
@@ -93,8 +93,8 @@ class KVPart:
 
 @torch.inference_mode()  # the mode in which a target makes its pool
 def move_by_index(keys: Tensor, values: Tensor, sources: Int, places: Int) -> None:
-    """What `KVPart.move` does, on any device."""
-    indexes = np.stack([*np.divmod(sources, BLOCK), *np.divmod(places, BLOCK)]).astype(np.int64)
+    """Move keys and values as `KVPart.move` does, on any device."""
+    indexes = np.stack([*np.divmod(sources, BLOCK_SIZE), *np.divmod(places, BLOCK_SIZE)]).astype(np.int64)
     ((old, old_lane, new, new_lane),) = uploaded([torch.from_numpy(indexes)], keys.device)
     keys[:, new, :, :, new_lane] = keys[:, old, :, :, old_lane]
     values[:, new, :, new_lane] = values[:, old, :, old_lane]
@@ -102,7 +102,7 @@ def move_by_index(keys: Tensor, values: Tensor, sources: Int, places: Int) -> No
 
 @torch.inference_mode()
 def finite_by_index(keys: Tensor, values: Tensor, blocks: Sequence[int]) -> list[bool]:
-    """What `KVPart.finite` returns, on any device: one wait for all blocks."""
+    """Return what `KVPart.finite` returns, on any device, with one wait for all blocks."""
     both = [part[:, list(blocks)].isfinite().movedim(1, 0).flatten(1).all(1) for part in (keys, values)]
     found: list[bool] = (both[0] & both[1]).tolist()
     return found

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +29,16 @@ from engine.model.saved.states import SavedStates
 from engine.model.state_pool import SLOTS_EACH, StatePool
 
 _CPU = torch.device("cpu")
-_STATES_SHARE = 4  # hidden states may take one part in so many of what keys and values take, beside them
-Ending = tuple[int, tuple[int, ...]]
-"""The text that a full block ends: the number of the text before it (0: none), and its own 16 tokens."""
+_HIDDEN_STATES_SHARE = 4  # hidden states may take one part in so many of what keys and values take, beside them
+
+
+class BlockKey(NamedTuple):
+    """The text that a full block ends. prefix_id: the number of the text before the block, 0 if there is none; tokens:
+    the block's own 16.
+    """
+
+    prefix_id: int
+    tokens: tuple[int, ...]
 
 
 class KVPool:
@@ -52,11 +60,11 @@ class KVPool:
         self._free = list(range(blocks - 1, -1, -1))
         self._references = [0] * blocks
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached and unreferenced, least recently used first
-        self._known: dict[Ending, tuple[int, int]] = {}  # the block, and the number of the text that it ends
-        self._ending: dict[int, Ending] = {}
-        self._states: OrderedDict[int, States] = OrderedDict()  # of known blocks, used longest ago first
-        self._states_room = blocks * self.block_bytes // _STATES_SHARE
-        self._state_layers: tuple[int, ...] = ()
+        self._known: dict[BlockKey, tuple[int, int]] = {}  # the block, and the number of the text that it ends
+        self._key_of: dict[int, BlockKey] = {}
+        self._hidden_states: OrderedDict[int, States] = OrderedDict()  # of known blocks, used longest ago first
+        self._hidden_states_room = blocks * self.block_bytes // _HIDDEN_STATES_SHARE
+        self._hidden_state_layers: tuple[int, ...] = ()
         self._numbers = count(1)
         self.saved: SavedBlocks | None = None
 
@@ -104,7 +112,9 @@ class KVPool:
         return len(self._free) + len(self._idle)
 
     def has_state_beside(self, states: Sequence[RequestState | None]) -> bool:
-        """Whether one more request gets the slots that it needs, if any, beside those of other requests' states."""
+        """Return whether one more request gets the slots that it needs, if any, beside those of other requests'
+        states.
+        """
         if self.layer_states is None:
             return True
         promised = sum(state.missing for state in states if state is not None)
@@ -125,110 +135,113 @@ class KVPool:
             self._references[block] -= 1
             if self._references[block]:
                 continue
-            if block in self._ending:
+            if block in self._key_of:
                 self._idle[block] = None
             else:
                 self._free.append(block)
 
-    def find(self, ending: Ending, with_states: bool = False) -> tuple[int, int] | None:
-        """The block that ends this text, with one more reference, and the text's number. with_states: only if its
-        hidden states are there too.
+    def find(self, block_key: BlockKey, with_hidden_states: bool = False) -> tuple[int, int] | None:
+        """Return the block that ends this text, with one more reference, and the text's number; None if it is not
+        cached. with_hidden_states: only if the block's hidden states are cached too.
         """
-        if (known := self._known.get(ending)) is None or (with_states and known[0] not in self._states):
+        known = self._known.get(block_key)
+        if known is None or (with_hidden_states and known[0] not in self._hidden_states):
             return None
         block, _ = known
         self._idle.pop(block, None)
         self._references[block] += 1
         return known
 
-    def number(self, ending: Ending, with_states: bool = False) -> int:
-        """The number of this text, 0 if no block ends it. with_states: or if its hidden states are not there."""
-        known = self._known.get(ending)
-        return 0 if known is None or (with_states and known[0] not in self._states) else known[1]
+    def number(self, block_key: BlockKey, with_hidden_states: bool = False) -> int:
+        """Return the number of this text, 0 if no block ends it. with_hidden_states: 0 also if its hidden states are
+        not cached.
+        """
+        known = self._known.get(block_key)
+        return 0 if known is None or (with_hidden_states and known[0] not in self._hidden_states) else known[1]
 
-    def restore(self, ending: Ending, key: bytes, with_states: bool = False) -> tuple[int, int] | None:
-        """What `find` returns, from the cache folder. key: of the text there."""
+    def restore(self, block_key: BlockKey, key: bytes, with_hidden_states: bool = False) -> tuple[int, int] | None:
+        """Read a block from the cache folder and return what `find` returns. key: of the text in the folder."""
         assert self.saved is not None
-        states = self.saved.read_states(key, self._state_layers) if with_states else None
-        if with_states and states is None:
+        states = self.saved.read_hidden_states(key, self._hidden_state_layers) if with_hidden_states else None
+        if with_hidden_states and states is None:
             return None
-        if ending in self._known:
-            block, _ = self._known[ending]
+        if block_key in self._known:
+            block, _ = self._known[block_key]
         elif self.free and (content := self.saved.read(key)) is not None:
             [block] = self.allocate(1)
             self.saved.place(content, block)
             if finite := self.finite([block])[0]:
-                self.publish(ending, block)
+                self.cache_block(block_key, block)
             self.release([block])
             if not finite:
                 return None
         else:
             return None
         if states is not None:
-            self._keep_states(block, states)
-        return self.find(ending, with_states)
+            self._keep_hidden_states(block, states)
+        return self.find(block_key, with_hidden_states)
 
-    def save(self, ending: Ending, number: int, key: bytes) -> None:
+    def save(self, block_key: BlockKey, number: int, key: bytes) -> None:
         """Write the block that ends the text of that number, and its hidden states if there are any, unless they have
         been evicted by then.
         """
         assert self.saved is not None
-        layers = self._state_layers
+        layers = self._hidden_state_layers
 
         def block() -> int | None:
-            known = self._known.get(ending)
+            known = self._known.get(block_key)
             return known[0] if known is not None and known[1] == number else None
 
         def states() -> States | None:
-            found = None if (place := block()) is None else self._states.get(place)
-            return found if block() == place and self._state_layers == layers else None
+            found = None if (place := block()) is None else self._hidden_states.get(place)
+            return found if block() == place and self._hidden_state_layers == layers else None
 
         self.saved.save(key, block)
         if layers:
-            self.saved.save_states(key, layers, states)
+            self.saved.save_hidden_states(key, layers, states)
 
     def finite(self, blocks: Sequence[int]) -> list[bool]:
-        """Whether each block's keys and values are all finite: others must not be published."""
+        """Return whether each block's keys and values are all finite: others must not be cached."""
         if not blocks:
             return []
         return [all(of_parts) for of_parts in zip(*(part.finite(blocks) for part in self.parts), strict=True)]
 
-    def publish(self, ending: Ending, block: int, states: States | None = None) -> int:
+    def cache_block(self, block_key: BlockKey, block: int, states: States | None = None) -> int:
         """Register the full block that ends this text; returns the text's number. Of two blocks the first stays.
 
         states: the block's hidden states, if a draft head wants them. Those used longest ago make room for new ones.
         """
-        if ending not in self._known:
-            self._known[ending] = block, next(self._numbers)
-            self._ending[block] = ending
-        known, number = self._known[ending]
-        if states is not None and known not in self._states:
-            self._keep_states(known, states)
+        if block_key not in self._known:
+            self._known[block_key] = block, next(self._numbers)
+            self._key_of[block] = block_key
+        known, number = self._known[block_key]
+        if states is not None and known not in self._hidden_states:
+            self._keep_hidden_states(known, states)
         return number
 
-    def _keep_states(self, block: int, states: States) -> None:
-        room = self._states_room // states.nbytes
-        while self._states and len(self._states) >= room:
-            self._states.popitem(last=False)
+    def _keep_hidden_states(self, block: int, states: States) -> None:
+        room = self._hidden_states_room // states.nbytes
+        while self._hidden_states and len(self._hidden_states) >= room:
+            self._hidden_states.popitem(last=False)
         if room:
-            self._states[block] = states
+            self._hidden_states[block] = states
 
-    def states(self, block: int) -> States:
-        """The hidden states of a block that was found with them."""
-        self._states.move_to_end(block)
-        return self._states[block]
+    def hidden_states(self, block: int) -> States:
+        """Return the hidden states of a block that was found with them."""
+        self._hidden_states.move_to_end(block)
+        return self._hidden_states[block]
 
-    def forget_states(self, layers: Sequence[int]) -> None:
+    def forget_hidden_states(self, layers: Sequence[int]) -> None:
         """Drop all hidden states: another draft head wants those of these layers."""
-        self._state_layers = tuple(layers)
-        self._states.clear()
+        self._hidden_state_layers = tuple(layers)
+        self._hidden_states.clear()
 
     def _forget_oldest(self) -> int:
         block, _ = self._idle.popitem(last=False)
-        _, number = self._known.pop(self._ending.pop(block))
+        _, number = self._known.pop(self._key_of.pop(block))
         if self.layer_states is not None:
             self.layer_states.drop(number)
-        self._states.pop(block, None)
+        self._hidden_states.pop(block, None)
         return block
 
     def move(self, sources: Int, places: Int) -> None:

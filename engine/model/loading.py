@@ -113,7 +113,7 @@ def weights_of(stored: GgufFile | QuantisedCheckpoint, model: Any) -> StoredWeig
 def reopened(
     stored: GgufFile | QuantisedCheckpoint, places: Mapping[str, Place], vectors: Mapping[str, Tensor]
 ) -> StoredWeights:
-    """Return the same, by what an earlier start has kept of it."""
+    """Return the stored weights from the places and vectors that an earlier start recorded."""
     kind = GgufWeights if isinstance(stored, GgufFile) else QuantisedWeights
     return kind(stored, places, vectors)  # type: ignore[arg-type]
 

@@ -39,11 +39,13 @@ _GROWTH = 1.05  # of the matrices; bytes of keys and values are a share of what 
 _BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "IQ4_XS": 4.3, "Q3_K_M": 4.1, "Q2_K": 3.1}
 """The bits of a weight in memory, by the names under which files are published, the largest first."""
 _QUANTISED_BITS = {name: 8 * row_bytes(name.upper(), STEP) / STEP for name in get_args(Weights) if name != AUTO}
-"""The same for weights that are quantised as they are loaded."""
+"""Bits of a weight in memory when quantised at load."""
 
 
 def free_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Free bytes, without swapping. The page cache counts as free, since Linux releases it when memory is needed."""
+    """Return the free bytes, without swapping. The page cache counts as free, since Linux releases it when memory is
+    needed.
+    """
     found = re.search(r"^MemAvailable:\s*(\d+) kB", _text(proc / "meminfo"), re.MULTILINE)
     free = int(found[1]) * 1024 if found else _UNKNOWN
     for limit, used, stat, name in _CGROUPS:
@@ -55,8 +57,8 @@ def free_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
 
 
 def kv_room(kv_memory: int | None, device: torch.device, weights: int = 0) -> int:
-    """Bytes for keys and values. kv_memory: as the configuration says, None: a share of what is free once `weights`
-    bytes have been read.
+    """Return the bytes for keys and values. kv_memory: as the configuration says; None: a share of what is free once
+    `weights` bytes have been read.
     """
     if kv_memory is not None:
         return kv_memory
@@ -65,7 +67,7 @@ def kv_room(kv_memory: int | None, device: torch.device, weights: int = 0) -> in
 
 
 def kept_as(kv_type: KVType, device: torch.device) -> KVType:
-    """The type of keys and values that is asked for, if they can be kept so on that device."""
+    """Return the type in which keys and values are asked to be kept, if the device can keep them so."""
     return kv_type if device.type == "cpu" and instruction_sets() else "auto"
 
 
@@ -77,9 +79,9 @@ def pool_of(
     device: torch.device,
     states: StateShape | None = None,
 ) -> KVPool:
-    """A pool of `room` bytes. sizes: of each of its parts the layers with keys and values, key heads, and the
-    dimensions of one. kv_type: see `kept_as`. states: of layers with a state, which get a share of the room. Raises
-    ModelError if that has too little.
+    """Make a pool of `room` bytes. sizes: for each of its parts, the layers with keys and values, the KV heads, and the
+    dimensions of a head. kv_type: see `kept_as`. states: of layers with a state, which get a share of the room. Raises
+    ModelError if that is too little.
     """
     pairs = device.type != "cuda" and has_pairs(dtype)
     shapes, layer_states = [KVShape(*size, dtype, pairs, kv_type == "q8_0") for size in sizes], None
@@ -121,8 +123,8 @@ def check_memory(stored: GgufFile | QuantisedCheckpoint, field: str, free_bytes:
 
 
 def check_stock_memory(stored: GgufFile, field: str, why: str, free_bytes: int) -> None:
-    """The same for a file that transformers' own forward runs, since the lean decoder does not (`why`): every weight is
-    a bfloat16 number there.
+    """Raise if a file does not fit in memory where transformers' own forward runs it, because the lean decoder does not
+    (`why`): every weight is a bfloat16 number there.
     """
     needed = 2 * stored.elements + _BESIDE
     if needed > free_bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.core.batch import BLOCK, Segment
+from engine.core.batch import BLOCK_SIZE, Segment
 from engine.kernels.state.walk import StateRows
 from engine.model.state_pool import EMPTY, SLOTS_EACH, StatePool
 
@@ -23,7 +23,7 @@ class RequestState:
     next forward replays.
 
     wanted: positions whose snapshots are to last: where a prompt ends, or parts from one that was read before.
-    saved: snapshots that were taken and are still to be published; a request takes one at the last full block that it
+    saved: snapshots that were taken and are still to be cached; a request takes one at the last full block that it
     has passed. rolling: the number of the text whose snapshot the next one replaces, 0 if there is none. searched: how
     many snapshots had been kept when one to go on from was last searched for.
     """
@@ -137,7 +137,7 @@ class RequestState:
         Only the last state may take the slot that is read: the windows of all are made of the one in it.
         """
         end = self.position + trunk
-        saves = {end // BLOCK * BLOCK, *self.wanted}
+        saves = {end // BLOCK_SIZE * BLOCK_SIZE, *self.wanted}
         positions = sorted({end, *(at for at in saves if self.position < at < end)})
         own = [self.slot] if not self._read and self.pool.owned(self.slot) else []
         slots: list[int] = []
@@ -158,7 +158,7 @@ class RequestState:
         self._goals = []
 
     def _add(self, snapshot: Snapshot) -> None:
-        """Note a snapshot. Of those that do not last, and nobody has published, the latest is kept."""
+        """Note a snapshot. Of those that do not last, and nobody has cached, the latest is kept."""
         for earlier in [one for one in self.saved if not one.lasts]:
             self.saved.remove(earlier)
             self.pool.give(earlier.slot)
@@ -171,7 +171,7 @@ class RequestState:
             return
         end, slot = self._goals[-1]
         for position, goal in self._goals:
-            if position % BLOCK == 0:
+            if position % BLOCK_SIZE == 0:
                 if goal == slot:
                     self.pool.hold(goal)
                 self._add(Snapshot(position, goal, position in self.wanted))

@@ -122,7 +122,9 @@ def _is_complex(rotary: Any, *kinds: str) -> bool:
 
 
 def _repeats(cosines: Tensor) -> bool:
-    """Whether neighbours are the same, as where neighbouring dimensions are rotated. cosines: [positions, width]."""
+    """Return whether neighbouring columns are equal, as where neighbouring dimensions are rotated. cosines: [positions,
+    width].
+    """
     return cosines.shape[1] % 2 == 0 and bool(torch.equal(cosines[:, ::2], cosines[:, 1::2]))
 
 

@@ -120,13 +120,13 @@ class Runner:
 
 
 class Chosen(NamedTuple):
-    """The runner that a trial has chosen. inexact: why a token's bits depend on other rows, "" if they do
-    not. unlike: why a CPU does not run the lean decoder, "" if it does.
+    """The runner that a trial has chosen. inexact_reason: why a token's bits depend on other rows, "" if they do
+    not. stock_reason: why a CPU does not run the lean decoder, "" if it does.
     """
 
     runner: Runner
-    inexact: str
-    unlike: str = ""
+    inexact_reason: str
+    stock_reason: str = ""
 
 
 def bfloat16_bits(features: Tensor) -> NDArray[np.uint16]:

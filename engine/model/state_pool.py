@@ -30,7 +30,9 @@ _LINE = 64  # bytes of a cache line
 
 
 def _zeros(count: int, size: int) -> NDArray[np.uint8]:
-    """[count, size], from a cache line on: vectors that cross two lines take a kernel twice the time."""
+    """Return [count, size] zeros that begin at a cache line: vectors that cross two lines take a kernel twice
+    the time.
+    """
     whole = np.zeros(count * size + _LINE, np.uint8)
     start = -whole.ctypes.data % _LINE
     return whole[start : start + count * size].reshape(count, size)
@@ -57,7 +59,7 @@ class StatePool:
         return int(self.states.ctypes.data), int(self._store.ctypes.data)
 
     def has_free(self, count: int = 1) -> bool:
-        """Whether so many slots can be taken, snapshots that no request uses among them."""
+        """Return whether `count` slots can be taken, including those of snapshots that no request uses."""
         missing = count - len(self._free)
         return missing <= 0 or len([*islice(self._unused(), missing)]) == missing
 
@@ -96,18 +98,18 @@ class StatePool:
             self._free.append(slot)
 
     def owned(self, slot: int) -> bool:
-        """Whether whoever holds the slot is alone, and may write to it."""
+        """Return whether the holder of the slot is its only one, and may write to it."""
         return self._references[slot] == 1
 
     # Snapshots.
 
     def has(self, number: int, key: bytes | None = None) -> bool:
-        """Whether there is a snapshot of the text of that number, or in the cache folder by that key."""
+        """Return whether there is a snapshot of the text of that number, or in the cache folder by that key."""
         on_disk = key is not None and self.saved is not None and self.saved.has(key)
         return number in self._snapshots or on_disk
 
     def find(self, number: int) -> int | None:
-        """The snapshot at the end of the text of that number."""
+        """Return the snapshot at the end of the text of that number; None if there is none."""
         if (slot := self._snapshots.get(number)) is not None:
             self._snapshots.move_to_end(number)
         return slot
@@ -137,7 +139,7 @@ class StatePool:
             self.saved.save(key, lambda: self._snapshots.get(number))
 
     def restore(self, number: int, key: bytes) -> int | None:
-        """The snapshot of a text, from the cache folder; None if it is not there."""
+        """Read the snapshot of a text from the cache folder; None if it is not there."""
         if self.saved is None or not self.has_free() or not self.saved.has(key):
             return None
         slot = self.take()

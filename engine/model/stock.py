@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from engine.core.batch import BLOCK, Batch, Segment
+from engine.core.batch import BLOCK_SIZE, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Attention, Rule, has_pairs
 from engine.kernels.fused import STORE, store_kernel
@@ -47,7 +47,7 @@ _under_way: ContextVar[Attends | None] = ContextVar("under_way", default=None)
 
 @contextmanager
 def attending(forward: Attends) -> Iterator[None]:
-    """In this context, attention layers call that forward. Some families do not pass options on to their layers."""
+    """Let attention layers call `forward` within this context. Some families do not pass options on to their layers."""
     token = _under_way.set(forward)
     try:
         yield
@@ -159,7 +159,7 @@ def _whole_text(rule: Rule, query: Tensor, key: Tensor, value: Tensor) -> Tensor
     """Attend with a text's last rows to all of it, in a pool of its own. query: [heads, rows, head_dim]."""
     heads, rows, head_dim = query.shape
     kv_heads, length, _ = key.shape
-    pool = KVPool(KVShape(1, kv_heads, head_dim, query.dtype, has_pairs(query.dtype)), -(-length // BLOCK))
+    pool = KVPool(KVShape(1, kv_heads, head_dim, query.dtype, has_pairs(query.dtype)), -(-length // BLOCK_SIZE))
     attention = Attention(pool, heads // kv_heads)
     cache, entry = KVCache(pool), _Entry(attention)
     cache.reserve(length)

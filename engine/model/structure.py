@@ -53,7 +53,7 @@ class NormStructure(msgspec.Struct, frozen=True):
 
 
 class MlpStructure(msgspec.Struct, frozen=True, tag=True):
-    """See `GatedMlp`. amounts: parameters of the activation, of one number each."""
+    """How a `GatedMlp` is built. `amounts` names the activation's scalar parameters."""
 
     gate_up: LinearStructure
     down: LinearStructure
@@ -293,8 +293,8 @@ class DecoderStructure(msgspec.Struct, frozen=True):
 
     @property
     def key_sizes(self) -> list[tuple[int, int, int]]:
-        """Of each part of a pool: how many layers write to it, the heads of their keys, and the dimensions of one.
-        Where no layer attends there is one part that nobody writes to: texts are counted in its blocks.
+        """How many layers write to each part of a pool, their KV heads, and the dimensions of a head. Where no layer
+        attends there is one part that nobody writes to: texts are counted in its blocks.
         """
         if not self.attending:
             return [(1, 1, LANES)]
@@ -318,7 +318,7 @@ class DecoderStructure(msgspec.Struct, frozen=True):
 
     @property
     def key_places(self) -> list[KeyPlace]:
-        """Of each layer with attention."""
+        """Where each attention layer's keys are in the pool."""
         shapes, found = [shape for _, *shape in self.key_sizes], dict[int, KeyPlace]()
         written = [0] * len(shapes)
         for at, mixer in self.attending.items():

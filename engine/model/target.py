@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from engine.config import AUTO, Activations, ActivationsOption, Config, KVType
-from engine.core.batch import BLOCK
+from engine.core.batch import BLOCK_SIZE
 from engine.core.errors import ConfigError, ModelError, first_line
 from engine.core.methods import METHODS, Method
 from engine.kernels.gemm.product import PackedLinear, multiplies
@@ -49,9 +49,9 @@ class Target(Runner):
     """A model, and the facts about it that decoding needs.
 
     full_context, own_context, eos_tokens: see `Facts`. exact: whether a token's logits have the same bits whatever
-    other rows are in the forward; inexact: why not, "" if it is exact. unlike: why a CPU runs the stock forward, which
-    takes longer, and not the lean decoder; "" if it does not. weights: the type that most matrices are held in. model:
-    the stock model; None if the target is known from an earlier start.
+    other rows are in the forward; inexact_reason: why not, "" if it is exact. stock_reason: why a CPU runs the stock
+    forward, which takes longer, and not the lean decoder; "" if it does not. weights: the type that most matrices are
+    held in. model: the stock model; None if the target is known from an earlier start.
     """
 
     def __init__(self, name: str, facts: Facts, chosen: Chosen, device: torch.device, weights: str, model: Any = None):
@@ -60,7 +60,7 @@ class Target(Runner):
         self.name, self.facts, self.device, self.weights, self.model = name, facts, device, weights, model
         self.full_context, self.own_context = facts.full_context, facts.own_context
         self.layers, self.eos_tokens = facts.layers, facts.eos_tokens
-        self.inexact, self.unlike = chosen.inexact, chosen.unlike
+        self.inexact_reason, self.stock_reason = chosen.inexact_reason, chosen.stock_reason
 
     @classmethod
     def of_model(
@@ -127,7 +127,8 @@ class Target(Runner):
         if drafting_model(config).reads_keys and not target.key_pieces:
             raise ConfigError(
                 f"method={config.method}: an assistant reads the target's keys and values, which only the lean decoder "
-                f"gives, and this target does not run on it ({target.unlike or target.device.type}); take method=suffix"
+                f"gives, and this target does not run on it ({target.stock_reason or target.device.type}); take "
+                "method=suffix"
             )
         return target
 
@@ -196,11 +197,11 @@ class Target(Runner):
     @property
     def context(self) -> int:
         """The maximum positions of a request: the model's, as far as the pool has room for them."""
-        return self.own_context if self.pool is None else min(self.own_context, self.pool.blocks * BLOCK)
+        return self.own_context if self.pool is None else min(self.own_context, self.pool.blocks * BLOCK_SIZE)
 
     @property
     def exact(self) -> bool:
-        return not self.inexact
+        return not self.inexact_reason
 
     @property
     def key_pieces(self) -> int:

@@ -71,7 +71,7 @@ def _uniform(seed: int, position: int, tokens: Tensor) -> Tensor:
 
 
 def _bits(key: int, tokens: Tensor) -> Tensor:
-    """Return 52 uniform bits per token, [n] int64: those of `noise_bits`."""
+    """Return 52 uniform bits per token, [n] int64, as `noise_bits` defines them."""
     x = tokens * _signed(GOLDEN) + _signed(key)
     x = (x ^ _shift(x, 30)) * _signed(MIX_1)
     x = (x ^ _shift(x, 27)) * _signed(MIX_2)

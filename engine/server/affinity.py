@@ -9,7 +9,7 @@ import msgspec
 
 SESSION_HEADER = "x-session-id"
 _BEGINNING = 1024
-"""So many leading characters of a prompt decide. Turns of one conversation begin alike, other questions seldom do."""
+"""Leading characters of a prompt that decide. Turns of one conversation begin alike, other questions seldom do."""
 
 
 def session_of(header: str | None, body: bytes) -> str:

@@ -34,6 +34,7 @@ from engine.server.http.guard import CLIENT_GONE, Guard
 from engine.server.http.owner_names import OwnerNames
 from engine.server.infill.routes import add_infill
 from engine.server.messages.routes import add_messages
+from engine.server.openapi import OpenApiResponses
 from engine.server.reading.state import prompts_so_far
 from engine.server.render import ChatRenderer, TextRenderer, unnamed_sources
 from engine.server.responses.routes import add_responses
@@ -44,8 +45,7 @@ from engine.server.tools.calling import Calling, shown_to
 from engine.server.translate import ChoiceRequest, check_model, names_of, owned, places_for, text_choices
 
 VERSION = version("talon-decoding")
-Responses = dict[int | str, dict[str, Any]]
-_REFUSALS: Responses = {
+_REFUSALS: OpenApiResponses = {
     400: {"model": Error, "description": "A field is wrong or not supported; `param` names it."},
     401: {"model": Error, "description": "No valid API key."},
     404: {"model": Error, "description": "No such model."},
@@ -54,8 +54,8 @@ _REFUSALS: Responses = {
     429: {"model": Error, "description": "All places are taken; Retry-After says when to come back."},
     503: {"model": Error, "description": "The workers are being started again."},
 }
-_TEXT: Responses = {200: {"content": {"text/plain": {}}}}
-_STREAM: Responses = {
+_TEXT: OpenApiResponses = {200: {"content": {"text/plain": {}}}}
+_STREAM: OpenApiResponses = {
     200: {"content": {"text/event-stream": {}}, "description": "The answer, or a stream of its chunks."}
 }
 
@@ -201,7 +201,7 @@ def _handle_errors(app: FastAPI, serving: Serving) -> None:
 
 
 def _http_error(error: HTTPException, app: FastAPI) -> ApiError:
-    """Translate errors met while a body is read, and those of FastAPI itself: no such path, another method."""
+    """Translate errors met while a body is read, and FastAPI's own: no such path, another method."""
     if isinstance(error.detail, ApiError):
         return error.detail
     if error.status_code == 404 and error.detail == "Not Found":
@@ -218,7 +218,7 @@ def _paths(app: FastAPI) -> list[str]:
     return list(dict.fromkeys(path.replace(":path}", "}") for path in shown))
 
 
-def _only(*statuses: int) -> Responses:
+def _only(*statuses: int) -> OpenApiResponses:
     return {status: _REFUSALS[status] for status in statuses}
 
 

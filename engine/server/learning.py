@@ -30,8 +30,8 @@ from engine.files.cache_folder import CacheFolder
 from engine.files.kept_texts import keep_text
 from engine.files.lessons import LearnedFolder, LessonOutcome, LessonPlan, LessonReply
 from engine.frontend.tasks import cancel
+from engine.install_paths import ROOT
 from engine.placement import on_gpu
-from engine.places import ROOT
 from engine.server.log import Log
 from engine.weights.cache import home
 from engine.weights.identity import model_identity

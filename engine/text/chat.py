@@ -110,8 +110,8 @@ def _places_of_template(
     disguise = Disguise.of(text, named)
 
     def rendered(every: bool, hidden: Iterable[str]) -> str | None:
-        """Return the disguised text, None if the disguise changes what the template does. every: disguise all
-        characters, and not only those that spell one of the `hidden`.
+        """Render the disguised messages; return None if the template reacts to the disguise. With `every`, all
+        characters of contents are disguised; otherwise only texts in `hidden`.
         """
         pattern = _any_of(hidden)
 

@@ -148,8 +148,8 @@ class _Writer:
         return self._free(tools.trigger if tools is not None and wanted.calls == "auto" else "")
 
     def _free(self, without: str) -> str:
-        """Return an expression for any text, and any of the added tokens but those of reasoning and `without`, with
-        which something begins.
+        """Return an expression for any text and any of the added tokens, except those with which reasoning or `without`
+        begins.
         """
         tools = self.format.tools
         if tools is not None and tools.skipped:  # the tokens of headers begin many things
@@ -158,7 +158,8 @@ class _Writer:
         return f"(OTHER | {others})*" if others else "OTHER?"
 
     def _others(self, without: str) -> str:
-        """Return an expression for one of the added tokens but those of reasoning and `without`; "" if there is none.
+        """Return an expression for any one of the added tokens, except those with which reasoning or `without` begins;
+        "" if none is left.
 
         The library takes a token for one set of tokens alone, so sets are the same wherever they may meet, or disjoint.
         """

@@ -29,8 +29,9 @@ FROM_DRAFTER = (Hello, Draft)
 class DrafterLink:
     """The verifier's end of its link to drafters.
 
-    router: drafters connect to it; the one that sent the latest Hello drafts. kinds: what its drafts have gained. A
-    drafter that owes a draft for longer than the configuration's draft_timeout_s is late, until its next message.
+    router: drafters connect to it. peer: the drafter that sent the latest Hello, which drafts; None if there is none.
+    kinds: what its drafts have gained. A drafter that owes a draft for longer than the configuration's draft_timeout_s
+    is late, until its next message.
 
     The router bounds what a drafter leaves unread. A drafter to which no more can be sent is dropped, as if it were
     gone; once it reads again it is asked to rejoin, as after a restart.
@@ -40,14 +41,14 @@ class DrafterLink:
         self,
         router: Router | LoopRouter,
         target: Target,
-        requests: Scheduler,
+        scheduler: Scheduler,
         config: Config,
     ):
-        self.router, self.target, self.requests = router, target, requests
+        self.router, self.target, self.scheduler = router, target, scheduler
         self.budget, self.timeout_s = config.drafter.budget, config.verifier.draft_timeout_s
         self.method, self.weighed = METHODS[config.method], config.verifier.cut
         self.kinds = DraftKinds()
-        self.drafter: str | None = None
+        self.peer: str | None = None
         self.wants = Hello()
         self._late = False
         self._dropped: str | None = None  # to be asked to rejoin
@@ -56,12 +57,12 @@ class DrafterLink:
     @property
     def present(self) -> bool:
         """Whether there is a drafter to wait for."""
-        if self.drafter is not None and not self._late:
-            running = (r for r in self.requests.running if r.wants_draft and r.has_answer)
+        if self.peer is not None and not self._late:
+            running = (r for r in self.scheduler.running if r.wants_draft and r.has_answer)
             waiting = (r for r in running if not (r.reading or r.has_draft))
             oldest = min((request.waiting_since_ns for request in waiting), default=None)
             self._late = oldest is not None and time.perf_counter_ns() - oldest > self.timeout_s * 1e9
-        return self.drafter is not None and not self._late
+        return self.peer is not None and not self._late
 
     # What arrives.
 
@@ -79,7 +80,7 @@ class DrafterLink:
         for peer, message, arrays in self.router.received():
             if isinstance(message, Hello):
                 self._newcomers.append((peer, message))
-            elif peer == self.drafter:
+            elif peer == self.peer:
                 self._late = False
                 self._keep(message, arrays)
 
@@ -91,12 +92,12 @@ class DrafterLink:
             self.router.malformed += 1
             return
         if hello.feature_layers != self.wants.feature_layers:
-            self._forget_states(hello.feature_layers)
+            self._forget_hidden_states(hello.feature_layers)
             self.target.capture(hello.feature_layers)
-        self.drafter, self._late, self._dropped, self.wants = peer, False, None, hello
+        self.peer, self._late, self._dropped, self.wants = peer, False, None, hello
         self.kinds = self._kinds_of(hello)
-        self.requests.needs_states = bool(hello.feature_layers)
-        for request in self.requests:
+        self.scheduler.needs_hidden_states = bool(hello.feature_layers)
+        for request in self.scheduler:
             request.join_drafter()
             self.introduce(request)
 
@@ -108,12 +109,12 @@ class DrafterLink:
         retrieves = self.method.merges or not self.method.has_model
         return DraftKinds(Experience() if retrieves else None, model)
 
-    def _forget_states(self, layers: Sequence[int]) -> None:
+    def _forget_hidden_states(self, layers: Sequence[int]) -> None:
         """Forget the hidden states that are kept: they are of other layers than these, which the new drafter wants."""
         if self.target.pool is not None:
-            self.target.pool.forget_states(layers)
-        for request in self.requests:
-            request.forget_states()
+            self.target.pool.forget_hidden_states(layers)
+        for request in self.scheduler:
+            request.forget_hidden_states()
 
     def _keep(self, message: Draft, arrays: list[Array]) -> None:
         """File a draft; those for an unknown request are dropped. Most drafts made ahead are never used, so a tree is
@@ -121,7 +122,7 @@ class DrafterLink:
         """
         if message.draft < 1:
             self.router.malformed += 1
-        elif (request := self.requests.find(message.request)) is not None:
+        elif (request := self.scheduler.find(message.request)) is not None:
             request.take_draft(message, arrays)
 
     def step_of(self, request: Request) -> Step:
@@ -144,12 +145,12 @@ class DrafterLink:
 
     def _send(self, message: Message, arrays: Sequence[Array] = ()) -> None:
         """Send to the drafter. If it has left too much unread, it is dropped."""
-        if self.drafter is not None and not self.router.send(self.drafter, message, arrays):
-            self.drafter, self._dropped = None, self.drafter
+        if self.peer is not None and not self.router.send(self.peer, message, arrays):
+            self.peer, self._dropped = None, self.peer
 
     def introduce(self, request: Request) -> None:
         """Send the drafter a request and its text so far."""
-        if self.drafter is None or not request.wants_draft:
+        if self.peer is None or not request.wants_draft:
             return
         request.take_unsent()
         start = Start(request=request.number, round=request.next_round, sampling=request.sampling)
@@ -159,7 +160,7 @@ class DrafterLink:
         """Send the verdict on a round of `requests` requests, with the tokens and features of all positions not sent
         yet: a resting head gets them when it wakes.
         """
-        if self.drafter is None:
+        if self.peer is None:
             return
         request = result.request
         rest = request.choice.rests

@@ -18,11 +18,22 @@ from engine.verifier.request import Request
 from engine.verifier.scheduler import Scheduler
 from engine.verifier.step import StepResult
 from engine.weights.tokenizer import load_tokenizer
-from engine.wire.messages import Array, Cancel, Emitted, Failed, Heartbeat, PromptsRead, Ready, Stop, Submit, Tokens
+from engine.wire.messages import (
+    HEARTBEAT_S,
+    Array,
+    Cancel,
+    Emitted,
+    Failed,
+    Heartbeat,
+    PromptsRead,
+    Ready,
+    Stop,
+    Submit,
+    Tokens,
+)
 from engine.wire.transport import Dealer
 
 FROM_FRONT_END = (Submit, Cancel, Stop)
-HEARTBEAT_S = 0.5
 _GRAMMAR_S = 0.005  # between checks whether a grammar has been read
 
 
@@ -50,7 +61,7 @@ class FrontEndLink:
     # What arrives.
 
     def received(self) -> Iterator[Request | Cancel | Stop]:
-        """New requests, and control messages. An invalid request is refused at once."""
+        """Yield new requests and control messages. An invalid request is refused at once."""
         for message, arrays in self.dealer.received():
             if not isinstance(message, Submit):
                 if isinstance(message, Cancel):
@@ -98,10 +109,10 @@ class FrontEndLink:
         if target.facts.not_applied:
             names = ", ".join(target.facts.not_applied)
             print(f"talon: model={target.name}: of generation_config.json not applied: {names}", file=sys.stderr)
-        if target.unlike:
+        if target.stock_reason:
             print(
                 f"talon: model={target.name}: runs transformers' own forward, which is slower than the lean decoder "
-                f"({target.unlike})",
+                f"({target.stock_reason})",
                 file=sys.stderr,
             )
         if target.own_context < target.full_context:
@@ -122,7 +133,7 @@ class FrontEndLink:
         ready = Ready(
             vocab_size=target.vocab_size,
             context=target.context,
-            inexact=target.inexact,
+            inexact=target.inexact_reason,
             defaults=defaults,
             eos_tokens=tuple(sorted(target.eos_tokens)),
             weight_bytes=target.weight_bytes,
@@ -142,7 +153,9 @@ class FrontEndLink:
             self.dealer.send(Emitted(tokens=tuple(_tokens(one, forward_ns, busy_ns, now_ns) for one in results)))
 
     def send_progress(self, reading: Sequence[tuple[Request, int]], costs: CostModel, most: int, now_ns: int) -> None:
-        """Send how far prompts are whose next chunk, of so many tokens, is not their last. most: rows of a chunk."""
+        """Send how far each prompt is whose next chunk is not its last. reading: requests, and the tokens of their next
+        chunks. most: maximum rows of a chunk.
+        """
         prompts = []
         for request, count in reading:
             past, left = request.cache.length, request.read_to - request.cache.length
@@ -158,7 +171,7 @@ class FrontEndLink:
         kind = type(error).__name__ if refused or isinstance(error, NotANumber) else "RequestFailed"
         self.dealer.send(Failed(request=number, kind=kind, text=where + first_line(error)))
 
-    def beat(self, requests: Scheduler) -> bool:
+    def beat(self, scheduler: Scheduler) -> bool:
         """Send a heartbeat if one is due. Returns whether it was."""
         now = time.perf_counter_ns()
         if now - self._beaten_ns <= HEARTBEAT_S * 1e9:
@@ -166,7 +179,7 @@ class FrontEndLink:
         self._beaten_ns = now
         pool = self.target.pool
         blocks, free = (0, 0) if pool is None else (pool.blocks, pool.free)
-        running, waiting = len(requests.running), len(requests.waiting)
+        running, waiting = len(scheduler.running), len(scheduler.waiting)
         self.dealer.send(Heartbeat(running=running, waiting=waiting, held_blocks=blocks - free, blocks=blocks))
         return True
 

@@ -26,7 +26,7 @@ from engine.verifier.front_end_link import FROM_FRONT_END, FrontEndLink
 from engine.verifier.request import Request
 from engine.verifier.round_timer import RoundTimer
 from engine.verifier.scheduler import Plan, Scheduler
-from engine.verifier.step import Drawing, Step, StepResult, cut, drawings
+from engine.verifier.step import DeferredDraw, Step, StepResult, cut, deferred_draws
 from engine.wire.loop_link import LoopRouter
 from engine.wire.messages import Cancel
 from engine.wire.trace import Trace
@@ -54,9 +54,9 @@ class Verifier:
     ):
         self.config, self.target = config, target
         options = config.verifier
-        self.requests = Scheduler(options.max_running, options.prefill_chunk, options.draft_timeout_s)
+        self.scheduler = Scheduler(options.max_running, options.prefill_chunk, options.draft_timeout_s)
         self.front_end = FrontEndLink(control, target, config)
-        self.drafter = DrafterLink(drafts, target, self.requests, config)
+        self.drafter_link = DrafterLink(drafts, target, self.scheduler, config)
         self.trace = Trace(control, config.trace is not None)
         self.timer = RoundTimer(config, target, threads, self.trace)
         self.method = METHODS[config.method]
@@ -69,7 +69,7 @@ class Verifier:
         self.target.capture(())
         self.front_end.send_ready()
         poller = zmq.Poller()
-        for socket in (self.front_end.dealer.socket, self.drafter.router.socket):
+        for socket in (self.front_end.dealer.socket, self.drafter_link.router.socket):
             if socket is not None:
                 poller.register(socket, zmq.POLLIN)
         while not self.stopping:
@@ -87,55 +87,55 @@ class Verifier:
     # The round, on one page.
 
     def _receive(self) -> None:
-        self.drafter.receive()  # one that says Hello is told of each request once
+        self.drafter_link.receive()  # one that says Hello is told of each request once
         for arrival in self.front_end.received():
             if isinstance(arrival, Request):
-                self.requests.waiting.append(arrival)
-                self.drafter.introduce(arrival)
+                self.scheduler.waiting.append(arrival)
+                self.drafter_link.introduce(arrival)
             elif isinstance(arrival, Cancel):
-                if (request := self.requests.find(arrival.request)) is not None:
+                if (request := self.scheduler.find(arrival.request)) is not None:
                     self._forget(request)
             else:
                 self.stopping = True
 
     def _plan(self) -> Plan:
-        return self.requests.plan(time.perf_counter_ns(), self.timer.costs, self.drafter.present)
+        return self.scheduler.plan(time.perf_counter_ns(), self.timer.costs, self.drafter_link.present)
 
     def _step(self, plan: Plan) -> None:
         """Run one forward over the trees and chunks of the plan: schedule, run, verify, tell, commit."""
-        if self.drafter.drafter is not None:
+        if self.drafter_link.peer is not None:
             self.timer.observe_wait(plan.decoding)
         steps = self._steps(plan.decoding)
         try:
             plan, steps = self._reserve(plan, steps)
         except OutOfBlocks as error:
-            return self._fail(self.requests.running[0], error)
+            return self._fail(self.scheduler.running[0], error)
         trees = [Segment.of_tree(step.tree, step.request.cache) for step in steps]
         chunks = [request.chunk(count) for request, count in plan.reading]
         if not (trees or chunks):
             return
         started_ns = time.perf_counter_ns()
-        self.front_end.send_progress(plan.reading, self.timer.costs, self.requests.chunk, started_ns)
-        readers, wants = [request for request, _ in plan.reading], self.drafter.wants
+        self.front_end.send_progress(plan.reading, self.timer.costs, self.scheduler.prefill_chunk, started_ns)
+        readers, wants = [request for request, _ in plan.reading], self.drafter_link.wants
         try:
             logits, hidden_states = self.target.run([*trees, *chunks], wants.feature_layers)
-            draws = drawings(steps, readers, chunks, logits, hidden_states, wants.successors, self.target.pool)
+            draws = deferred_draws(steps, readers, chunks, logits, hidden_states, wants.successors, self.target.pool)
         except (torch.AcceleratorError, StateLost):
             raise  # the device's or the requests' state is lost: this worker ends, and the next one continues
         except Exception as error:  # exhausted memory, say
             return self._blame(plan, error)
         self.timer.end_forward(started_ns, [*trees, *chunks])
         if self.timer.costs.drafting_ahead:
-            self.drafter.poll()  # drafts that arrived meanwhile
+            self.drafter_link.poll()  # drafts that arrived meanwhile
         results = self._draw_and_tell_drafter(plan, steps, draws)
-        self.timer.observe_round(results, steps, [*trees, *chunks], self.drafter)
+        self.timer.observe_round(results, steps, [*trees, *chunks], self.drafter_link)
         self._tell_front_end(results)
         self._commit(plan.members)
 
     def _steps(self, decoding: list[Request]) -> list[Step]:
         """Take the trees of all requests, cut together to the nodes that pay."""
-        steps = [self.drafter.step_of(request) for request in decoding]
-        cuts = self.config.verifier.cut and self.drafter.wants.calibrated
+        steps = [self.drafter_link.step_of(request) for request in decoding]
+        cuts = self.config.verifier.cut and self.drafter_link.wants.calibrated
         return cut(steps, self.timer.costs) if cuts else steps
 
     def _reserve(self, plan: Plan, steps: list[Step]) -> tuple[Plan, list[Step]]:
@@ -144,11 +144,13 @@ class Verifier:
         if one request is left and its root or chunk does not fit.
         """
         chunks = dict(plan.reading)
-        plan = self.requests.reserve(plan, lambda request: chunks.get(request, 1))
+        plan = self.scheduler.reserve(plan, lambda request: chunks.get(request, 1))
         staying = [step for step in steps if step.request in plan.decoding]
-        return plan, [step.best(self.requests.reserve_rows(step.request, len(step.kept))) for step in staying]
+        return plan, [step.best(self.scheduler.reserve_rows(step.request, len(step.kept))) for step in staying]
 
-    def _draw_and_tell_drafter(self, plan: Plan, steps: Sequence[Step], draws: Sequence[Drawing]) -> list[StepResult]:
+    def _draw_and_tell_drafter(
+        self, plan: Plan, steps: Sequence[Step], draws: Sequence[DeferredDraw]
+    ) -> list[StepResult]:
         """Draw each request's tokens, and send the verdict at once: retrieval drafts for one request while the next
         tree is walked down. But a model drafts for all of them in one forward, and gets all verdicts together.
         """
@@ -159,7 +161,7 @@ class Verifier:
             if (result := self._draw(request, draw)) is not None:
                 results.append(result)
                 if step is not None:  # a tree was verified, and not a prompt read
-                    self.timer.observe_draft(step, result, self.drafter)
+                    self.timer.observe_draft(step, result, self.drafter_link)
                 if not together:
                     self._tell_drafter(result, len(plan.members), missing)
         if together:
@@ -168,7 +170,7 @@ class Verifier:
                 self._tell_drafter(result, len(results), missing)
         return results
 
-    def _draw(self, request: Request, draw: Drawing) -> StepResult | None:
+    def _draw(self, request: Request, draw: DeferredDraw) -> StepResult | None:
         """Return what the round came to for one request; None if it only read, or failed, which ends it alone."""
         try:
             return draw()
@@ -186,10 +188,10 @@ class Verifier:
         if not request.wants_draft or request.sampler.finish_reason is not None:
             return
         waiting = max(1, missing) if costs.drafting_ahead and not request.hit else 0
-        request.choice.decide(self.drafter.kinds, costs, requests, len(result.tokens), request.left, waiting)
-        request.choose_root_only(request.choice.root_only and self.drafter.present)
+        request.choice.decide(self.drafter_link.kinds, costs, requests, len(result.tokens), request.left, waiting)
+        request.choose_root_only(request.choice.root_only and self.drafter_link.present)
         if not (request.root_only and request.choice.rests and not self.method.merges):
-            self.drafter.send_verdict(result, costs, requests)
+            self.drafter_link.send_verdict(result, costs, requests)
 
     def _tell_front_end(self, results: list[StepResult]) -> None:
         now_ns = time.perf_counter_ns()
@@ -201,7 +203,7 @@ class Verifier:
         """Keep the keys and values of what was read or accepted, also for an answer that ends here: whoever sends its
         text again finds them. Done last, while the drafter already works.
         """
-        running = [request for request in requests if request in self.requests.running]  # the others have failed
+        running = [request for request in requests if request in self.scheduler.running]  # the others have failed
         self.target.commit([(request.cache, request.rows_kept) for request in running])
         for request in running:
             request.share_blocks()
@@ -210,8 +212,8 @@ class Verifier:
                 self._forget(request)
 
     def _beat(self) -> None:
-        if self.front_end.beat(self.requests):
-            self.drafter.router.restore()
+        if self.front_end.beat(self.scheduler):
+            self.drafter_link.router.restore()
             self._flush()
 
     def _flush(self) -> None:
@@ -229,7 +231,7 @@ class Verifier:
         if len(members) == 1:
             return self._fail(members[0], error)
         for request in members:
-            if request in self.requests.running:  # not preempted or failed by the step of an earlier one
+            if request in self.scheduler.running:  # not preempted or failed by the step of an earlier one
                 self._step(plan.of(request))
 
     def _fail(self, request: Request, error: Exception) -> None:
@@ -237,6 +239,6 @@ class Verifier:
         self._forget(request)
 
     def _forget(self, request: Request) -> None:
-        self.requests.remove(request)
+        self.scheduler.remove(request)
         self.target.release(request.cache)
-        self.drafter.finish(request)
+        self.drafter_link.finish(request)

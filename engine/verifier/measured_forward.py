@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from engine.core.batch import BLOCK, Segment
+from engine.core.batch import BLOCK_SIZE, Segment
 from engine.core.tree import TokenTree
 from engine.device import wait
 from engine.model.target import Target
@@ -30,7 +30,7 @@ class MeasuredForward:
         """The most past positions that a forward can run after."""
         room = self._target.context // 2
         if self._target.pool is not None:
-            room = min(room, self._target.pool.blocks * BLOCK - self._most)
+            room = min(room, self._target.pool.blocks * BLOCK_SIZE - self._most)
         return max(0, room - BESIDE)
 
     def seconds(self, rows: int, past: int) -> float:

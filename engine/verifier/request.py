@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.core.batch import Segment, WantedRows
 from engine.core.hidden_states import HiddenStates, States
+from engine.core.outcomes import DraftKey
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.costs.draft_choice import DraftChoice
@@ -18,8 +19,6 @@ from engine.sampling.matcher import Matcher
 from engine.sampling.sampler import Sampler
 from engine.wire.messages import Array, Draft, PromptProgress, TokenLogprob
 
-Outcome = tuple[int, int, int, int]
-"""Key of a draft: (round, previous draft, last accepted node, bonus token)."""
 _KEPT_DRAFTS = 64
 
 
@@ -62,9 +61,9 @@ class Request:
         self.choice = DraftChoice(len(self.text))
         self.waited_s = 0.0  # for its latest draft
         self.round = 0
-        self.outcome: Outcome = (1, 0, 0, self.text[-1]) if answer else (0, 0, 0, 0)
-        self.drafts: dict[Outcome, tuple[Draft, list[Array]]] = {}
-        self.forget_states()
+        self.outcome = DraftKey(1, 0, 0, self.text[-1]) if answer else DraftKey(0, 0, 0, 0)
+        self.drafts: dict[DraftKey, tuple[Draft, list[Array]]] = {}
+        self.forget_hidden_states()
         self.since_ns = self.waiting_since_ns = time.perf_counter_ns()
         self.rows_kept: Sequence[int] = ()
         self.hit = False  # when the last verdict was sent, the tree for it was already here
@@ -84,14 +83,14 @@ class Request:
         return self.outcome in self.drafts
 
     def join_drafter(self) -> None:
-        """A new drafter knows nothing of the drafts of the one before it, and drafts from the text so far."""
+        """Forget the drafts of an earlier drafter: the new one drafts from the text so far."""
         self.drafts, self.root_only, self.waiting_since_ns = {}, False, time.perf_counter_ns()
         self.choice = DraftChoice(len(self.text))
-        self.outcome = (self.next_round, 0, 0, self.text[-1])
+        self.outcome = DraftKey(self.next_round, 0, 0, self.text[-1])
 
     def take_draft(self, draft: Draft, arrays: list[Array]) -> None:
         """File a draft under the outcome it is for; those for an earlier round are dropped."""
-        outcome = (draft.round, draft.parent, draft.node, draft.token)
+        outcome = DraftKey(draft.round, draft.parent, draft.node, draft.token)
         late = draft.round <= self.round or (self.root_only and outcome == self.outcome)
         if not late and len(self.drafts) < _KEPT_DRAFTS:
             self.drafts[outcome] = (draft, arrays)
@@ -147,7 +146,7 @@ class Request:
     def _go_on(self, draft: int, node: int, tokens: list[int]) -> None:
         """Go on to the next round: a round emitted `tokens`; its path through tree `draft` ended at `node`."""
         self.text.extend(tokens)
-        self.outcome = (self.round + 1, draft, node, tokens[-1])
+        self.outcome = DraftKey(self.round + 1, draft, node, tokens[-1])
         self.hit = self.has_draft
 
     def end_round(self, now_ns: int) -> None:
@@ -158,7 +157,7 @@ class Request:
     def share_blocks(self) -> None:
         """Let other requests find the full blocks of what was committed."""
         if self.target.pool is not None:
-            self.cache.publish(self.text, self.features.of_block)
+            self.cache.cache_blocks(self.text, self.features.of_block)
 
     def trim_cache(self) -> None:
         """Release the blocks of the rows that were not committed."""
@@ -199,7 +198,7 @@ class Request:
         """The text to read that others may have read: of a prompt all but the last token, whose logits are needed."""
         return self.text[: self.read_to - (not self.has_answer)]
 
-    def forget_states(self) -> None:
+    def forget_hidden_states(self) -> None:
         """Drop the hidden states kept so far."""
         self.features = HiddenStates(shared=self.target.pool is not None)
 
@@ -208,14 +207,14 @@ class Request:
         """Whether it may share blocks with other requests."""
         return not self.reads_all and self.target.pool is not None
 
-    def adopt(self, with_states: bool, now_ns: int) -> None:
+    def match_prefix(self, with_hidden_states: bool, now_ns: int) -> None:
         """Reuse what others have read of its text: a preempted request may then continue at once, and the wait for its
-        draft starts now. with_states: its drafter needs the hidden states too; of a text that is read again it has
-        them, or begins without them.
+        draft starts now. with_hidden_states: its drafter needs the hidden states too; of a text that is read again it
+        has them, or begins without them.
         """
         known = self.cache.length
-        needed = with_states and self.wants_draft and not self.has_answer
-        for states in self.cache.adopt(self.to_share, needed):
+        needed = with_hidden_states and self.wants_draft and not self.has_answer
+        for states in self.cache.match_prefix(self.to_share, needed):
             self.features.adopt(states)
         self.cached += self.cache.length - known
         if not self.reading:
@@ -250,5 +249,5 @@ class Request:
         if self.has_answer:
             self.read_to = len(self.text) - 1
         else:
-            self.forget_states()
+            self.forget_hidden_states()
             self.prompt_logprobs, self.cached = [], 0  # recomputed with the positions

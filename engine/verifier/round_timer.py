@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engine.config import Config
-from engine.core.batch import BLOCK, Segment
+from engine.core.batch import BLOCK_SIZE, Segment
 from engine.core.methods import GRAMMAR, MODELS
 from engine.core.tree import TokenTree
 from engine.costs.cost_model import CostModel
@@ -58,7 +58,7 @@ class RoundTimer:
     def _most_rows(self) -> int:
         """Return the maximum rows of the forwards to measure."""
         drafted = 1 if self.config.method == "none" else self.config.drafter.budget
-        room = _MEASURED_ROWS if self.target.pool is None else self.target.pool.blocks * BLOCK - BESIDE
+        room = _MEASURED_ROWS if self.target.pool is None else self.target.pool.blocks * BLOCK_SIZE - BESIDE
         if len(sizes := self.target.forward_sizes) > 1:  # what a prompt's large forward takes follows from no small one
             return max(2, min(sizes[-1], room))
         return max(2, min(_MEASURED_ROWS, room, drafted * self.config.verifier.max_running))
@@ -86,9 +86,9 @@ class RoundTimer:
         self.busy_ns += self.forward_ns
         self._rows, self._requests = sum(map(len, segments)), sum(segment.tree is not None for segment in segments)
 
-    def observe_draft(self, step: Step, result: StepResult, drafts: DrafterLink) -> None:
+    def observe_draft(self, step: Step, result: StepResult, drafter_link: DrafterLink) -> None:
         """Let the request's choice of drafts learn what its draft has gained and taken."""
-        if drafts.drafter is None or not step.wanted:
+        if drafter_link.peer is None or not step.wanted:
             return
         tree, of_model = step.drafted, step.draft_us > 0
         verified = step.kept[step.kept < len(tree)]
@@ -100,7 +100,7 @@ class RoundTimer:
         others = self._rows - len(verified)
         root_s, alone_s, all_s = map(self.costs.forward.seconds, (others + 1, others + decided, self._rows))
         step.request.choice.observe(
-            drafts.kinds,
+            drafter_link.kinds,
             self.costs,
             self._requests,
             by_retrieval=by_retrieval,
@@ -116,7 +116,7 @@ class RoundTimer:
         results: Sequence[StepResult],
         steps: Sequence[Step],
         segments: Sequence[Segment],
-        drafts: DrafterLink,
+        drafter_link: DrafterLink,
     ) -> None:
         """Learn from a round at its end. Rounds that lost a request or read a prompt teach nothing but the forward's
         time.
@@ -130,7 +130,7 @@ class RoundTimer:
         if not decoded or len(decoded) < len(steps):
             return
         tokens, round_s = sum(len(result.tokens) for result in decoded), (now - since) / 1e9
-        drafter = drafts.drafter is not None
+        drafter = drafter_link.peer is not None
         if len(segments) > len(steps):
             return
         if all(result.request.round > 1 for result in decoded):

@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from engine.core.batch import BLOCK
+from engine.core.batch import BLOCK_SIZE
 from engine.core.errors import OutOfBlocks
 from engine.costs.cost_model import CostModel
-from engine.model.kv_pool import Ending
+from engine.model.kv_pool import BlockKey
 from engine.verifier.request import Request
 
 
@@ -49,15 +49,15 @@ class Scheduler:
 
     waiting: requests not admitted yet; running: the others, the oldest first.
 
-    most: maximum requests that run at once; chunk: maximum prompt tokens read in one forward. needs_states: whether
-    requests that are drafted for need the hidden states of blocks that they share.
+    max_running: maximum requests that run at once; prefill_chunk: maximum prompt tokens read in one forward.
+    needs_hidden_states: whether requests that are drafted for need the hidden states of blocks that they share.
     """
 
-    def __init__(self, most: int, chunk: int, draft_timeout_s: float):
-        self.most, self.chunk, self.draft_timeout_s = most, chunk, draft_timeout_s
+    def __init__(self, max_running: int, prefill_chunk: int, draft_timeout_s: float):
+        self.max_running, self.prefill_chunk, self.draft_timeout_s = max_running, prefill_chunk, draft_timeout_s
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.needs_states = False
+        self.needs_hidden_states = False
         # the prompt that came first gets half of an odd number of rows, so half a row may be owed to it
         self._half_row = 1
 
@@ -79,7 +79,7 @@ class Scheduler:
     def plan(self, now_ns: int, costs: CostModel, drafter_ready: bool) -> Plan:
         """Return what to do now. drafter_ready: a drafter is present and responding."""
         self._admit(now_ns)
-        self._adopt(now_ns)
+        self._match_prefixes(now_ns)
         decoding = [request for request in self.running if not request.reading]
         missing = [r for r in decoding if drafter_ready and r.wants_draft and not r.root_only and not r.has_draft]
         read = sum(request.cache.length for request in decoding)
@@ -89,12 +89,12 @@ class Scheduler:
             patience_s = self.draft_timeout_s if lonely else min(self.draft_timeout_s, costs.patience_s())
             left_s = max(patience_s - (now_ns - request.waiting_since_ns) / 1e9 for request in missing)
             if left_s > 0:
-                meanwhile = costs.rows_while_waiting(patience_s - left_s, self.chunk, past)
+                meanwhile = costs.rows_while_waiting(patience_s - left_s, self.prefill_chunk, past)
                 if len(missing) == len(decoding) and (reading := self._chunks(meanwhile)):
                     return Plan(reading=reading)
                 return Plan(wait_s=left_s)
         readers = len(self.running) - len(decoding)
-        reading = self._chunks(costs.chunk_rows(len(decoding), self.chunk, read, past)) if readers else []
+        reading = self._chunks(costs.chunk_rows(len(decoding), self.prefill_chunk, read, past)) if readers else []
         return Plan(decoding, reading) if decoding or reading else Plan(wait_s=self.draft_timeout_s)
 
     def reserve(self, plan: Plan, rows: Callable[[Request], int]) -> Plan:
@@ -127,7 +127,7 @@ class Scheduler:
         if (pool := request.target.pool) is None:
             return rows
         cache = request.cache
-        fitting: int = min(rows, cache.capacity + pool.free * BLOCK - cache.length)
+        fitting: int = min(rows, cache.capacity + pool.free * BLOCK_SIZE - cache.length)
         cache.reserve(cache.length + fitting)
         return fitting
 
@@ -138,28 +138,28 @@ class Scheduler:
 
     def _admit(self, now_ns: int) -> None:
         """Admit requests whose texts fit, in addition to what the running requests have yet to read."""
-        while self.waiting and len(self.running) < self.most:
+        while self.waiting and len(self.running) < self.max_running:
             request = self.waiting[0]
             pool = request.target.pool
             if pool is not None and self.running:
                 promised = sum(max(0, other.read_to - other.cache.capacity) for other in self.running)
-                if pool.free * BLOCK - promised < request.read_to:
+                if pool.free * BLOCK_SIZE - promised < request.read_to:
                     return
                 if not pool.has_state_beside([other.cache.state for other in self.running]):
                     return
             request.admit(now_ns)
             self.running.append(self.waiting.popleft())
 
-    def _adopt(self, now_ns: int) -> None:
+    def _match_prefixes(self, now_ns: int) -> None:
         """Reuse what others have read of the same text."""
         for request in self.running:
             if request.reading and request.shares:
-                request.adopt(self.needs_states, now_ns)
+                request.match_prefix(self.needs_hidden_states, now_ns)
 
     def _chunks(self, rows: int) -> list[tuple[Request, int]]:
         """Return which requests read how much. A request waits if another is reading its next block in this forward."""
         left = {request: request.read_to - request.cache.length for request in self.running if request.reading}
-        under_way: dict[Ending, Request] = {}
+        under_way: dict[BlockKey, Request] = {}
         counts: dict[Request, int] = dict.fromkeys(left, 0)
         half, self._half_row = divmod(rows + self._half_row, 2)
         shares = [(request, half) for request in [*left][:1]]
@@ -168,8 +168,8 @@ class Scheduler:
             if rows <= 0:
                 break
             if request.shares:
-                ending = request.cache.next_ending(request.to_share)
-                if ending is not None and under_way.setdefault(ending, request) is not request:
+                block_key = request.cache.next_block_key(request.to_share)
+                if block_key is not None and under_way.setdefault(block_key, request) is not request:
                     continue
             count = min(most, rows, left[request] - counts[request])
             counts[request] += count

@@ -24,7 +24,7 @@ from engine.model.drawn_tree import DrawnTree
 from engine.model.kv_pool import KVPool
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampler import verify
-from engine.verifier.known_tokens import Output, output_of
+from engine.verifier.forward_output import Output, output_of
 from engine.verifier.request import Request
 from engine.wire.messages import Array, TokenLogprob
 
@@ -143,11 +143,11 @@ class StepResult:
     forced_tokens: tuple[int, ...] = ()
 
 
-Drawing = Callable[[], StepResult | None]
+DeferredDraw = Callable[[], StepResult | None]
 """Draws one request's tokens from its rows of a forward; None if it only read. Raises if its logits are not numbers."""
 
 
-def drawings(
+def deferred_draws(
     steps: Sequence[Step],
     readers: Sequence[Request],
     chunks: Sequence[Segment],
@@ -155,7 +155,7 @@ def drawings(
     hidden_states: Tensor | None,
     successors: int,
     pool: KVPool | None = None,
-) -> list[Drawing]:
+) -> list[DeferredDraw]:
     """Give each tree, and then each chunk, its part of a forward's output. On a GPU all that can be drawn is launched,
     and nothing is waited for. logits: [rows wanted, vocab]; hidden_states: [rows, layers, hidden], None if nobody wants
     them. successors: how many of the likeliest tokens the drafter wants of each node. pool: of keys and values, None if

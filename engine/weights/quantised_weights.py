@@ -74,8 +74,8 @@ class QuantisedCheckpoint:
 
 
 class QuantisedWeights(StoredWeights):
-    """The parameters of a quantised checkpoint. places, vectors: of `matched`, or what an earlier start has kept of
-    them.
+    """The parameters of a checkpoint that is quantised as it loads. `places` and `vectors` come from `matched` or from
+    an earlier start's proof.
     """
 
     def __init__(self, checkpoint: QuantisedCheckpoint, places: Mapping[str, Place], vectors: Mapping[str, Tensor]):

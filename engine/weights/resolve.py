@@ -15,7 +15,7 @@ from engine.weights.cache import home, is_intact, keep
 from engine.weights.catalogue import CATALOGUE, KnownModel
 from engine.weights.download import download
 from engine.weights.draft_head import ASSISTANT, assistant_beside, method_of
-from engine.weights.gguf.described import DESCRIPTION_BYTES, describe, described
+from engine.weights.gguf.described_folder import DESCRIPTION_BYTES, describe, described
 from engine.weights.gguf.source import is_unchanged, read_source, remember, source_of
 from engine.weights.hub import fetched
 from engine.weights.quantised import quantised_folder

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.errors import ModelError
-from engine.places import ROOT
+from engine.install_paths import ROOT
 from engine.weights.cache import home
 from engine.weights.gguf.file import GgufFile, read_gguf
 from engine.weights.gguf.source import open_gguf

@@ -2,8 +2,8 @@
 
     front end -> verifier   Submit, Cancel, Stop      verifier -> front end   Ready, Emitted, PromptsRead, Failed,
                                                                               Heartbeat, Spans
-    verifier  -> drafter    Start, Verdict, Finish,   drafter  -> verifier    Hello, Draft
-                            Rejoin
+    verifier  -> drafter    Start, RoundVerdict,      drafter  -> verifier    Hello, Draft
+                            Finish, Rejoin
     front end -> drafter    Stop                      drafter  -> front end   Ready, Failed, Heartbeat, Spans
 
 A message is a msgpack frame, [struct, shapes], and, if it carries arrays, a second one with their numbers,
@@ -29,6 +29,7 @@ from engine.core.errors import ProtocolError
 from engine.core.params import SamplingParams
 
 Array = NDArray[Any]
+HEARTBEAT_S = 0.5  # seconds between two heartbeats of a worker
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -14,7 +14,7 @@ from benchmarks.baselines.compare import _given
 from benchmarks.baselines.rivals import Rivals
 from benchmarks.baselines.w8a8 import quantise, rounded
 from engine.config import load
-from engine.weights.gguf.describe import describe
+from engine.weights.gguf.describe_process import describe
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import GgufSource
 from tests.engine.weights.tiny_gguf import write_gguf

@@ -106,7 +106,7 @@ def test_shared_noise_makes_even_an_untrained_head_agree_with_more_draws(
 async def test_a_prompt_found_in_the_prefix_cache_reaches_the_head_with_all_its_hidden_states(
     target_dir: Path, target: TargetWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a passage that another request has read are the ones that it would have computed itself."""
+    """The hidden states of a passage that another request has read are the ones that it would have computed itself."""
     passage = [3 + i % 50 for i in range(70)]
     seen: list[NDArray[np.uint16]] = []
     observe = HeadDrafter.observe

@@ -416,9 +416,9 @@ def decoded(target: Target, prompt: Sequence[int], sampling: SamplingParams, tru
 @both_types
 def test_a_family_is_exact_in_both_types(family: str, dtype: str) -> None:
     target = target_of(family, dtype)
-    assert target.exact, target.inexact
+    assert target.exact, target.inexact_reason
     assert isinstance(target.forward, StockForward if family in STOCK else LeanDecoder)
-    assert bool(target.unlike) == (family in STOCK)
+    assert bool(target.stock_reason) == (family in STOCK)
 
 
 @every_family
@@ -562,14 +562,15 @@ def test_a_family_with_products_of_its_own_is_not_called_exact_and_the_matrix_is
     torch.manual_seed(0)
     target = Target.of_model(AutoModelForCausalLM.from_config(config).eval(), "other", kv_memory=1 << 22)
     assert not target.exact
-    assert target.inexact == f"{matrix} is multiplied in a way of its own"
+    assert target.inexact_reason == f"{matrix} is multiplied in a way of its own"
 
 
 def test_rows_that_are_no_whole_vectors_are_not_called_exact_where_a_function_is_not() -> None:
     model = build("phi with norms of heads", "bfloat16", intermediate_size=112, hidden_act="gelu")
     target = Target.of_model(model, "phi", kv_memory=1 << 22)
     assert isinstance(target.forward, StockForward)
-    assert target.exact or target.inexact == "on this machine gelu over rows of 112 depends on the rows before it"
+    reason = "on this machine gelu over rows of 112 depends on the rows before it"
+    assert target.exact or target.inexact_reason == reason
 
 
 @pytest.fixture(scope="module")

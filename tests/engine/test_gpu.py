@@ -30,7 +30,7 @@ def model(tmp_path: Path) -> str:
 def test_a_target_on_a_gpu_is_exact(dtype: str, model: str) -> None:
     pytest.importorskip("triton")
     target = Target.load(model, dtype, "cuda")
-    assert target.exact, target.inexact
+    assert target.exact, target.inexact_reason
     assert target.pool is not None and target.pool.keys.device.type == "cuda"
 
 

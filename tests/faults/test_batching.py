@@ -21,8 +21,8 @@ from engine.core.batch import Segment
 from engine.core.errors import NotANumber, RequestError, RequestFailed, WorkerDied
 from engine.core.tree import TokenTree
 from engine.frontend import supervisor
+from engine.install_paths import ROOT
 from engine.model.target import Target
-from engine.places import ROOT
 from engine.sampling.sampler import Sampler
 from engine.verifier.request import Request
 from tests.engine.weights.tiny_gguf import WEIGHTS

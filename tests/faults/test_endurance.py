@@ -74,7 +74,9 @@ async def test_a_thousand_requests_are_answered_and_memory_stays_flat(
 
 @pytest.mark.slow
 async def test_the_verifier_of_the_real_model_grows_by_its_pool_and_no_more(smollm2: str) -> None:
-    """Of 200 requests: what they leave in the pool, which is bounded, and buffers that the first ones make."""
+    """After 200 requests it has grown by what they leave in the pool, which is bounded, and by buffers that the first
+    ones make.
+    """
     rng = random.Random(9)
     options = {"verifier.kv_memory": 32 << 20, "verifier.threads": 1}
     resident: list[float] = []

@@ -19,8 +19,8 @@ from engine.text.encode import encode_text
 from retrieval_index import build as building
 from retrieval_index.build import build
 from retrieval_index.datastore import Datastore, DatastoreError
-from retrieval_index.suffix import CONTEXT
-from retrieval_index.suffix_search import likeliest, longest_match, read
+from retrieval_index.session_index import CONTEXT
+from retrieval_index.suffix_array import likeliest, longest_match, read
 from tests.conftest import tiny_tokenizer
 
 TEXT = "the cat sat on the mat. the cat ran to the door. "

@@ -8,7 +8,7 @@ import pytest
 
 from engine.files.cache_folder import CacheFolder
 from retrieval_index.saved_answers import SavedAnswers
-from retrieval_index.suffix import SessionIndex
+from retrieval_index.session_index import SessionIndex
 
 LARGE = 1 << 30
 

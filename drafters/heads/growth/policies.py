@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from operator import itemgetter
-from typing import Literal
 
 from engine.core.tree import TokenTree
 
@@ -134,7 +133,7 @@ class Policy(ABC):
 
 
 class Static(Policy):
-    """The same tree every time, given by child ranks along each path (EAGLE-1, Medusa, Token Recycling)."""
+    """Grows the same tree every time, given by child ranks along each path (EAGLE-1, Medusa, Token Recycling)."""
 
     def __init__(self, paths: Sequence[Sequence[int]] = EAGLE_25):
         self.paths = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
@@ -181,21 +180,17 @@ class Dynamic(Policy):
         return _best_of_all(self, root, self.depth + 1)
 
 
-def _best_of_all(
-    policy: Policy, root: int, layers: int, floor: float = 0.0, threshold: Callable[[float], float] | None = None
-) -> Steps:
+def _best_of_all(policy: Policy, root: int, layers: int, floor: float = 0.0) -> Steps:
     """Grow a tree of the best `budget` nodes. The best `top_k` of a layer are expanded as long as they may have
-    children among these.
-
-    threshold: the confidence that a node below the first layer needs, given its layer's best; floor: the confidence
-    that every node needs.
+    children among these. floor: the confidence that a node needs to be expanded, and a node below the first layer to be
+    in the tree.
     """
     builder, frontier, room = TreeBuilder([root]), [0], policy.max_expansions
     best = [0.0] * (policy.budget - 1)  # a heap of the greatest confidences
     for depth in range(layers):
         seen = yield builder.frontier(frontier)
         room -= len(frontier)
-        least = threshold(builder.best(frontier, seen)) if threshold and depth else 0.0
+        least = floor if depth else 0.0
         layer = builder.add_all(_entered(best, builder.children(frontier, seen, max(least, best[0] if best else inf))))
         # A child is never more confident than its parent.
         frontier = [n for n in layer[: min(policy.top_k, room)] if floor <= builder.confidence[n] > best[0]]
@@ -216,13 +211,13 @@ def _entered(best: list[float], children: list[Child]) -> list[Child]:
 class TalonPaperPolicy(Policy):
     """TALON (arXiv 2601.07353) to the letter, equations 2-5 and algorithm 2.
 
-    The pool of a layer is every child of every node of the layer before. The first `ungated` layers keep its best
-    `width`; a deeper one keeps what reaches `mu` times the pool's best; a layer that does not fit keeps its best.
+    The pool of a layer is every child of every node of the layer before. The first layer keeps its best `width`; a
+    deeper one keeps what reaches `mu` times the pool's best; a layer that does not fit keeps its best.
     Growth ends only at `budget` nodes, root included, so the layer that is cut is verified and never expanded.
     """
 
-    def __init__(self, budget: int = 60, width: int = 10, mu: float = 0.03, ungated: int = 1):
-        self.budget, self.width, self.mu, self.ungated = budget, width, mu, ungated
+    def __init__(self, budget: int = 60, width: int = 10, mu: float = 0.03):
+        self.budget, self.width, self.mu = budget, width, mu
         self.top_k = budget - 1  # no node can keep more children than that, so this is as good as all of them
         self.max_expansions = budget
 
@@ -230,48 +225,32 @@ class TalonPaperPolicy(Policy):
         builder, frontier, depth = TreeBuilder([root]), [0], 0
         while len(builder.tokens) < self.budget:
             seen = yield builder.frontier(frontier)
-            ungated = depth < self.ungated
-            pool = builder.children(frontier, seen, 0.0 if ungated else self.mu * builder.best(frontier, seen))
+            pool = builder.children(frontier, seen, self.mu * builder.best(frontier, seen) if depth else 0.0)
             if not pool:  # the head predicts no further
                 break
-            frontier = builder.add_all(pool[: self.width if ungated else None][: self.budget - len(builder.tokens)])
+            frontier = builder.add_all(pool[: None if depth else self.width][: self.budget - len(builder.tokens)])
             depth += 1
         return builder.tree()
 
 
 class Adaptive(Policy):
-    """Our variant of TALON's rule: the gate may apply to c(v) itself, and growth stops when nothing passes it.
+    """Our variant of TALON's rule: the gate applies to c(v) itself, and growth stops when nothing passes it.
 
-    Layer 0 takes the best `top_k` ungated. A deeper candidate passes if c(v) >= mu (gate "path") or c(v) >= mu times
-    the best c of its layer (gate "layer"); `top_k` candidates of each node are considered. So size, depth and width
-    follow the head's confidence. Where a row costs less than mu, as on a GPU, its cost is the path gate: trees then
-    grow to the budget. Where it costs more than twice as much, half of its cost is: nodes below are not verified. As in
-    `Dynamic`, a full tree takes better nodes in place of its worst, and the best `top_k` of a layer are expanded as
-    long as they may have such children. max_depth: an optional limit.
+    Layer 0 takes the best `top_k` ungated. A deeper candidate passes if c(v) >= mu; `top_k` candidates of each node are
+    considered. So size, depth and width follow the head's confidence. Where a row costs less than mu, as on a GPU, its
+    cost is the gate: trees then grow to the budget. Where it costs more than twice as much, half of its cost is: nodes
+    below are not verified. As in `Dynamic`, a full tree takes better nodes in place of its worst, and the best `top_k`
+    of a layer are expanded as long as they may have such children.
     """
 
-    def __init__(
-        self,
-        budget: int = 60,
-        top_k: int = 10,
-        mu: float = 0.03,
-        gate: Literal["path", "layer"] = "path",
-        max_depth: int | None = None,
-    ):
-        self.budget, self.top_k, self.mu, self.gate = budget, top_k, mu, gate
-        self.max_depth = budget if max_depth is None else max_depth
+    def __init__(self, budget: int = 60, top_k: int = 10, mu: float = 0.03):
+        self.budget, self.top_k, self.mu = budget, top_k, mu
         self.max_expansions = 4 * budget  # leaves space for deep trees beside wide ones
 
     def steps(self, root: int) -> Steps:
-        return _best_of_all(self, root, self.max_depth, self._floor, self.threshold)
-
-    def threshold(self, best: float) -> float:
-        """Return the confidence a node needs in a layer whose most confident candidate has confidence `best`."""
-        return self._floor if self.gate == "path" else self.mu * best
+        return _best_of_all(self, root, self.budget, self._floor)
 
     @property
     def _floor(self) -> float:
-        """The confidence that every node needs, whatever its layer."""
-        if self.gate != "path":
-            return 0.0
+        """The confidence that a node needs."""
         return self.mu if self.row_tokens is None else max(min(self.mu, self.row_tokens), self.row_tokens / 2)

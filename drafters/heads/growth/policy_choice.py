@@ -28,7 +28,7 @@ def _named(options: DrafterConfig, published: Policy, name: str) -> Policy:
     if name == "dynamic":
         return Dynamic(growth.depth, growth.top_k, options.budget)
     if name == "talon":
-        return TalonPaperPolicy(options.budget, growth.top_k, growth.mu, growth.ungated)
+        return TalonPaperPolicy(options.budget, growth.top_k, growth.mu)
     if name == "adaptive":
-        return Adaptive(options.budget, growth.top_k, growth.mu, growth.gate)
+        return Adaptive(options.budget, growth.top_k, growth.mu)
     return published

@@ -28,8 +28,8 @@ RowsOf = Callable[[NDArray[np.int64]], StoredMatrix]
 
 
 def likely_tokens(vocabulary: int, most: int, ends: set[int]) -> tuple[list[int], int]:
-    """The tokens that are drafted at first, and how many of them stay: the lowest ones, and those that end an answer.
-    The others fall, so that outputs are never numbered as tokens are.
+    """Return the tokens that are drafted at first, and how many of them stay in use: the lowest ids, and the tokens
+    that end an answer. The ids behind these descend, so that outputs are never numbered as tokens are.
     """
     count = min(most, vocabulary)
     lowest = [token for token in range(vocabulary) if token not in ends][: max(0, count - len(ends))]

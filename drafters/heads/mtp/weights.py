@@ -63,8 +63,8 @@ class MtpWeights:
 
 
 def read_mtp(model: str, path: str, vocabulary: int) -> MtpWeights:
-    """The head of a target. model: the target's directory. path: the GGUF file or directory with the head. vocabulary:
-    the most tokens that it drafts. Raises ModelError or DrafterMismatch.
+    """Read the head of a target. model: the target's directory. path: the GGUF file or directory with the head.
+    vocabulary: the most tokens that it drafts. Raises ModelError or DrafterMismatch.
     """
     if not multiplies(torch.bfloat16):
         raise ModelError("method=mtp: products of bfloat16 are not there on this processor; take method=suffix")
@@ -83,7 +83,7 @@ def read_mtp(model: str, path: str, vocabulary: int) -> MtpWeights:
 
 
 def _one_layer(config: Any) -> Any:
-    """The configuration of a model whose only layer is like the head's."""
+    """Return the configuration of a model whose only layer is like the head's."""
     config = deepcopy(config)
     text = config.get_text_config()
     text.num_hidden_layers, text.layer_types = 1, ["full_attention"]
@@ -91,7 +91,7 @@ def _one_layer(config: Any) -> Any:
 
 
 def ends_of(folder: Path, vocabulary: int) -> set[int]:
-    """The tokens that end an answer."""
+    """Return the tokens that end an answer."""
     try:
         return {token for token in eos_tokens(GenerationConfig.from_pretrained(folder)) if token < vocabulary}
     except OSError:  # a directory without one
@@ -99,7 +99,7 @@ def ends_of(folder: Path, vocabulary: int) -> set[int]:
 
 
 def output_of(rows_of: RowsOf, likely: tuple[list[int], int]) -> tuple[Product, OwnTokens]:
-    """The output matrix, and which tokens its outputs are. likely: see `likely_tokens`."""
+    """Return the output matrix, and the tokens that its outputs stand for. likely: see `likely_tokens`."""
     ids, stay = torch.tensor(likely[0]), likely[1]
     head = Product([rows_of(ids.numpy())])
     return head, OwnTokens(head, rows_of, ids, stay)
@@ -155,7 +155,7 @@ def _of_gguf(file: GgufFile, folder: Path, config: Any, field: str, likely: tupl
 
 
 def _head_alone(file: GgufFile, block: str) -> GgufFile:
-    """The file as that of a model whose one layer is the head's."""
+    """Return a view of the file in which the head's layer is the only one."""
     view = GgufFile(file.parts)
     view.metadata = file.metadata | {f"{file.architecture}.{key}": n for key, n in _COUNTS.items()}
     shared = {name: tensor for name in _OWN.values() if (tensor := file.tensor(name)) is not None}
@@ -205,7 +205,7 @@ class _Stored:
 
 
 def coded(matrix: Tensor) -> StoredMatrix:
-    """The matrix in codes of 8 bits, where groups of 32 inputs are whole."""
+    """Return the matrix in codes of 8 bits, if its inputs are whole groups of 32."""
     return nearest(matrix) if matrix.shape[1] % STEP == 0 else StoredMatrix.of_numbers(matrix)
 
 
@@ -240,7 +240,7 @@ def _of_safetensors(head: Path, folder: Path, config: Any, field: str, likely: t
 
 
 def _mtp_tensors(folder: Path, field: str) -> dict[str, Tensor]:
-    """The head's tensors, of whatever files of the directory."""
+    """Return the head's tensors, from all files of the directory."""
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:

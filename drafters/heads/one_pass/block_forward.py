@@ -127,11 +127,11 @@ def likeliest(
     best_ids: Any,
     probs: Any,
 ) -> None:
-    """Find the k likeliest tokens after some nodes, best first, and their probabilities.
+    """For each of n nodes, write the k likeliest next tokens, best first, and their probabilities.
 
-    rows, before: [n], row and token of each node. scores, ids: [rows, candidates], best first; totals: [rows], sum of
-    exp(score - best score) of all tokens; gates: [rows, rank]; sure: [n], by which probabilities are multiplied;
-    tables, gain: the link's. Written: best_ids, [n, k] int64, and probabilities, [n, k] float32.
+    `rows[i]` is the node's row in the forward; `before[i]` is the node's token. scores, ids: [rows, candidates], best
+    first. totals: [rows], the sum of exp(score - best score) over all tokens. gates: [rows, rank]. sure: [n], factors
+    of the probabilities. tables, gain: the link's. Written: best_ids, [n, k] int64, and probs, [n, k] float32.
     """
     candidates, k = scores.shape[1], probs.shape[1]
     places, best, linked = np.empty(k, np.int64), np.empty(k, np.float32), np.empty(gates.shape[1], np.float32)

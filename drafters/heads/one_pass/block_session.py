@@ -246,7 +246,7 @@ def begin(asked: Sequence[tuple[BlockSession, list[tuple[int, ...]]]]) -> None:
 
 
 def _read(head: BlockWeights, sessions: Sequence[BlockSession]) -> None:
-    """Read the features that have come, those of all sessions together where the head has a program for it."""
+    """Read the features that have arrived, for all sessions together where the head has a program for it."""
     unread = [(session, *pending) for session in sessions if (pending := session.unread()) is not None]
     if head.reader is None:
         for session, features, positions in unread:

@@ -18,8 +18,8 @@ _MOST = 512  # rows of one run
 
 
 class ContextReader:
-    """Writes keys and values of the context to the pool of a head's stack. fc, norm: make the context of features;
-    layers: what each layer of the head reads it with.
+    """Computes the head's keys and values for the target's hidden states and writes them to the stack's pool. `fc` and
+    `norm` project the hidden states; `layers` pairs each layer with its KV projection.
     """
 
     def __init__(self, stack: Stack, fc: Linear, norm: RMSNorm, layers: Sequence[tuple[DecoderLayer, Linear]]):

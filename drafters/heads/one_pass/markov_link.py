@@ -50,8 +50,8 @@ NO_LINK = Tables(0, 0, 0, 0, 0)
 
 
 class Link:
-    """The tables of a link. first: [vocab, rank], second: [draft_vocab, rank] less its mean, both on the CPU, the rank
-    filled up to whole vectors.
+    """The link's two tables, on the CPU. `first` is [vocab, rank]. `second` is [draft_vocab, rank], minus its mean. The
+    rank is padded to whole vectors.
     """
 
     def __init__(self, checkpoint: Checkpoint, vocab: int, outputs: int, hidden: int, device: torch.device):

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.batch import BLOCK, Batch, BatchAddresses, Int
+from engine.core.batch import BLOCK_SIZE, Batch, BatchAddresses, Int
 from engine.core.kv_shape import KVShape
 from engine.kernels.amx import TILE_ROWS
 from engine.kernels.attention.attention_work import ATTENTION
@@ -119,7 +119,7 @@ class Attention:
             self.queries = self.queries.new_zeros(needed)
         vectors = min(of_tile, rows) * self.q_per_kv
         chunk, kept = self._blocks_kept(batch, vectors)
-        step = (-(-kept // 2) | 1) * 2 * BLOCK  # an odd number of cache lines, so that rows do not compete for the same
+        step = (-(-kept // 2) | 1) * 2 * BLOCK_SIZE  # an odd number of cache lines: else rows compete for the same
         bytes_each = vectors * (step * 6 + self._query_bytes) + self._own_bytes
         bytes_each = -(-bytes_each // 64) * 64 + 64
         if self._scratch.numel() < (needed := bytes_each * torch.get_num_threads()):
@@ -140,7 +140,7 @@ class Attention:
     def _blocks_kept(self, batch: Batch, vectors: int) -> tuple[int, int]:
         """Return how many blocks' scores so many queries of a tile keep at a time before their tail, and with it."""
         blocks = max(map(len, batch.tables_of))
-        if self._most_queries == self._queries or vectors * blocks * BLOCK * 4 <= _WHOLE_BYTES:
+        if self._most_queries == self._queries or vectors * blocks * BLOCK_SIZE * 4 <= _WHOLE_BYTES:
             return blocks, blocks
         kept = _CHUNK + max(map(partial(_tail_blocks, batch), batch.spans))
         return (_CHUNK, kept) if kept < blocks else (blocks, blocks)
@@ -184,7 +184,7 @@ def _tail_blocks(batch: Batch, span: tuple[int, int]) -> int:
         return 0
     shortest, longest = batch.prefix_lens[first:end].min(), batch.prefix_lens[first:end].max()
     last = max(int(longest) - 1, int(batch.ancestor_slots[begin:stop].max()))
-    return last // BLOCK + 1 - int(shortest) // BLOCK
+    return last // BLOCK_SIZE + 1 - int(shortest) // BLOCK_SIZE
 
 
 class LayerKeys(NamedTuple):

@@ -14,7 +14,7 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.amx import LINE_BYTES, fetch, pointer
+from engine.kernels.amx import LINE_BYTES, fetch
 from engine.kernels.attention.attention_work import ATTENTION
 from engine.kernels.attention.kv_codes import CODES_KIND, head_bytes, value_codes_at, value_scales_at
 from engine.kernels.attention.lane_attention import attending
@@ -38,6 +38,7 @@ from engine.kernels.simd import (
     load,
     load_float16,
     multiply,
+    pointer,
     put_float,
     read,
     spread,
@@ -93,8 +94,8 @@ def next_codes(work: Any, keys_or_values: int, table: int, block: int, last: int
 
 @njit
 def _scaled(work: Any, block: int, group: int, lane: int, many: int, count: int, weights: int, scratch: int) -> Any:
-    """Return the address of the first query's weights of `many` values times their scales in a group; a row for each
-    query.
+    """Multiply the attention weights of `many` values by the values' scales in one group, store them in `scratch`, one
+    row per query, and return the first product's address.
     """
     scales = value_scales_at(block, work.dims, group)
     for vector in range(count):

@@ -14,7 +14,6 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from engine.kernels.amx import pointer
 from engine.kernels.attention.attention_work import ATTENTION, first_seen, seen_end
 from engine.kernels.attention.code_attention import FASTEST, next_codes, numbers, scoring
 from engine.kernels.attention.kv_codes import head_bytes, value_codes_at, value_scales_at
@@ -27,7 +26,7 @@ from engine.kernels.attention.paired_attention import (
     slot_at,
 )
 from engine.kernels.quant.layouts import STEP as GROUP
-from engine.kernels.simd import BFLOAT16, LANES, float16_at, int_at, spread
+from engine.kernels.simd import BFLOAT16, LANES, float16_at, int_at, pointer, spread
 from engine.kernels.threads import kernel
 
 _WORD = ir.IntType(64)

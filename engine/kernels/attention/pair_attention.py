@@ -10,7 +10,6 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from engine.kernels.amx import pointer
 from engine.kernels.attention.attention_work import ATTENTION
 from engine.kernels.attention.paired_attention import (
     PANEL_BYTES,
@@ -23,7 +22,7 @@ from engine.kernels.attention.paired_attention import (
 from engine.kernels.gemm.matmul_sums import SUMS, dot, row_counts, row_starts, sum_vectors
 from engine.kernels.quant.layouts import BFLOAT16_LAYOUT
 from engine.kernels.quant.unpack import pair_vectors
-from engine.kernels.simd import FLOAT32, LANES, splat, store
+from engine.kernels.simd import FLOAT32, LANES, pointer, splat, store
 from engine.kernels.threads import kernel
 
 _SCORED = 16  # queries whose scores are kept in registers

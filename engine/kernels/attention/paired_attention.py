@@ -24,7 +24,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from engine.kernels.amx import LINE_BYTES, TILE_ROWS, fetch, pointer
+from engine.kernels.amx import LINE_BYTES, TILE_ROWS, fetch
 from engine.kernels.attention.attention_work import (
     finish_scores,
     first_seen,
@@ -47,6 +47,7 @@ from engine.kernels.simd import (
     fma,
     int_at,
     load,
+    pointer,
     splat,
     store,
     total,
@@ -154,7 +155,9 @@ def attending(score: Any, weigh: Any, weigh_own: Any) -> Any:
 
 @njit
 def _tile_of(work: Any, number: int, head: int, scratch: int) -> Any:
-    """Return a tile with one KV head. Its tail begins after the blocks that all rows with ancestors see whole."""
+    """Return tile `number` for one KV head. The tail begins at the first block that some row with ancestors does not
+    see whole.
+    """
     first, end = int_at(work.tiles + 4 * number), int_at(work.tiles + 4 * number + 4)
     low, tail, high = 1 << 40, 1 << 40, 0
     for row in range(first, end):

@@ -12,7 +12,6 @@ from numba.extending import intrinsic
 from engine.kernels.amx import (
     TILE_ROWS,
     configure_tiles,
-    pointer,
     release_tiles,
     tile_dot,
     tile_load,
@@ -30,7 +29,7 @@ from engine.kernels.attention.paired_attention import (
     own_blocks,
     place_of,
 )
-from engine.kernels.simd import FLOAT32, LANES, splat, store
+from engine.kernels.simd import FLOAT32, LANES, pointer, splat, store
 from engine.kernels.threads import kernel
 
 _PANELS = 4  # panels of 16 dimensions, whose sums are kept in tiles at once

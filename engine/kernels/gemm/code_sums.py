@@ -16,12 +16,12 @@ from numba import literally, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.amx import LINE_BYTES, fetch_line, pointer
+from engine.kernels.amx import LINE_BYTES, fetch_line
 from engine.kernels.gemm.matmul_sums import PANELS, SUMS, dot, row_counts, row_starts, sums_in_registers
 from engine.kernels.quant.layouts import LAYOUTS, STEP, QuantLayout
 from engine.kernels.quant.unpack import exponents, factor_bytes, half_floats
 from engine.kernels.quant.words import word_pairs
-from engine.kernels.simd import BFLOAT16, FLOAT, LANES, fused, put_float, read
+from engine.kernels.simd import BFLOAT16, FLOAT, LANES, fused, pointer, put_float, read
 
 _INT, _WORD = ir.IntType(32), ir.IntType(64)
 _PAIR, _INTS = ir.VectorType(_INT, LANES), ir.VectorType(_INT, LANES)

@@ -16,7 +16,7 @@ from numba import carray, cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.amx import LINE_BYTES, pointer
+from engine.kernels.amx import LINE_BYTES
 from engine.kernels.gemm.matmul_kernels import (
     PartKernel,
     call_sums,
@@ -36,7 +36,20 @@ from engine.kernels.gemm.matmul_sums import (
 )
 from engine.kernels.jit_cache import versioned
 from engine.kernels.quant.layouts import STEP, QuantLayout
-from engine.kernels.simd import BFLOAT16, FLOAT, FLOAT32, LANES, features, fused, integers, load, read, spread, store
+from engine.kernels.simd import (
+    BFLOAT16,
+    FLOAT,
+    FLOAT32,
+    LANES,
+    features,
+    fused,
+    integers,
+    load,
+    pointer,
+    read,
+    spread,
+    store,
+)
 from engine.kernels.threads import thread_id
 
 WIDENED = 64

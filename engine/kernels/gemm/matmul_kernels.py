@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import carray, cfunc, literally, njit, types
 from numba.extending import intrinsic
 
-from engine.kernels.amx import TILE_BYTES, pointer
+from engine.kernels.amx import TILE_BYTES
 from engine.kernels.exponential import exp
 from engine.kernels.jit_cache import versioned
 from engine.kernels.quant.layouts import STEP
@@ -26,6 +26,7 @@ from engine.kernels.simd import (
     float_at,
     load,
     multiply,
+    pointer,
     put_number,
     put_numbers,
     splat,

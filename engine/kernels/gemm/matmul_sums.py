@@ -12,10 +12,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.amx import LINE_BYTES, TILE_BYTES, TILE_ROWS, call, fetch_line, fetch_panel_line, pointer
+from engine.kernels.amx import LINE_BYTES, TILE_BYTES, TILE_ROWS, call, fetch_line, fetch_panel_line
 from engine.kernels.quant.layouts import LAYOUTS, STEP, QuantLayout
 from engine.kernels.quant.unpack import TileHead, open_tile, place_of, unpack_pairs
-from engine.kernels.simd import LANES
+from engine.kernels.simd import LANES, pointer
 
 PANELS = 2  # multiplied at once
 TILES = 4  # of rows, multiplied at once

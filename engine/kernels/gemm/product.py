@@ -37,7 +37,7 @@ class Product:
 
     weight: the matrix, or the parts of a file that hold its outputs one after the other, rounded to bfloat16. gated: it
     is a gate and then an up projection. If `gated` stays true, the result is silu(gate) * up. activations: int8 rounds
-    rows to 8 bits if all parts are of codes. dtype: of x and of the result, for parts.
+    rows to 8 bits if all parts are of codes.
     """
 
     def __init__(
@@ -46,15 +46,11 @@ class Product:
         bias: Tensor | None = None,
         gated: bool = False,
         activations: Activations = "bfloat16",
-        dtype: torch.dtype = torch.bfloat16,
     ):
         self.bias = bias
         self.matmul: Matmul | None = None
-        if not isinstance(weight, Tensor):
-            if activations == "int8":
-                self.matmul = int8_matmul(weight, bias, gated, dtype)
-            if self.matmul is None and dtype != torch.bfloat16:
-                weight = torch.cat([part.values() for part in weight]).to(dtype)
+        if not isinstance(weight, Tensor) and activations == "int8":
+            self.matmul = int8_matmul(weight, bias, gated)
         self.packed: Tensor | None = None
         self._weight: Tensor | None = None
         self.rows: RowRange | None = ANY_ROWS
@@ -63,7 +59,7 @@ class Product:
             self._itemsize, own, halves = weight.itemsize, can_multiply(weight), self.outputs % (2 * LANES) == 0
         else:
             self.outputs, self.inputs = shape_of(weight)
-            self._itemsize, own, halves = dtype.itemsize, multiplies(torch.bfloat16), gate_and_up(weight)
+            self._itemsize, own, halves = torch.bfloat16.itemsize, multiplies(torch.bfloat16), gate_and_up(weight)
         self.gated = gated and halves and (own or self.matmul is not None)
         if self.matmul is None and own:
             self.matmul = Matmul(weight, bias, self.gated)
@@ -102,7 +98,7 @@ class Product:
 
 
 def int8_matmul(
-    parts: Sequence[StoredMatrix], bias: Tensor | None, gated: bool, dtype: torch.dtype
+    parts: Sequence[StoredMatrix], bias: Tensor | None, gated: bool, dtype: torch.dtype = torch.bfloat16
 ) -> Int8Matmul | None:
     """Return the product with rows of 8 bits; None where there is none. gated: if each half is of whole panels and of
     one type.

@@ -59,14 +59,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import IQ4_NL, MXFP4
-from numpy.typing import NDArray
 
 from engine.kernels.amx import TILE_BYTES
 from engine.kernels.quant import factors as read
 from engine.kernels.quant import grids
+from engine.kernels.quant.factors import Bytes as Bytes
 from engine.kernels.simd import LANES
 
-Bytes = NDArray[np.uint8]
 Factors = Callable[[Bytes], Bytes]
 STEP = 32
 """Inputs that the kernels multiply at a time."""
@@ -137,28 +136,28 @@ class QuantLayout:
 
     @property
     def inputs(self) -> int:
-        """Of a tile."""
+        """Inputs of one tile."""
         numbers: int = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind]][0]
         return numbers if self.coded else STEP
 
     @property
     def coded(self) -> bool:
-        """Whether it has codes, and not numbers."""
+        """Whether the type stores codes. The others store numbers."""
         return bool(self.planes)
 
     @property
     def steps(self) -> int:
-        """Of a tile."""
+        """Steps of one tile."""
         return self.inputs // STEP
 
     @property
     def halves(self) -> int:
-        """Groups of a step."""
+        """Groups of one step."""
         return STEP // self.group
 
     @property
     def step_factors(self) -> int:
-        """Factors of an output in a step: of its scales, and then of its offsets."""
+        """Factors of one output in a step: first those of its scales, then those of its offsets."""
         return 0 if self.factors is None else self.halves * (1 if self.offset is None else 2)
 
     @property

@@ -20,9 +20,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.amx import TILE_BYTES, fetch_line, opaque, pointer
+from engine.kernels.amx import TILE_BYTES, fetch_line, opaque
 from engine.kernels.quant.layouts import LAYOUTS, STEP, QuantLayout
-from engine.kernels.simd import LANES, features, fused, integers
+from engine.kernels.simd import LANES, features, fused, integers, pointer
 
 _BYTE, _HALF, _INT, _WORD = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS, _PAIR = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), _INT, _INT))

@@ -8,9 +8,8 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
-from engine.kernels.amx import pointer
 from engine.kernels.quant.layouts import STEP, QuantLayout
-from engine.kernels.simd import LANES
+from engine.kernels.simd import LANES, pointer
 
 _PAIRS = STEP // 2
 _LINE = 64
@@ -57,7 +56,7 @@ class _Words:
         return made
 
     def _looked_up(self, codes: ir.Value) -> ir.Value:
-        table = [bfloat16_bits(value) for value in self.layout.table]
+        table = [bits_of_bfloat16(value) for value in self.layout.table]
         if self.layout.bits < 6:
             table *= 2 * LANES // len(table)  # higher bits of a word than the fifth are ignored
             kind, name = ir.FunctionType(_WORDS, [_WORDS] * 2), "llvm.x86.avx512.permvar.hi.512"
@@ -96,7 +95,7 @@ class _Words:
         return self.builder.and_(words, _same(mask))
 
 
-def bfloat16_bits(value: float) -> int:
+def bits_of_bfloat16(value: float) -> int:
     """Return the bits of a number that bfloat16 holds exactly."""
     bits = int(np.float32(value).view(np.uint32))
     assert bits & 0xFFFF == 0

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.core.batch import BLOCK, Batch, Segment
+from engine.core.batch import BLOCK_SIZE, Batch, Segment
 from engine.core.errors import first_line
 from engine.core.tree import TokenTree
 from engine.device import uploaded
@@ -90,7 +90,7 @@ class CudaForward:
 
     def capture(self, feature_layers: Sequence[int], context: int) -> None:
         """Capture all graphs, so that no request waits for one. context: positions served."""
-        text, room = KVCache(self.pool), min(context, self.pool.free * BLOCK)
+        text, room = KVCache(self.pool), min(context, self.pool.free * BLOCK_SIZE)
         for size in [size for size in self.sizes if size <= room]:
             text.reserve(size)
             tree = TokenTree.chain(0, [0] * (size - 1), [1.0] * (size - 1))
@@ -134,7 +134,7 @@ class CudaForward:
     @property
     def possible(self) -> tuple[int, ...]:
         """The sizes that a batch over this pool can need."""
-        room, sizes = self.pool.blocks * BLOCK, cuda_products.SIZES
+        room, sizes = self.pool.blocks * BLOCK_SIZE, cuda_products.SIZES
         return tuple(
             size for below, size in zip((0, *sizes), sizes, strict=False) if below < room or size == cuda_products.SLICE
         )
@@ -148,7 +148,7 @@ class CudaForward:
         vocabulary = self.model.config.get_text_config().vocab_size
         probe = [7 * i % vocabulary for i in range(min(_PROBES, *sizes))]
         text.reserve(len(probe))
-        before.reserve(max(0, min(max(sizes) - len(probe), self.pool.free * BLOCK)))
+        before.reserve(max(0, min(max(sizes) - len(probe), self.pool.free * BLOCK_SIZE)))
 
         def logits(size: int, others: int) -> Tensor:
             self.sizes = (size,)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.core.batch import BLOCK
+from engine.core.batch import BLOCK_SIZE
 from engine.kernels.layer.weights import Norm
 from engine.model.cuda.padded_rows import Places
 from engine.model.kv_pool import KVPool
@@ -81,7 +81,7 @@ def enter(
     HEAD_FILLED: tl.constexpr,
     DIMS: tl.constexpr,
     ROTATED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     NORMED: tl.constexpr,
 ):
     """Normalise and rotate one head's query or key, or take its value; write it to its place."""
@@ -112,11 +112,11 @@ def enter(
     if is_query:
         tl.store(queries + (row * HEADS + head) * HEAD_DIM + dim, x.to(queries.dtype.element_ty), mask=there)
     elif is_value:
-        place = ((block * KV_HEADS + head - HEADS - KV_HEADS) * BLOCK + lane) * DIMS
+        place = ((block * KV_HEADS + head - HEADS - KV_HEADS) * BLOCK_SIZE + lane) * DIMS
         tl.store(values + place + dim, x.to(values.dtype.element_ty), mask=there)
     else:
-        place = (block * KV_HEADS + head - HEADS) * DIMS * BLOCK + lane
-        tl.store(keys + place + dim * BLOCK, x.to(keys.dtype.element_ty), mask=there)
+        place = (block * KV_HEADS + head - HEADS) * DIMS * BLOCK_SIZE + lane
+        tl.store(keys + place + dim * BLOCK_SIZE, x.to(keys.dtype.element_ty), mask=there)
 
 
 def normed(residual: Tensor, delta: Tensor, by: Norm, added: bool = True) -> Tensor:
@@ -166,7 +166,7 @@ def entered(
         HEAD_FILLED=triton.next_power_of_2(shape.head_dim),
         DIMS=shape.dims,
         ROTATED=cos_sin.shape[1],
-        BLOCK=BLOCK,
+        BLOCK_SIZE=BLOCK_SIZE,
         NORMED=norms is not None,
         num_warps=1,
         **_UNFUSED,

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.core.batch import BLOCK, Batch, Int
+from engine.core.batch import BLOCK_SIZE, Batch, Int
 from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
 
 
@@ -64,7 +64,7 @@ class PaddedRows(NamedTuple):
         chunks = attention.chunks_of(prefix_lens[:count], np.diff(begins[: count + 1]))
         work = attention.work(table_of[:count], chunks, size)
         listed = np.concatenate([tables, batch.ancestor_slots[begins[0] : begins[-1]]])
-        indexes = batch.tokens[rows], batch.positions[rows], sources, *np.divmod(batch.slots[rows], BLOCK)
+        indexes = batch.tokens[rows], batch.positions[rows], sources, *np.divmod(batch.slots[rows], BLOCK_SIZE)
         seen = prefix_lens, begins - begins[0] + len(tables), table_of, *work, listed
         return cls(*map(longs, indexes), *(torch.from_numpy(array.astype(np.int32)) for array in seen))
 

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.core.batch import BLOCK, Int
+from engine.core.batch import BLOCK_SIZE, Int
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
 from engine.model.kv_pool import KVPool
@@ -84,7 +84,7 @@ class Work(NamedTuple):
 
 def grouped(table_of: Int, most: int) -> Int:
     """Return [rows + 1] where each group begins: at most `most` consecutive rows of one request. Groups past the last
-    are empty, so that there are as many for every batch of so many rows.
+    are empty, so that every batch of as many rows has an array of the same length.
     """
     rows = np.arange(len(table_of))
     begins = np.flatnonzero(np.diff(table_of, prepend=-1))
@@ -176,7 +176,7 @@ def _attend_texts(
     DIMS_FILLED: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     CAPPED: tl.constexpr,
     WIDENED: tl.constexpr,
 ):
@@ -187,8 +187,8 @@ def _attend_texts(
     member = tl.arange(0, FILLED) // Q_PER_KV
     dim = tl.arange(0, DIMS_FILLED)
     lane = tl.arange(0, TILE)
-    inside = tl.arange(0, TILE // BLOCK)
-    slots = tl.arange(0, BLOCK)
+    inside = tl.arange(0, TILE // BLOCK_SIZE)
+    slots = tl.arange(0, BLOCK_SIZE)
     for item in range(tl.program_id(0), count, PROGRAMS):
         pair = item // KV_HEADS
         head = item % KV_HEADS
@@ -214,10 +214,11 @@ def _attend_texts(
             table = listed + tl.load(table_of + first)
             for at in range(begin, end, TILE):
                 # Whole blocks are read, so that keys come as vectors. What lies past the text is masked in the scores.
-                block = tl.load(table + at // BLOCK + inside, mask=at + inside * BLOCK < most, other=0).to(tl.int64)
-                place = block * (KV_HEADS * DIMS * BLOCK) + head * (DIMS * BLOCK)
+                there = at + inside * BLOCK_SIZE < most
+                block = tl.load(table + at // BLOCK_SIZE + inside, mask=there, other=0).to(tl.int64)
+                place = block * (KV_HEADS * DIMS * BLOCK_SIZE) + head * (DIMS * BLOCK_SIZE)
                 key = tl.load(
-                    keys + place[None, :, None] + (dim[:, None, None] * BLOCK + slots[None, None, :]),
+                    keys + place[None, :, None] + (dim[:, None, None] * BLOCK_SIZE + slots[None, None, :]),
                     mask=(dim < HEAD_DIM)[:, None, None],
                     other=0.0,
                 )
@@ -268,13 +269,13 @@ def _attend_rows(
     DIMS_FILLED: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
     WIDENED: tl.constexpr,
 ):
-    """Join the chunks of one row and one KV head in order, each with the row's own tiles added first. A row that sees
-    nothing, which only pads a forward, becomes zeros.
+    """Join the chunks of one row and one KV head in order. The tiles with the row's ancestors are added to their chunk
+    first. A padding row sees nothing and becomes zeros.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -310,15 +311,15 @@ def _attend_rows(
             there = (position >= start) & (position < seen)
             ancestor = tl.load(listed + path + position - text, mask=there & (position >= text), other=0)
             slot = tl.where(position < text, position, ancestor)
-            block = tl.load(table + slot // BLOCK, mask=there, other=0).to(tl.int64)
-            at_block = block * (KV_HEADS * DIMS * BLOCK) + head * (DIMS * BLOCK)
+            block = tl.load(table + slot // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+            at_block = block * (KV_HEADS * DIMS * BLOCK_SIZE) + head * (DIMS * BLOCK_SIZE)
             key = tl.load(
-                keys + (at_block + slot % BLOCK)[None, :] + dim[:, None] * BLOCK,
+                keys + (at_block + slot % BLOCK_SIZE)[None, :] + dim[:, None] * BLOCK_SIZE,
                 mask=there[None, :] & (dim < HEAD_DIM)[:, None],
                 other=0.0,
             )
             value = tl.load(
-                values + (at_block + slot % BLOCK * DIMS)[:, None] + dim[None, :],
+                values + (at_block + slot % BLOCK_SIZE * DIMS)[:, None] + dim[None, :],
                 mask=there[:, None] & (dim < HEAD_DIM)[None, :],
                 other=0.0,
             )
@@ -369,7 +370,7 @@ class TritonAttention:
         self._programs = _FEW_PROGRAMS
         if device.type == "cuda":
             self._programs = _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
-        longest = -(-pool.blocks * BLOCK // CHUNK)
+        longest = -(-pool.blocks * BLOCK_SIZE // CHUNK)
         part_bytes = q_per_kv * shape.kv_heads * (shape.dims + 2) * 4
         room = min(_SCRATCH_BYTES, (pool.keys.nbytes + pool.values.nbytes) // _SCRATCH_SHARE) // part_bytes
         self.reserve(max(longest, min(room, rows * longest)))
@@ -405,7 +406,7 @@ class TritonAttention:
         """
         shape, device = self.pool.shape, self.pool.keys.device
         seen = 3 * self._tile - 5
-        pool = KVPool(KVShape(1, shape.kv_heads, shape.head_dim, shape.dtype), -(-seen // BLOCK), device)
+        pool = KVPool(KVShape(1, shape.kv_heads, shape.head_dim, shape.dtype), -(-seen // BLOCK_SIZE), device)
         generator, heads = torch.Generator().manual_seed(0), self.q_per_kv * shape.kv_heads
         for part in (pool.keys, pool.values):
             part.copy_(torch.randn(part.shape, generator=generator))
@@ -431,7 +432,7 @@ class TritonAttention:
         out, scratch = torch.empty_like(query), (self._peaks, self._totals, self._sums)
         common = {
             "KV_HEADS": shape.kv_heads, "Q_PER_KV": self.q_per_kv, "HEAD_DIM": shape.head_dim, "DIMS": shape.dims,
-            "DIMS_FILLED": self._dims_filled, "TILE": self._tile, "CHUNK": CHUNK, "BLOCK": BLOCK,
+            "DIMS_FILLED": self._dims_filled, "TILE": self._tile, "CHUNK": CHUNK, "BLOCK_SIZE": BLOCK_SIZE,
             "CAPPED": rule.softcap != 0, "WIDENED": _INTERPRETED,
         }  # fmt: skip
         read = query, self.pool.keys[layer], self.pool.values[layer], rows.listed, rows.table_of, rows.prefix_lens

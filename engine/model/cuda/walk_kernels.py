@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.core.batch import BLOCK
+from engine.core.batch import BLOCK_SIZE
 from engine.model.kv_pool import KVPool
 
 _NODES = 128  # nodes of a tree that are compared at once
@@ -68,7 +68,7 @@ def move(
     KV_HEADS: tl.constexpr,
     DIMS: tl.constexpr,
     FILLED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):
     """Copy the keys and values of a tree's path to the first slots of the tree, one node after the other: no slot is
     written before it was read.
@@ -77,7 +77,7 @@ def move(
     begin = tl.load(begins + tree)
     number = tl.arange(0, FILLED)
     there = number < KV_HEADS * DIMS
-    of_values = number // DIMS * (DIMS * BLOCK) + number % DIMS
+    of_values = number // DIMS * (DIMS * BLOCK_SIZE) + number % DIMS
     keys += layer * layer_numbers
     values += layer * layer_numbers
     length = tl.where(tl.load(moves + tree) > 0, tl.load(lengths + tree), 0)
@@ -85,12 +85,12 @@ def move(
         source = tl.load(slots + begin + tl.load(paths + tree * reach + step))
         place = tl.load(slots + begin + step)
         if source != place:
-            old = (source // BLOCK).to(tl.int64) * (KV_HEADS * DIMS * BLOCK)
-            new = (place // BLOCK).to(tl.int64) * (KV_HEADS * DIMS * BLOCK)
-            key = tl.load(keys + old + number * BLOCK + source % BLOCK, mask=there)
-            value = tl.load(values + old + of_values + source % BLOCK * DIMS, mask=there)
-            tl.store(keys + new + number * BLOCK + place % BLOCK, key, mask=there)
-            tl.store(values + new + of_values + place % BLOCK * DIMS, value, mask=there)
+            old = (source // BLOCK_SIZE).to(tl.int64) * (KV_HEADS * DIMS * BLOCK_SIZE)
+            new = (place // BLOCK_SIZE).to(tl.int64) * (KV_HEADS * DIMS * BLOCK_SIZE)
+            key = tl.load(keys + old + number * BLOCK_SIZE + source % BLOCK_SIZE, mask=there)
+            value = tl.load(values + old + of_values + source % BLOCK_SIZE * DIMS, mask=there)
+            tl.store(keys + new + number * BLOCK_SIZE + place % BLOCK_SIZE, key, mask=there)
+            tl.store(values + new + of_values + place % BLOCK_SIZE * DIMS, value, mask=there)
 
 
 @triton.jit(do_not_specialize=["reach", "width"])
@@ -132,7 +132,7 @@ def move_paths(pool: KVPool, paths: Tensor, lengths: Tensor, begins: Tensor, slo
     move[(trees, shape.layers)](
         pool.keys, pool.values, paths, lengths, begins, slots, moves, pool.keys[0].numel(), reach,
         KV_HEADS=shape.kv_heads, DIMS=shape.dims, FILLED=triton.next_power_of_2(shape.kv_heads * shape.dims),
-        BLOCK=BLOCK,
+        BLOCK_SIZE=BLOCK_SIZE,
     )  # fmt: skip
 
 

@@ -63,8 +63,8 @@ def latent_attention_structure(
 
 
 def _neighbours(attention: Any, config: Any) -> bool:
-    """Return whether neighbouring dimensions are rotated, not halves: by an option, or as the family's code does it. One that
-    multiplies complex numbers has no other way. All of it is proved.
+    """Return whether neighbouring dimensions are rotated, not halves: by an option, or as the family's code does it.
+    One that multiplies complex numbers has no other way. All of it is proved.
     """
     option = getattr(config, "rope_interleave", None)
     return interleaved(attention) if option is None else bool(option)

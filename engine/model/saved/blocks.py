@@ -1,7 +1,7 @@
 """Blocks of keys and values in a cache folder: which text a block ends is its key, so a prefix is found block by block.
 
 The key of a block is the SHA-256 of the key before it and of its tokens; the first one begins with everything that
-decides the bits (`engine.verifier.prompt_cache`) and whose text it is. The thread of the folder copies a block from the
+decides the bits (`engine.verifier.disk_cache`) and whose text it is. The thread of the folder copies a block from the
 pool while rounds go on: a block that can be found is never written to, and whether it still can be is looked up after
 the copy.
 """
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.core.batch import BLOCK
+from engine.core.batch import BLOCK_SIZE
 from engine.core.hidden_states import States
 from engine.files.cache_folder import CacheFolder
 
@@ -72,12 +72,15 @@ class SavedBlocks:
 
         self.folder.keep(_BLOCKS, key, content)
 
-    def read_states(self, key: bytes, layers: Sequence[int]) -> States | None:
+    def read_hidden_states(self, key: bytes, layers: Sequence[int]) -> States | None:
         """Return a block's hidden states after these layers, None if they are not there."""
         content = self.folder.read(_STATES, _key_of_states(key, layers), self._states_room)
-        return None if content is None else np.frombuffer(content, np.uint16).reshape(BLOCK, len(layers), -1).copy()
+        if content is None:
+            return None
+        states: States = np.frombuffer(content, np.uint16).reshape(BLOCK_SIZE, len(layers), -1).copy()
+        return states
 
-    def save_states(self, key: bytes, layers: Sequence[int], states: Callable[[], States | None]) -> None:
+    def save_hidden_states(self, key: bytes, layers: Sequence[int], states: Callable[[], States | None]) -> None:
         """Write a block's hidden states in the background. states: None once they are gone."""
 
         def content() -> list[States] | None:

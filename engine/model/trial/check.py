@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from engine.config import Config
-from engine.core.batch import BLOCK
+from engine.core.batch import BLOCK_SIZE
 from engine.core.errors import first_line
 from engine.core.kv_shape import KVShape
 from engine.kernels.quant.layouts import has_layout
@@ -25,7 +25,7 @@ _POSITIONS = 8192  # for which memory is told
 
 
 def lines_of(model: str) -> Iterator[str]:
-    """What `talon models check` prints. Raises ModelError if the model cannot be read."""
+    """Return what `talon models check` prints. Raises ModelError if the model cannot be read."""
     folder = Path(resolve(model))
     config, stored = load_config(str(folder)), open_stored(folder)
     stock = skeleton(str(folder), config)
@@ -67,7 +67,7 @@ def _described(
 
 
 def _layers(stock: torch.nn.Module) -> list[str]:
-    """The names of its layers."""
+    """Return the names of its layers."""
     return [name for name, _ in stock.named_modules() if name.rpartition(".")[0].endswith("layers")]
 
 
@@ -77,7 +77,7 @@ def _type_of(config: object) -> str:
 
 def _keys(structure: DecoderStructure) -> str:
     shapes = [KVShape(*sizes, torch.bfloat16) for sizes in structure.key_sizes]
-    each = sum(shape.block_bytes for shape in shapes) * _POSITIONS // BLOCK
+    each = sum(shape.block_bytes for shape in shapes) * _POSITIONS // BLOCK_SIZE
     return f", {each / 1e9:.2f} GB of keys and values for each {_POSITIONS:,} positions"
 
 

@@ -135,7 +135,7 @@ def why_not_lean(family: Family) -> str:
 
 
 def table() -> str:
-    """The families as a table of Markdown."""
+    """Return the families as a table of Markdown."""
     transformers.logging.set_verbosity_error()  # the sizes are small, and one family names a package that it lacks
     rows = ["| family | safetensors | GGUF, by its `general.architecture` | beside |", "| --- | --- | --- | --- |"]
     for family in FAMILIES:

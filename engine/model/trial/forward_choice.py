@@ -68,7 +68,7 @@ class ForwardChoice:
 
     @torch.inference_mode()
     def of_model(self) -> Chosen:
-        """For a model in memory. Raises ModelError if its attention can take neither our function nor a mask."""
+        """Choose for a model in memory. Raises ModelError if its attention can take neither our function nor a mask."""
         if self.accelerated:
             forbid_split_sums()
         self._check_parts()
@@ -92,8 +92,8 @@ class ForwardChoice:
 
     @torch.inference_mode()
     def of_file(self, weights: StoredWeights, activations: Activations, facts: Facts, proof: Proof) -> Chosen:
-        """For a model on the meta device, whose matrices stay in blocks; what is found out goes to `proof`. Raises
-        OtherStructure if the lean decoder cannot run it, or differs from the stock forward.
+        """Choose for a model on the meta device, whose matrices stay in blocks; what is found out goes to `proof`.
+        Raises OtherStructure if the lean decoder cannot run the model, or differs from the stock forward.
         """
         weights.fill_small(self.model)
         self._check_parts()
@@ -127,7 +127,7 @@ class ForwardChoice:
         return Runner(forward, pool, self.model.config.get_text_config().vocab_size, self.model.dtype)
 
     def _try_exact(self, trial: ModelProbe) -> Chosen | str:
-        """A forward with exact attention; or why there is none."""
+        """Try the forwards with exact attention; return one, or why there is none."""
         if self.model.dtype not in (torch.float32, torch.bfloat16):
             return f"its type is {name_of(self.model.dtype)}"
         if self.accelerated:
@@ -147,14 +147,16 @@ class ForwardChoice:
         return self._chosen_lean(lean, trial)
 
     def _chosen_lean(self, lean: Runner, trial: ModelProbe) -> Chosen:
-        """The lean decoder, which agreed with the stock forward."""
+        """Choose the lean decoder, which agreed with the stock forward."""
         assert isinstance(lean.forward, LeanDecoder)
         served = self._served(lean.forward, lean, trial)
         even = lean.forward.exact
         return Chosen(served, self._inexact(served, trial) if even else self._uneven("number of rows"))
 
     def _has_own_keys(self) -> bool:
-        """Whether layers have keys of several shapes or read those of others, which no other forward of ours does."""
+        """Return whether layers have keys of several shapes or read other layers' keys, which only the lean decoder can
+        do.
+        """
         try:
             structure = describe(self.model)
         except (OtherStructure, AttributeError):
@@ -169,7 +171,7 @@ class ForwardChoice:
             return False
 
     def _try_lean_alone(self, trial: ModelProbe) -> Chosen | str:
-        """The lean decoder for a model that no other forward of ours runs; or why it cannot run the model."""
+        """Return the lean decoder for a model that no other forward of ours runs, or why it cannot run the model."""
         try:
             self.structure = describe(self.model)
             pool = self._make_pool()
@@ -189,8 +191,9 @@ class ForwardChoice:
         return self._chosen_lean(runner, trial)
 
     def _served(self, lean: LeanDecoder, tried: Runner, trial: ModelProbe) -> Runner:
-        """The lean decoder with keys and values of the type that is asked for, once it agreed with the stock forward in
-        the model's own, `tried`. Raises ConfigError if it is far from that with rounded ones.
+        """Return the lean decoder with keys and values of the type that is asked for, once it agreed with the stock
+        forward in the model's own type (`tried`). Raises ConfigError if rounding keys and values takes its logits far
+        from the stock forward's.
         """
         if self.kv_type == "auto":
             return tried
@@ -223,7 +226,7 @@ class ForwardChoice:
         return f"products in {name_of(self.model.dtype)} depend on the {what} on this machine"
 
     def _try_cuda(self, trial: ModelProbe) -> Chosen | str:
-        """The same on CUDA."""
+        """Try the CUDA forward; return it, or why it does not fit."""
         try:
             from engine.model.cuda.cuda_forward import CudaForward
         except ImportError:
@@ -254,7 +257,9 @@ class ForwardChoice:
         return Chosen(runner, inexact)
 
     def _try_attention(self, make: Callable[[Any, KVPool, int], Forward], trial: ModelProbe) -> Runner | str:
-        """The stock forward that `make` makes; or why that failed, with the model's own attention restored."""
+        """Return the stock forward that `make` makes with our attention; or why it failed, with the model's own
+        attention restored.
+        """
         usual = self.model.config._attn_implementation
         try:
             self.model.set_attn_implementation(NAME)
@@ -277,7 +282,7 @@ class ForwardChoice:
         return reason
 
     def _try_lean(self, stock: Runner, trial: ModelProbe) -> Runner | str:
-        """The lean decoder, over the stock forward's pool; or why it cannot run the model."""
+        """Return the lean decoder over the stock forward's pool, or why it cannot run the model."""
         assert isinstance(stock.forward, StockForward) and stock.pool is not None
         try:
             lean = LeanDecoder(describe(self.model), stock.pool, stock.forward.rules, InMemory(self.model))
@@ -290,7 +295,7 @@ class ForwardChoice:
         return runner
 
     def _masked(self, trial: ModelProbe) -> Runner:
-        """The stock forward with its own attention."""
+        """Return the stock forward with its own attention and a mask."""
         try:
             with short_windows(trial.config):  # a forward looks up the windows when it is made
                 runner = self._runner(MaskedForward(self.model, self.name, trial.heeds_windows), None)
@@ -319,7 +324,9 @@ class ForwardChoice:
 
 
 def _other_matrix(model: Any) -> str | None:
-    """A matrix that is neither an embedding nor in a linear layer (experts of few rows, say), by its name."""
+    """Return the name of a matrix that is neither an embedding nor in a linear layer, such as experts of few rows; None
+    if there is none.
+    """
     known = {
         id(module.weight)
         for module in model.modules()

@@ -30,7 +30,7 @@ class StockLogits(Protocol):
     """The forward that a trial compares with."""
 
     def __call__(self, tokens: list[int], starts: Sequence[int]) -> list[Tensor]:
-        """[tokens, vocab] float32 for the text at each of these first positions."""
+        """Return [tokens, vocab] float32, the logits of the text at each of these first positions."""
         ...
 
 
@@ -58,7 +58,7 @@ class WholeStock:
 
 
 def passed_rules(model: Any) -> dict[int, Rule]:
-    """The attention rules that the layers of a model in memory pass, of those that attend."""
+    """Return the attention rules that the attention layers of a model in memory pass to our function."""
     rules: dict[int, Rule] = {}
     with _talons_attention(model), attending(_Observer(rules)):
         model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
@@ -115,7 +115,7 @@ class LayeredStock:
             return [*self.model(ids, use_cache=False).logits.float()]
 
     def _calls(self, rows: int, start: int) -> list[_Call]:
-        """What each layer is called with for a text that begins at this position."""
+        """Return the arguments of each layer's call for a text that begins at this position."""
         calls: list[_Call] = []
 
         def pass_on(state: Tensor, *args: Any, **options: Any) -> Tensor | tuple[Tensor]:
@@ -139,12 +139,14 @@ class LayeredStock:
         return self._calls(rows, start)
 
     def _made(self, state: Tensor) -> Tensor | tuple[Tensor]:
-        """What a layer returns, some families' as the first of several."""
+        """Return the state in the form in which this family's layers return it: alone, or as the first of several
+        values.
+        """
         return (state,) if self._several else state
 
     @contextmanager
     def _layers(self, forward: Callable[..., Tensor | tuple[Tensor]]) -> Iterator[None]:
-        """In this context, all layers do that instead of their own forward."""
+        """Let all layers call `forward` in place of their own within this context."""
         for layer in self.base.layers:
             layer.forward = forward
         try:
@@ -155,8 +157,8 @@ class LayeredStock:
 
     @contextmanager
     def _embeddings_of(self, tokens: list[int]) -> Iterator[None]:
-        """In this context, the vocabulary is the tokens of the text, in its order. Matrices beside the layers are there
-        too.
+        """Reduce the vocabulary to the tokens of the text, in its order, within this context. Other matrices beside the
+        layers are in memory too.
         """
         children = {name: one for name, one in self.base.named_children() if isinstance(one, nn.Embedding | nn.Linear)}
         kept = {name: (one.weight, getattr(one, "padding_idx", None)) for name, one in children.items()}
@@ -177,7 +179,9 @@ class LayeredStock:
 
     @contextmanager
     def _head_in_slices(self) -> Iterator[None]:
-        """In this context, few rows of the output matrix are in memory together."""
+        """Multiply by the output matrix in slices within this context, so that few of its rows are in memory at
+        once.
+        """
         head = self.model.lm_head
         matrix = self.weights.matrix("lm_head.weight")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -11,19 +9,17 @@ from fastapi.responses import Response
 from engine.server.errors import ApiError
 from engine.server.infill.render import InfillRenderer
 from engine.server.infill.schema import InfillRequest
+from engine.server.openapi import OpenApiResponses
 from engine.server.serving import Serving
 from engine.server.translate import check_model, owned, places_for, text_choices
 from engine.text.fill_in import FillIn
 
-Responses = dict[int | str, dict[str, Any]]
 _NAMES = {"prompt": "input_prefix", "max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
 _LEAST_ANSWER = 256  # tokens that other files leave to an answer without a limit
 
 
-def add_infill(app: FastAPI, serving: Serving, stream: Responses, refusals: Responses) -> None:
-    """Add the route to the application. stream: a streamed answer, as it is documented; refusals: their documented
-    errors.
-    """
+def add_infill(app: FastAPI, serving: Serving, stream: OpenApiResponses, refusals: OpenApiResponses) -> None:
+    """Register llama.cpp's infill route. `stream` and `refusals` are OpenAPI response tables."""
 
     @app.post("/infill", responses=stream | refusals)
     async def infill(body: InfillRequest, request: Request) -> Response:
@@ -47,7 +43,7 @@ def add_infill(app: FastAPI, serving: Serving, stream: Responses, refusals: Resp
 
 
 def _prompt(body: InfillRequest, fill_in: FillIn, context: int) -> list[int]:
-    """Return the tokens of the prompt, and before it those of the other files that fit."""
+    """Return the tokens of the prompt, after as many tokens of the other files as fit."""
     prompt = fill_in.prompt(body.input_prefix + body.prompt, body.input_suffix)
     answer = _LEAST_ANSWER if body.n_predict == -1 else max(1, body.n_predict)
     files = [(one.filename, one.text) for one in body.input_extra]

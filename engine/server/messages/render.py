@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine.answer import Piece, Result
-from engine.core.batch import BLOCK
+from engine.core.batch import BLOCK_SIZE
 from engine.server.answers import Chunk, JsonObject, named_event
 from engine.server.errors import ApiError, anthropic_error
 from engine.server.tools.blocks import Block, Blocks, Change
@@ -100,7 +100,7 @@ class MessagesRenderer:
         """
         prompt = len(self._wanted.prompt)
         found = min(result.metrics.cached_tokens, prompt)
-        kept = max(0, prompt // BLOCK * BLOCK - found)
+        kept = max(0, prompt // BLOCK_SIZE * BLOCK_SIZE - found)
         cached = dict(zip(_CACHED, (kept, found), strict=True))
         return {"input_tokens": prompt - found - kept, "output_tokens": len(result.token_ids), **cached}
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -13,17 +11,16 @@ from engine.server.messages.billing import without_effect
 from engine.server.messages.render import MessagesRenderer
 from engine.server.messages.schema import CountRequest, MessagesRequest
 from engine.server.messages.translate import chat_fields, client_names
+from engine.server.openapi import OpenApiResponses
 from engine.server.schema import ChatRequest
 from engine.server.serving import Serving
 from engine.server.tools.calling import Calling
 from engine.server.translate import ChoiceRequest, chat_prompt, chat_request, check_model
 
-Responses = dict[int | str, dict[str, Any]]
 
-
-def add_messages(app: FastAPI, serving: Serving, stream: Responses, refusals: Responses) -> None:
-    """Add the routes to the application. stream: a streamed answer, as it is documented; refusals: their documented
-    errors, which have a form of their own here.
+def add_messages(app: FastAPI, serving: Serving, stream: OpenApiResponses, refusals: OpenApiResponses) -> None:
+    """Register Anthropic's routes. `stream` and `refusals` are OpenAPI response tables; the error bodies are replaced
+    by Anthropic's.
     """
     refusals = {status: one | {"model": AnthropicError} for status, one in refusals.items()}
 

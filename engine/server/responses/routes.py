@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from engine.core.errors import OverContext
 from engine.server.answers import JsonObject
 from engine.server.errors import api_error
+from engine.server.openapi import OpenApiResponses
 from engine.server.responses.functions import shown_tools
 from engine.server.responses.render import ResponsesRenderer, refused
 from engine.server.responses.schema import ResponsesRequest
@@ -22,13 +23,9 @@ from engine.server.tools.blocks import Block
 from engine.server.tools.calling import Calling
 from engine.server.translate import ChoiceRequest, chat_request
 
-Responses = dict[int | str, dict[str, Any]]
 
-
-def add_responses(app: FastAPI, serving: Serving, stream: Responses, refusals: Responses) -> None:
-    """Add the routes to the application. stream: a streamed answer, as it is documented; refusals: their documented
-    errors.
-    """
+def add_responses(app: FastAPI, serving: Serving, stream: OpenApiResponses, refusals: OpenApiResponses) -> None:
+    """Register OpenAI's routes of responses. `stream` and `refusals` are OpenAPI response tables."""
     store = ResponseStore()
 
     @app.post("/v1/responses", responses=stream | refusals)

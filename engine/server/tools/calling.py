@@ -81,7 +81,7 @@ class Calling:
 
     @property
     def noted(self) -> list[str]:
-        """The same keywords as the log may hold them: without the client's names."""
+        """The keywords as the log may hold them, without the client's names."""
         return [keyword for schema in self._asked for keyword in schema.noted]
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.core.errors import ModelError
-from engine.weights.gguf.mamba import mamba_sizes
+from engine.weights.gguf.mamba import mamba_config
 
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 _SOFTMAX, _SIGMOID = 1, 2  # kinds of routers, as llama.cpp numbers them
@@ -32,7 +32,7 @@ class _Keys:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def common(self, tensors: Sequence[str], model_type: str, architecture: str) -> dict[str, Any]:
-        """What most configurations say, with transformers' name of the family and of its model."""
+        """Return the fields that most configurations share, with transformers' names of the family and of its model."""
         tokens = {f"{kind}_token_id": self.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")}
         return tokens | {
             "model_type": model_type,
@@ -49,7 +49,9 @@ class _Keys:
 
 
 def _gemma4(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
-    """How much of a head is rotated in layers that see everything stands in a tensor: `families.completed` reads it."""
+    """Return the configuration of Gemma 4. The share of a head that is rotated in layers without a window is stored in
+    a tensor, which `families.completed` reads.
+    """
     value = _Keys(metadata, "gemma4")
     pattern, kv_heads = value("attention.sliding_window_pattern"), value("attention.head_count_kv")
     inner, shared = value("feed_forward_length"), value("attention.shared_kv_layers", 0)
@@ -145,7 +147,9 @@ def _kimi_linear(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str
 
 
 def _latent_sizes(value: _Keys) -> dict[str, Any]:
-    """Return the sizes of latent attention and of MLPs. Older files say those of a head where newer ones say the vector's."""
+    """Return the sizes of latent attention and of MLPs. Older files say those of a head where newer ones say the
+    vector's.
+    """
     rotated, heads = value("rope.dimension_count"), value("attention.head_count")
     sizes = {
         "num_key_value_heads": heads,
@@ -181,7 +185,9 @@ def _yarn(value: _Keys) -> dict[str, Any]:
 
 
 def _gpt_oss(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
-    """Every second layer has a window, and positions are scaled by YaRN, but for its truncation."""
+    """Return the configuration of gpt-oss. Every second layer has a window, and positions are scaled by YaRN, but for
+    its truncation.
+    """
     value = _Keys(metadata, "gpt-oss")
     rope = _yarn(value)
     if rope["rope_type"] == "yarn":
@@ -198,9 +204,11 @@ def _gpt_oss(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, An
 
 
 def _granitehybrid(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
-    """A layer without heads of keys is Mamba-2. The MLP of a dense model is the shared one of a model with experts."""
+    """Return the configuration of Granite 4. A layer without KV heads is Mamba-2. The MLP of a dense model is the
+    shared one of a model with experts.
+    """
     value = _Keys(metadata, "granitehybrid")
-    sizes, hidden, inner = mamba_sizes(metadata, "granitehybrid"), value("embedding_length"), value("ssm.inner_size")
+    sizes, hidden, inner = mamba_config(metadata, "granitehybrid"), value("embedding_length"), value("ssm.inner_size")
     kv_heads, experts = value("attention.head_count_kv"), value("expert_count", 0)
     if not isinstance(kv_heads, list) or len(kv_heads) != value("block_count") or not max(kv_heads):
         raise ModelError("granitehybrid.attention.head_count_kv does not say which layers attend; get the file again")
@@ -232,12 +240,14 @@ def _granitehybrid(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[s
 
 
 def _nemotron_h(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
-    """A layer is one of three: attention, an MLP, or Mamba-2 where it has neither heads of keys nor an inner size."""
+    """Return the configuration of Nemotron-H. A layer is attention, an MLP, or Mamba-2 where it has neither KV heads
+    nor an inner size.
+    """
     return _of_blocks(_Keys(metadata, "nemotron_h"), tensors, "mlp")
 
 
 def _nemotron_h_moe(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
-    """The same with experts in the place of MLPs."""
+    """Return the configuration of Nemotron-H with experts in the place of MLPs."""
     value = _Keys(metadata, "nemotron_h_moe")
     if value("nextn_predict_layers"):
         raise ModelError("nemotron_h_moe.nextn_predict_layers: a draft head of this family is not read")
@@ -255,7 +265,7 @@ def _nemotron_h_moe(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[
 
 def _of_blocks(value: _Keys, tensors: tuple[str, ...], with_inner: str) -> dict[str, Any]:
     """with_inner: what a layer with an inner size is."""
-    sizes = mamba_sizes(value.metadata, value.architecture)
+    sizes = mamba_config(value.metadata, value.architecture)
     kv_heads, inner = value("attention.head_count_kv"), value("feed_forward_length")
     for key, each in (("attention.head_count_kv", kv_heads), ("feed_forward_length", inner)):
         if not isinstance(each, list) or len(each) != value("block_count") or not max(each):
@@ -275,11 +285,11 @@ def _of_blocks(value: _Keys, tensors: tuple[str, ...], with_inner: str) -> dict[
 
 
 def _falcon_h1(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
-    """The factors of the configuration are in the file's matrices."""
+    """Return the configuration of Falcon-H1. Its scaling factors are already multiplied into the file's matrices."""
     value = _Keys(metadata, "falcon-h1")
     return (
         value.common(tensors, "falcon_h1", "FalconH1ForCausalLM")
-        | mamba_sizes(metadata, "falcon-h1")
+        | mamba_config(metadata, "falcon-h1")
         | {
             "num_key_value_heads": value("attention.head_count_kv"),
             "head_dim": value("attention.key_length"),

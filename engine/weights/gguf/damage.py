@@ -22,7 +22,7 @@ _AT_ONCE = 1 << 14  # blocks that are put together at a time
 
 
 class DamagedTensors(ModelError):
-    """Tensors do not hold what a model's do."""
+    """A tensor holds NaN or infinity, or the file ends in zeros, as after an unfinished download."""
 
 
 def check_tensors(file: GgufFile) -> list[str]:

@@ -90,13 +90,13 @@ def teach_transformers() -> None:
 
 
 def is_filled(file: GgufFile) -> bool:
-    """Whether a stock model gets the file's weights from `located`, and not from transformers' own reader."""
+    """Return whether a stock model gets the file's weights from `located`, and not from transformers' own reader."""
     return file.architecture in (*HYBRIDS, *CONFIGURATIONS)
 
 
 def located(file: GgufFile, model: Any) -> tuple[dict[str, Place], dict[str, Tensor]]:
-    """Return where the matrices of a stock model on the meta device are, and the values of its other parameters, by
-    name.
+    """Return, by parameter name, where the file stores each matrix and the values of all other parameters. `model` is
+    on the meta device.
 
     Raises Unreadable if the file holds them in a way that is not read, and ModelError for values that are not numbers.
     """

@@ -13,7 +13,7 @@ from engine.weights.gguf.layer_reader import LayerReader
 from engine.weights.stored_weights import OWN, Place
 
 
-def mamba_sizes(metadata: Mapping[str, Any], architecture: str) -> dict[str, int]:
+def mamba_config(metadata: Mapping[str, Any], architecture: str) -> dict[str, int]:
     """Return the sizes of a file's Mamba-2 layers by the names that most configurations have for them. Raises
     ModelError for sizes that contradict each other.
     """

@@ -12,7 +12,7 @@ OPTIONS = ["--set", "model=FILE.gguf", "--set", "activations=int8"]
 
 
 def answers(**speed_ups: list[float]) -> list[Row]:
-    """Of each method, in the order of the prompts."""
+    """Return the rows of each method's answers, in the order of the prompts."""
     rows = []
     for method, some in {"none": [1.0] * 6, **speed_ups}.items():
         rows += [row(method.replace("_", "-"), str(number), 1 / ratio) for number, ratio in enumerate(some)]

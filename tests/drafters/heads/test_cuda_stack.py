@@ -59,7 +59,7 @@ def in_turns(build: Build, folder: Path, target: TargetWeights) -> Any:
 
 
 def plain(build: Build, folder: Path, target: TargetWeights) -> Any:
-    """The same head without any stack."""
+    """Return the head without any stack."""
     head: Any = build(folder, target)
     head.stack = None
     return head

@@ -26,7 +26,7 @@ from engine.core.errors import DrafterMismatch, ModelError
 from engine.core.tree import TokenTree
 from engine.kernels.gemm.product import multiplies
 from engine.model.runner import bfloat16_bits
-from engine.weights.gguf.describe import describe
+from engine.weights.gguf.describe_process import describe
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import GgufSource
 from engine.weights.resolve import with_own

@@ -11,9 +11,10 @@ import pytest
 
 from drafters.hybrid import learned
 from drafters.hybrid.learned import LearnedDrafter
-from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict, Wanted
+from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict
 from engine.core.errors import ModelError
 from engine.core.methods import source_of
+from engine.core.outcomes import DraftQuery
 from engine.core.params import SamplingParams, Speculation
 from engine.core.tree import TokenTree
 from engine.files.kept_texts import shelf_of
@@ -36,7 +37,7 @@ class Part(Drafter):
     def propose(self, request: int, continuation: Sequence[int] = ()) -> TokenTree:
         return TokenTree.chain([*self.texts[request], *continuation][-1], [self.number], [0.5])
 
-    def propose_many(self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
+    def propose_many(self, wanted: Sequence[DraftQuery], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
         trees = [self.propose(*one) for one in wanted]
         if between_steps is not None:
             between_steps(lambda: dict(enumerate(trees)))

@@ -41,7 +41,7 @@ def test_a_corpus_that_is_wrong_loses_confidence(drafter: DatastoreDrafter) -> N
 
 
 def test_a_prepared_datastore_compiles_nothing_in_a_request(drafter: DatastoreDrafter) -> None:
-    from retrieval_index.suffix_search import likeliest, longest_match, read
+    from retrieval_index.suffix_array import likeliest, longest_match, read
 
     drafter.store.prepare()
     before = [len(kernel.signatures) for kernel in (longest_match, read, likeliest)]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.batch import BLOCK, Batch, BatchAddresses, Segment
+from engine.core.batch import BLOCK_SIZE, Batch, BatchAddresses, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.model.kv_cache import KVCache
@@ -68,14 +68,14 @@ def test_the_flat_arrays_say_of_each_row_what_its_segment_says(made: list[Segmen
         assert (start, end) == (row, row + len(segment))
         wanted = {"all": range(start, end), "last": [end - 1], "none": []}[segment.wanted]
         chosen += list(wanted)
-        table = segment.cache.table
+        table = segment.cache.block_table
         for i, seen in enumerate(paths(segment)):
             place = segment.past + segment.pending + i
             ancestors = batch.ancestor_slots[batch.ancestor_ptr[row] : batch.ancestor_ptr[row + 1]]
             assert [*range(batch.prefix_lens[row]), *ancestors] == seen
             assert batch.tokens[row] == segment.tokens[i]
             assert batch.positions[row] == len(seen) - 1
-            assert batch.slots[row] == table[place // BLOCK] * BLOCK + place % BLOCK
+            assert batch.slots[row] == table[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE
             assert np.array_equal(batch.tables[batch.table_of[row] :][: len(table)], table)
             row += 1
     assert len(batch) == row and batch.chosen.tolist() == chosen

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.batch import BLOCK
+from engine.core.batch import BLOCK_SIZE
 from engine.core.hidden_states import HiddenStates, States
 
 
@@ -34,15 +34,15 @@ def test_what_the_drafter_knows_is_not_sent_again() -> None:
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(0, 3))
 def test_a_block_has_the_states_of_its_positions_however_they_came(steps: list[int], adopted: int) -> None:
-    features, length, published = HiddenStates(shared=True), adopted * BLOCK, adopted
+    features, length, published = HiddenStates(shared=True), adopted * BLOCK_SIZE, adopted
     for count in steps:
         features.add(length, states_of(range(length, length + count)), unsent=True)
         length += count
-        for index in range(published, length // BLOCK):
+        for index in range(published, length // BLOCK_SIZE):
             states = features.of_block(index)
             assert states is not None
-            assert np.array_equal(states, states_of(range(index * BLOCK, (index + 1) * BLOCK)))
-        published = length // BLOCK
+            assert np.array_equal(states, states_of(range(index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE)))
+        published = length // BLOCK_SIZE
 
 
 def test_a_block_of_which_some_positions_are_not_known_has_none() -> None:
@@ -65,6 +65,6 @@ def test_positions_that_are_read_again_replace_what_was_kept() -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_where_nothing_is_shared_nothing_is_kept(shared: bool) -> None:
     features = HiddenStates(shared)
-    features.add(0, states_of(range(BLOCK)), unsent=True)
+    features.add(0, states_of(range(BLOCK_SIZE)), unsent=True)
     assert (features.of_block(0) is not None) == shared
-    assert len(features.take()) == BLOCK
+    assert len(features.take()) == BLOCK_SIZE

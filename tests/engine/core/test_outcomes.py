@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.core.drafter_protocol import Wanted
-from engine.core.outcomes import Following, Outcome, likeliest
+from engine.core.outcomes import DraftQuery, Following, Outcome, likeliest
 from engine.core.tree import TokenTree
 from engine.costs.constants import LEAST_OUTCOME
 
@@ -14,7 +13,7 @@ TREE = TokenTree.from_lists([7, 8, 9, 5], [-1, 0, 1, 0], [1.0, 0.6, 0.5, 0.1])
 SEEN = {(): ([8, 5, 4], [0.6, 0.1, 0.2]), (8,): ([9, 3], [0.8, 0.1]), (8, 9): ([2, 1], [0.9, 0.08]), (5,): ([], [])}
 
 
-def following(wanted: Sequence[Wanted]) -> list[Following]:
+def following(wanted: Sequence[DraftQuery]) -> list[Following]:
     return [SEEN[tuple(path)] for _, path in wanted]
 
 

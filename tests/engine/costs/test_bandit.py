@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from engine.costs.bandit import Bandit
+from engine.costs.bandit import TwoOptionTrial
 from engine.costs.cost_model import CostModel
 from engine.costs.forward_time import ForwardTime
 
@@ -13,7 +13,7 @@ TRIALS = 6  # blocks, three of each way
 
 def gone(rounds: int, first: float, second: float, **options: float) -> list[bool]:
     """Which way each round goes if a second brings so much on the first and on the second way."""
-    choice, ways = Bandit(4, **options), []  # type: ignore[arg-type]
+    choice, ways = TwoOptionTrial(4, **options), []  # type: ignore[arg-type]
     for _ in range(rounds):
         ways.append(choice.second)
         choice.observe(second if choice.second else first, 1.0)
@@ -45,7 +45,7 @@ def test_a_trial_that_changes_nothing_is_repeated_ever_more_seldom() -> None:
 
 
 def test_when_the_better_way_changes_it_is_found() -> None:
-    choice, ways = Bandit(4), []
+    choice, ways = TwoOptionTrial(4), []
     for at in range(8000):
         ways.append(choice.second)
         choice.observe(20 if choice.second == (at >= 4000) else 10, 1.0)
@@ -53,7 +53,7 @@ def test_when_the_better_way_changes_it_is_found() -> None:
 
 
 def test_the_first_rounds_and_the_first_of_every_block_do_not_count() -> None:
-    choice = Bandit(4, first=10)
+    choice = TwoOptionTrial(4, first=10)
     for at in range(10 + 4 * TRIALS):
         slow = at < 10 or (at - 10) % 4 == 0
         choice.observe(1.0, 100.0 if slow and choice.second else 1.0 if choice.second else 2.0)
@@ -61,10 +61,10 @@ def test_the_first_rounds_and_the_first_of_every_block_do_not_count() -> None:
 
 
 def test_every_change_is_told_and_a_way_that_is_settled_stays() -> None:
-    choice = Bandit(4)
+    choice = TwoOptionTrial(4)
     assert [choice.observe(1.0, 1.0) for _ in range(8)] == [False] * 3 + [True] + [False] * 3 + [True]
     for second in (False, True):
-        choice = Bandit(4, second=second, settled=True)
+        choice = TwoOptionTrial(4, second=second, settled=True)
         assert not any(choice.observe(1.0, 1.0 + 9 * second) for _ in range(200)) and choice.second == second
 
 

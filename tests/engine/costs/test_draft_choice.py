@@ -17,7 +17,7 @@ FORWARD_S = {1: 0.037, 4: 0.038, 8: 0.046, 16: 0.076, 32: 0.128}
 SISTER = Machine(FORWARD_S, retrieval_s=0.0002, step_s=0.012, read_s=0.0, steps=4, tokens=4)
 """A draft model of 0.5 B parameters: 12 ms a token."""
 READING_SISTER = Machine(FORWARD_S, retrieval_s=0.0002, step_s=0.012, read_s=0.0013, steps=4, tokens=4)
-"""The same, which has to read prompts first."""
+"""The same draft model, which has to read prompts first."""
 HEAD = Machine(FORWARD_S, retrieval_s=0.0002, step_s=0.002, read_s=0.0001, steps=1, tokens=5)
 """A head that drafts a chain in one pass of 2 ms."""
 ANSWERS = 25
@@ -31,13 +31,13 @@ def texts(*shares: tuple[float, float], answers: int = ANSWERS) -> list[Text]:
 
 
 def seconds(machine: Machine, answers: list[Text], always: Level | None = None) -> list[float]:
-    """Of each answer of one engine."""
+    """Return the seconds of each answer of one engine."""
     simulation = Simulation(machine)
     return [simulation.seconds(one, always) for one in answers]
 
 
 def losses(machine: Machine, answers: list[Text]) -> list[float]:
-    """Of each answer, the time that was lost to the better of plain decoding and retrieval in every round."""
+    """Return the share of time that each answer lost to the better of plain decoding and retrieval in every round."""
     without = zip(seconds(machine, answers, "plain"), seconds(machine, answers, "retrieval"), strict=True)
     return [took / min(ways) - 1 for took, ways in zip(seconds(machine, answers), without, strict=True)]
 

@@ -8,9 +8,9 @@ from collections import deque
 import pytest
 
 from engine.core.errors import ProtocolError
-from engine.core.outcomes import Outcome
+from engine.core.outcomes import DraftKey, Outcome
 from engine.core.tree import TokenTree
-from engine.drafting.states import DraftedRequest, DraftKey, Reading, Running, Sent, WantedDraft
+from engine.drafting.states import DraftedRequest, Reading, Running, Sent, WantedDraft
 
 TREE = TokenTree.chain(7, [8, 9], [0.9, 0.8])
 
@@ -35,13 +35,13 @@ def test_while_its_prompt_is_read_there_is_nothing_to_do() -> None:
 
 
 def test_a_drafter_that_joins_later_begins_with_a_tree_that_is_waited_for() -> None:
-    assert DraftedRequest(3, 6).state == WantedDraft(DraftKey(0, 0, 6))
+    assert DraftedRequest(3, 6).state == WantedDraft(DraftKey(3, 0, 0, 6))
 
 
 def test_the_verdict_on_the_prompt_wants_a_tree() -> None:
     request = DraftedRequest(0, 6)
     request.conclude(0, [0], [7], root_only=False, due_ns=1)
-    assert request.state == WantedDraft(DraftKey(0, 0, 7)) and (request.round, request.last_token) == (1, 7)
+    assert request.state == WantedDraft(DraftKey(1, 0, 0, 7)) and (request.round, request.last_token) == (1, 7)
     assert request.idle is None
 
 
@@ -55,7 +55,7 @@ def test_a_tree_that_was_wanted_is_what_the_round_runs_over() -> None:
 def test_a_hit_goes_on_to_the_tree_that_was_sent_ahead() -> None:
     request = running()
     following = TokenTree.chain(10, [11], [0.9])
-    sent = request.add(DraftKey(1, 2, 10), following)
+    sent = request.add(DraftKey(2, 1, 2, 10), following)
     assert sent.draft == 2
     request.conclude(1, [0, 1, 2], [8, 9, 10], root_only=False, due_ns=5)
     assert state_of(request).under == sent and state_of(request).due_ns == 5
@@ -64,15 +64,15 @@ def test_a_hit_goes_on_to_the_tree_that_was_sent_ahead() -> None:
 
 def test_a_miss_wants_the_tree_that_is_missing() -> None:
     request = running()
-    request.add(DraftKey(1, 2, 10), TREE)
+    request.add(DraftKey(2, 1, 2, 10), TREE)
     request.conclude(1, [0, 1], [8, 50], root_only=False, due_ns=5)
-    assert request.state == WantedDraft(DraftKey(1, 1, 50)) and request.begun is None
+    assert request.state == WantedDraft(DraftKey(2, 1, 1, 50)) and request.begun is None
 
 
 def test_a_tree_that_was_begun_for_the_outcome_is_kept_and_no_other() -> None:
     request = running()
     mine, other = TokenTree.chain(10, [11], [0.9]), TokenTree.chain(12, [11], [0.9])
-    state_of(request).begun |= {DraftKey(1, 2, 10): mine, DraftKey(1, 2, 12): other}
+    state_of(request).begun |= {DraftKey(2, 1, 2, 10): mine, DraftKey(2, 1, 2, 12): other}
     request.conclude(1, [0, 1, 2], [8, 9, 10], root_only=False, due_ns=5)
     assert request.begun is mine
     request.answer(mine)
@@ -81,7 +81,7 @@ def test_a_tree_that_was_begun_for_the_outcome_is_kept_and_no_other() -> None:
 
 def test_a_root_that_goes_alone_runs_whatever_was_sent_or_wanted() -> None:
     for request, draft in ((DraftedRequest(0, 6), 0), (running(), 1)):
-        request.add(DraftKey(1, 0, 10), TREE) if draft else None
+        request.add(DraftKey(2, 1, 0, 10), TREE) if draft else None
         request.conclude(draft, [0], [10], root_only=True, due_ns=5)
         under = state_of(request).under
         assert (under.draft, under.tree.tokens.tolist(), state_of(request).due_ns) == (0, [10], 5)
@@ -91,12 +91,12 @@ def test_a_verifier_that_did_not_wait_verified_the_root() -> None:
     request = DraftedRequest(0, 6)
     for token in (7, 8):  # two verdicts, and no tree was sent between them
         request.conclude(0, [0], [token], root_only=False, due_ns=1)
-    assert request.state == WantedDraft(DraftKey(0, 0, 8))
+    assert request.state == WantedDraft(DraftKey(2, 0, 0, 8))
 
 
 def test_a_verdict_about_a_tree_that_is_not_verified_is_refused() -> None:
     request = running()
-    request.add(DraftKey(1, 2, 10), TREE)
+    request.add(DraftKey(2, 1, 2, 10), TREE)
     for draft in (2, 7):
         with pytest.raises(ProtocolError):
             request.verified(draft)

@@ -13,7 +13,8 @@ import pytest
 import torch
 import zmq
 
-from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict, Wanted
+from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict
+from engine.core.outcomes import DraftQuery
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.drafting.worker import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
@@ -50,7 +51,7 @@ class Slow(Counting):
         super().__init__()
         self.drafting, self.go_on = threading.Event(), threading.Event()
 
-    def propose_many(self, wanted: Sequence[Wanted], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
+    def propose_many(self, wanted: Sequence[DraftQuery], between_steps: BetweenSteps | None = None) -> list[TokenTree]:
         if between_steps is None:
             return super().propose_many(wanted)
         self.drafting.set()

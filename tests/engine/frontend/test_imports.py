@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from engine.core.child_environment import child_environment
-from engine.weights.gguf.describe import describe
+from engine.weights.gguf.describe_process import describe
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import GgufSource
 from tests.engine.weights.tiny_gguf import write_gguf

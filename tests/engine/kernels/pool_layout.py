@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.batch import BLOCK
+from engine.core.batch import BLOCK_SIZE
 from engine.core.kv_shape import CODE_GROUP, KVShape
 from engine.model.kv_pool import KVPool
 from tests.engine.kernels.gemm.int8_reference import rounded
 
-_SCALE_BYTES = 2 * BLOCK  # bytes of a group of a block
+_SCALE_BYTES = 2 * BLOCK_SIZE  # bytes of a group of a block
 
 
 def fill(pool: KVPool, keys: Tensor, values: Tensor) -> None:
@@ -77,13 +77,15 @@ def _coded_values(x: Tensor) -> Tensor:
 def _numbers_of_keys(pool: KVPool) -> Tensor:
     tiles = pool.keys.unflatten(3, (pool.shape.dims // CODE_GROUP, -1))
     scales = tiles[..., :_SCALE_BYTES].contiguous().view(torch.float16).float()
-    codes = (tiles[..., _SCALE_BYTES:] ^ 128).view(torch.int8).unflatten(4, (-1, BLOCK, 4))
+    codes = (tiles[..., _SCALE_BYTES:] ^ 128).view(torch.int8).unflatten(4, (-1, BLOCK_SIZE, 4))
     numbers = codes.float() * scales[..., None, :, None]
     return numbers.movedim(5, 3).flatten(4)
 
 
 def _numbers_of_values(pool: KVPool) -> Tensor:
     dims = pool.shape.dims
-    codes = pool.values[..., : BLOCK * dims].contiguous().view(torch.int8).unflatten(3, (BLOCK, -1, CODE_GROUP))
-    scales = pool.values[..., BLOCK * dims :].contiguous().view(torch.float16).unflatten(3, (-1, BLOCK))
+    codes = (
+        pool.values[..., : BLOCK_SIZE * dims].contiguous().view(torch.int8).unflatten(3, (BLOCK_SIZE, -1, CODE_GROUP))
+    )
+    scales = pool.values[..., BLOCK_SIZE * dims :].contiguous().view(torch.float16).unflatten(3, (-1, BLOCK_SIZE))
     return (codes.float() * scales.float().transpose(3, 4)[..., None]).flatten(4)

@@ -91,7 +91,7 @@ def move(owner: Any) -> Any:
 
 
 def target_forward(config: Any, features: tuple[int, ...]) -> None:
-    """What `CudaForward` captures, but for the kernels."""
+    """Run what `CudaForward` captures, but for the kernels."""
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.set_attn_implementation(stock.NAME)
     move(model)
@@ -111,7 +111,7 @@ def moved(norm: Norm) -> Norm:
 
 
 def lean_layers_forward(config: Any) -> None:
-    """The same with lean layers."""
+    """Run what `CudaForward` captures with lean layers, but for the kernels."""
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     shape = KVShape(3, kv_heads, getattr(config, "head_dim", None) or 16, torch.bfloat16)

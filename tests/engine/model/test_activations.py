@@ -18,7 +18,7 @@ from engine.model.loading import open_stored
 from engine.model.target import Target
 from engine.model.trial import activations
 from engine.model.trial.activations import ActivationsRecord, activations_of, preferred
-from engine.weights.gguf.describe import describe
+from engine.weights.gguf.describe_process import describe
 from engine.weights.gguf.file import GgufFile, read_gguf
 from engine.weights.gguf.source import GgufSource
 from tests.engine.tiny_engine import PROMPTS, tiny_engine

@@ -23,7 +23,7 @@ from engine.kernels.layer.weights import ExpertMlp
 from engine.model.decoder import LeanDecoder
 from engine.model.loading import load_config, skeleton, weights_of
 from engine.model.target import Target
-from engine.weights.gguf.describe import describe
+from engine.weights.gguf.describe_process import describe
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import GgufSource, open_gguf
 from engine.weights.gguf.weights import GgufWeights
@@ -96,7 +96,7 @@ def test_the_described_model_computes_what_the_original_does(described: Callable
 @every_family
 def test_a_file_runs_on_the_lean_decoder_and_is_exact(target_of: Callable[[str], Target], family: str) -> None:
     target = target_of(family)
-    assert isinstance(target.forward, LeanDecoder) and target.exact and not target.unlike
+    assert isinstance(target.forward, LeanDecoder) and target.exact and not target.stock_reason
     assert target.weights == "q8_0"  # in the file's bits, and not as the stock model's numbers
 
 
@@ -127,7 +127,7 @@ def test_drafted_text_is_plain_text(target_of: Callable[[str], Target], family: 
 def test_experts_have_one_set_of_bits_in_batches_of_many_rows(
     described: Callable[..., str], family: str, kind: Kind
 ) -> None:
-    """So many rows that threads share what they compute of an expert's rows."""
+    """There are enough rows for threads to share what they compute of an expert's rows."""
     target = Target.load(described(family, kind), kv_memory=1 << 22)
     assert isinstance(target.forward, LeanDecoder) and target.exact
     rng = random.Random(3)

@@ -26,7 +26,7 @@ from engine.model.trial import forward_choice
 from engine.model.trial import proof as proofs
 from engine.model.trial.stock_logits import LayeredStock, WholeStock
 from engine.model.windows import short_windows
-from engine.weights.gguf.describe import describe
+from engine.weights.gguf.describe_process import describe
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import GgufSource, open_gguf
 from engine.weights.gguf.weights import GgufWeights

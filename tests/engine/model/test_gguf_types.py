@@ -23,7 +23,7 @@ from engine.kernels.quant.layouts import STEP, bits_in_memory, layout_of
 from engine.kernels.quant.stored import StoredMatrix
 from engine.model.decoder import LeanDecoder
 from engine.model.target import Target
-from engine.weights.gguf.describe import describe
+from engine.weights.gguf.describe_process import describe
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import GgufSource
 from tests.engine.kernels.quant.random_blocks import CODED, expected_values, random_blocks, read_apart
@@ -46,7 +46,7 @@ _EMBEDDING = "token_embd.weight"
 _HALF = 2.0**-8
 """What rounding to bfloat16 changes at most, of a number of 1."""
 _SUMMED = 2.0**-23
-"""The same of each of a sum's operations in float32, the scales' and the exponential's with it."""
+"""What each of a sum's operations in float32 changes at most, those of the scales and the exponential included."""
 
 
 def usual_matrix(kind: str, outputs: int, inputs: int, seed: int) -> StoredMatrix:

@@ -16,7 +16,7 @@ from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
 from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.model.target import Target
-from engine.weights.gguf.describe import describe
+from engine.weights.gguf.describe_process import describe
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import GgufSource
 from tests.engine.tiny_engine import PROMPTS, tiny_engine
@@ -48,7 +48,7 @@ def test_rows_of_8_bits_are_exact_and_near_to_bfloat16(folder: Path) -> None:
     usual = Target.load(str(folder), "bfloat16", "cpu", 1 << 20)
     target = Target.load(str(folder), "bfloat16", "cpu", 1 << 20, "int8")
     assert (usual.activations, target.activations) == ("bfloat16", "int8")
-    assert target.exact, target.inexact
+    assert target.exact, target.inexact_reason
     expected, found = logits_of(usual).float(), logits_of(target).float()
     assert not torch.equal(found, expected)
     assert (found - expected).norm() < 0.1 * expected.norm()

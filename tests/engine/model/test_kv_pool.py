@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.batch import BLOCK
+from engine.core.batch import BLOCK_SIZE
 from engine.core.errors import OutOfBlocks
 from engine.core.hidden_states import States
 from engine.core.kv_shape import KVShape
 from engine.model.kv_cache import KVCache, commit_all
 from engine.model.kv_part import move_by_index
-from engine.model.kv_pool import KVPool
+from engine.model.kv_pool import BlockKey, KVPool
 from tests.engine.kernels.pool_layout import contents, fill, in_codes, padded
 
 BLOCKS = 12
@@ -30,29 +30,29 @@ class Blocks(RuleBasedStateMachine):
         self.holders: list[list[int]] = []
         self.caches: list[KVCache] = []
 
-    @rule(positions=st.integers(0, 5 * BLOCK), data=st.data())
+    @rule(positions=st.integers(0, 5 * BLOCK_SIZE), data=st.data())
     def reserve(self, positions: int, data: st.DataObject) -> None:
         if not self.caches or data.draw(st.booleans()):
             self.caches.append(KVCache(self.pool))
         cache = data.draw(st.sampled_from(self.caches))
-        free, before = self.pool.free, cache.table.tolist()
-        missing = -(-positions // BLOCK) - len(before)
+        free, before = self.pool.free, cache.block_table.tolist()
+        missing = -(-positions // BLOCK_SIZE) - len(before)
         if missing > free:
             with pytest.raises(OutOfBlocks):
                 cache.reserve(positions)
-            assert self.pool.free == free and cache.table.tolist() == before
+            assert self.pool.free == free and cache.block_table.tolist() == before
         else:
             cache.reserve(positions)
-            assert cache.table.tolist()[: len(before)] == before and cache.capacity >= positions
+            assert cache.block_table.tolist()[: len(before)] == before and cache.capacity >= positions
 
     @precondition(lambda self: self.caches)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        blocks = data.draw(st.sampled_from(self.caches)).table.tolist()
+        blocks = data.draw(st.sampled_from(self.caches)).block_table.tolist()
         for block in blocks:
-            ending = 0, (block,) * BLOCK
-            self.pool.publish(ending, block)
-            assert self.pool.find(ending) is not None
+            block_key = BlockKey(0, (block,) * BLOCK_SIZE)
+            self.pool.cache_block(block_key, block)
+            assert self.pool.find(block_key) is not None
         self.holders.append(blocks)
 
     @precondition(lambda self: self.holders)
@@ -70,7 +70,7 @@ class Blocks(RuleBasedStateMachine):
 
     @invariant()
     def no_block_is_lost_or_given_twice(self) -> None:
-        tables = [block for cache in self.caches for block in cache.table.tolist()]
+        tables = [block for cache in self.caches for block in cache.block_table.tolist()]
         assert len(tables) == len(set(tables))
         held = Counter(tables + [block for blocks in self.holders for block in blocks])
         assert self.pool.free == BLOCKS - len(held)
@@ -100,9 +100,9 @@ def test_commit_keeps_the_paths_keys_and_values_in_order_whatever_the_table(
     cache.length = past
     # keys hold their slot's place in the text, values its negative, plus the dimension's and the layer's share
     parts = torch.arange(head_dim) / 32 + torch.tensor([0.0, 0.5])[:, None]
-    entries = torch.zeros(layers, BLOCKS, heads, BLOCK, pool.shape.dims, dtype=dtype)
+    entries = torch.zeros(layers, BLOCKS, heads, BLOCK_SIZE, pool.shape.dims, dtype=dtype)
     for place in range(past + 40):
-        block, lane = int(cache.table[place // BLOCK]), place % BLOCK
+        block, lane = int(cache.block_table[place // BLOCK_SIZE]), place % BLOCK_SIZE
         entries[:, block, :, lane, :head_dim] = (place % 7 + parts)[:, None].to(dtype)
     fill(pool, entries, -entries)
     cache.pending = 40
@@ -110,7 +110,7 @@ def test_commit_keeps_the_paths_keys_and_values_in_order_whatever_the_table(
     assert (cache.length, cache.pending) == (past + len(path), 0)
     keys, values = contents(pool)
     for place, source in enumerate([*range(past), *(past + node for node in path)]):
-        block, lane = int(cache.table[place // BLOCK]), place % BLOCK
+        block, lane = int(cache.block_table[place // BLOCK_SIZE]), place % BLOCK_SIZE
         expected = (source % 7 + parts)[:, None].to(dtype).expand(layers, heads, head_dim)
         if layout == "q8_0":
             expected = in_codes(padded(expected, pool.shape))[..., :head_dim]
@@ -125,7 +125,7 @@ def test_paths_of_many_requests_are_committed_at_once_as_one_by_one(kind: tuple[
     shape, lengths = KVShape(2, 3, 32, dtype, layout == "vnni", layout == "q8_0"), (0, 5, 15, 16, 20)
     paths = [[0, 2, 5], [0, 1, 2], [], [3], [0, 1, 2, 4, 5]]
     pools = [KVPool(shape, BLOCKS) for _ in range(2)]
-    entries = torch.randn(2, BLOCKS, 3, BLOCK, shape.dims).to(dtype)
+    entries = torch.randn(2, BLOCKS, 3, BLOCK_SIZE, shape.dims).to(dtype)
     caches = []
     for pool in pools:
         fill(pool, entries, -entries)
@@ -180,17 +180,17 @@ def test_a_pool_on_a_device_moves_there() -> None:
 def test_taking_more_than_there_is_names_the_key_and_takes_nothing() -> None:
     pool = KVPool(KVShape(1, 1, 8, torch.float32), 2)
     with pytest.raises(OutOfBlocks, match=r"verifier\.kv_memory: 3 more blocks are needed and 2 are free"):
-        KVCache(pool).reserve(3 * BLOCK)
+        KVCache(pool).reserve(3 * BLOCK_SIZE)
     assert pool.free == 2
 
 
 def test_a_released_cache_serves_another_request() -> None:
     pool = KVPool(KVShape(1, 1, 8, torch.float32), 2)
     one, other = KVCache(pool), KVCache(pool)
-    one.reserve(2 * BLOCK)
+    one.reserve(2 * BLOCK_SIZE)
     one.release()
-    other.reserve(2 * BLOCK)
-    assert np.unique(other.table).tolist() == [0, 1] and one.capacity == 0
+    other.reserve(2 * BLOCK_SIZE)
+    assert np.unique(other.block_table).tolist() == [0, 1] and one.capacity == 0
 
 
 def pool_of(blocks: int) -> KVPool:
@@ -198,16 +198,16 @@ def pool_of(blocks: int) -> KVPool:
 
 
 def text_of(blocks: int, first: int = 0) -> list[int]:
-    return list(range(first, first + blocks * BLOCK))
+    return list(range(first, first + blocks * BLOCK_SIZE))
 
 
 def read(pool: KVPool, text: list[int]) -> KVCache:
     """A request whose text has been forwarded."""
     cache = KVCache(pool)
-    cache.adopt(text)
+    cache.match_prefix(text)
     cache.reserve(len(text))
     cache.length = len(text)
-    cache.publish(text)
+    cache.cache_blocks(text)
     return cache
 
 
@@ -220,30 +220,30 @@ def test_what_was_not_used_for_longest_is_forgotten_first() -> None:
     read(pool, text_of(1, 900)).release()
     known = [KVCache(pool) for _ in texts]
     for cache, text in zip(known, texts, strict=True):
-        cache.adopt(text)
-    assert [cache.length for cache in known] == [BLOCK, 0, BLOCK]
+        cache.match_prefix(text)
+    assert [cache.length for cache in known] == [BLOCK_SIZE, 0, BLOCK_SIZE]
 
 
 def test_a_block_is_looked_up_where_it_begins_and_the_text_fills_it() -> None:
     cache, text = KVCache(pool_of(4)), text_of(2)
-    assert cache.next_ending(text[: BLOCK - 1]) is None
-    assert cache.next_ending(text[:BLOCK]) == (0, tuple(text[:BLOCK]))
-    cache.reserve(BLOCK + 1)
-    cache.length = BLOCK + 1
-    assert cache.next_ending(text_of(4)) is None
+    assert cache.next_block_key(text[: BLOCK_SIZE - 1]) is None
+    assert cache.next_block_key(text[:BLOCK_SIZE]) == (0, tuple(text[:BLOCK_SIZE]))
+    cache.reserve(BLOCK_SIZE + 1)
+    cache.length = BLOCK_SIZE + 1
+    assert cache.next_block_key(text_of(4)) is None
 
 
 def test_a_text_read_in_steps_is_published_block_by_block_and_each_once() -> None:
     pool, text = pool_of(8), text_of(3)
     cache = KVCache(pool)
-    for length in (5, BLOCK, BLOCK + 3, 2 * BLOCK + 1, 3 * BLOCK):
+    for length in (5, BLOCK_SIZE, BLOCK_SIZE + 3, 2 * BLOCK_SIZE + 1, 3 * BLOCK_SIZE):
         cache.reserve(length)
         cache.length = length
-        cache.publish(text[:length])
-    assert cache.next_ending(text + text_of(1, 500)) == (3, tuple(text_of(1, 500)))
+        cache.cache_blocks(text[:length])
+    assert cache.next_block_key(text + text_of(1, 500)) == (3, tuple(text_of(1, 500)))
     again = KVCache(pool)
-    again.adopt(text)
-    assert again.table.tolist() == cache.table.tolist()
+    again.match_prefix(text)
+    assert again.block_table.tolist() == cache.block_table.tolist()
 
 
 def test_a_text_is_shared_up_to_its_first_block_that_is_not_finite_and_no_further(
@@ -263,30 +263,30 @@ def test_a_text_is_shared_up_to_its_first_block_that_is_not_finite_and_no_furthe
     monkeypatch.setattr(pool, "finite", look)
     cache = KVCache(pool)
     cache.reserve(len(text))
-    pool.keys[0, int(cache.table[2]), 0, 0, 0] = torch.nan
-    for length in (2 * BLOCK, 3 * BLOCK, 4 * BLOCK):
+    pool.keys[0, int(cache.block_table[2]), 0, 0, 0] = torch.nan
+    for length in (2 * BLOCK_SIZE, 3 * BLOCK_SIZE, 4 * BLOCK_SIZE):
         cache.length = length
-        cache.publish(text[:length])
+        cache.cache_blocks(text[:length])
     other = KVCache(pool)
-    other.adopt(text)
-    assert other.length == 2 * BLOCK and looked_at == cache.table[:3].tolist()
+    other.match_prefix(text)
+    assert other.length == 2 * BLOCK_SIZE and looked_at == cache.block_table[:3].tolist()
     cache.release()
     pool.keys.zero_()
     again, third = read(pool, text), KVCache(pool)
-    third.adopt(text)
-    assert third.table.tolist() == again.table.tolist()
+    third.match_prefix(text)
+    assert third.block_table.tolist() == again.block_table.tolist()
 
 
 def states_of(block: int) -> States:
-    return np.full((BLOCK, 1, 2), block, np.uint16)
+    return np.full((BLOCK_SIZE, 1, 2), block, np.uint16)
 
 
 def written(pool: KVPool, text: list[int], states: States) -> None:
     """A request of one block came, was published with these states, and went."""
     cache = KVCache(pool)
-    cache.reserve(BLOCK)
-    cache.length = BLOCK
-    cache.publish(text, lambda block: states)
+    cache.reserve(BLOCK_SIZE)
+    cache.length = BLOCK_SIZE
+    cache.cache_blocks(text, lambda block: states)
     cache.release()
 
 
@@ -295,11 +295,11 @@ def test_blocks_are_found_with_their_hidden_states_as_far_as_these_are_there() -
     cache = KVCache(pool)
     cache.reserve(len(text))
     cache.length = len(text)
-    cache.publish(text, lambda block: states_of(block) if block < 2 else None)
+    cache.cache_blocks(text, lambda block: states_of(block) if block < 2 else None)
     head, plain = KVCache(pool), KVCache(pool)
-    found = head.adopt(text, with_states=True)
-    assert head.length == 2 * BLOCK and np.array_equal(np.stack(found), np.stack([states_of(0), states_of(1)]))
-    assert plain.adopt(text) == [] and plain.length == 3 * BLOCK
+    found = head.match_prefix(text, with_hidden_states=True)
+    assert head.length == 2 * BLOCK_SIZE and np.array_equal(np.stack(found), np.stack([states_of(0), states_of(1)]))
+    assert plain.match_prefix(text) == [] and plain.length == 3 * BLOCK_SIZE
 
 
 def test_hidden_states_may_come_after_the_block() -> None:
@@ -307,27 +307,27 @@ def test_hidden_states_may_come_after_the_block() -> None:
     pool, text = pool_of(8), text_of(1)
     read(pool, text)
     second, third = KVCache(pool), KVCache(pool)
-    second.adopt(text, with_states=True)
+    second.match_prefix(text, with_hidden_states=True)
     assert second.length == 0
-    second.reserve(BLOCK)
-    second.length = BLOCK
-    second.publish(text, states_of)
-    assert np.array_equal(third.adopt(text, with_states=True)[0], states_of(0))
+    second.reserve(BLOCK_SIZE)
+    second.length = BLOCK_SIZE
+    second.cache_blocks(text, states_of)
+    assert np.array_equal(third.match_prefix(text, with_hidden_states=True)[0], states_of(0))
 
 
 def test_hidden_states_take_a_quarter_of_the_pool_at_most_and_the_newest_stay() -> None:
     pool, texts = pool_of(8), [text_of(1, 100 * i) for i in range(4)]
-    large = np.zeros((BLOCK, 1, pool.shape.block_bytes // BLOCK // 2), np.uint16)  # as a block of keys and values
+    large = np.zeros((BLOCK_SIZE, 1, pool.shape.block_bytes // BLOCK_SIZE // 2), np.uint16)  # as keys and values
     for text in texts[:2]:
         written(pool, text, large)
-    assert KVCache(pool).adopt(texts[0], with_states=True)  # used again, so the second is now the oldest
+    assert KVCache(pool).match_prefix(texts[0], with_hidden_states=True)  # used again, so the second is now the oldest
     for text in texts[2:3]:
         written(pool, text, large)
-    found = [bool(KVCache(pool).adopt(text, with_states=True)) for text in texts]
+    found = [bool(KVCache(pool).match_prefix(text, with_hidden_states=True)) for text in texts]
     assert found == [True, False, True, False]
     without = KVCache(pool)
-    without.adopt(texts[1])
-    assert without.length == BLOCK
+    without.match_prefix(texts[1])
+    assert without.length == BLOCK_SIZE
 
 
 def test_hidden_states_go_with_their_block_and_when_other_layers_are_wanted() -> None:
@@ -335,26 +335,26 @@ def test_hidden_states_go_with_their_block_and_when_other_layers_are_wanted() ->
     written(pool, text, states_of(1))
     written(pool, other, states_of(2))  # in the only block there is
     cache = KVCache(pool)
-    assert np.array_equal(cache.adopt(other, with_states=True)[0], states_of(2))
-    pool.forget_states([1])
-    assert KVCache(pool).adopt(other, with_states=True) == []
+    assert np.array_equal(cache.match_prefix(other, with_hidden_states=True)[0], states_of(2))
+    pool.forget_hidden_states([1])
+    assert KVCache(pool).match_prefix(other, with_hidden_states=True) == []
 
 
 def test_of_a_text_that_nobody_holds_the_end_is_forgotten_first() -> None:
     pool, text = pool_of(3), text_of(3)
     read(pool, text).release()
-    KVCache(pool).reserve(BLOCK)
+    KVCache(pool).reserve(BLOCK_SIZE)
     again = KVCache(pool)
-    again.adopt(text)
-    assert again.length == 2 * BLOCK
+    again.match_prefix(text)
+    assert again.length == 2 * BLOCK_SIZE
 
 
 def test_a_request_gives_back_its_own_block_for_one_that_is_known() -> None:
     pool, text = pool_of(6), text_of(2)
     first, second = read(pool, text), KVCache(pool)
-    second.reserve(3 * BLOCK)
-    second.adopt(text)
-    assert second.table[:2].tolist() == first.table.tolist() and second.length == 2 * BLOCK
+    second.reserve(3 * BLOCK_SIZE)
+    second.match_prefix(text)
+    assert second.block_table[:2].tolist() == first.block_table.tolist() and second.length == 2 * BLOCK_SIZE
     assert pool.free == 6 - 2 - 1
     first.release()
     second.release()
@@ -371,11 +371,11 @@ SHAPES = {
 @pytest.mark.parametrize("kind", SHAPES)
 def test_entries_of_slots_are_read_as_numbers_whatever_the_layout(kind: str) -> None:
     pool, slots = KVPool(SHAPES[kind], 4), torch.tensor([0, 17, 5, 63])
-    entries = padded(torch.randn(2, 4, 3, BLOCK, pool.shape.head_dim), pool.shape).to(pool.shape.dtype)
+    entries = padded(torch.randn(2, 4, 3, BLOCK_SIZE, pool.shape.head_dim), pool.shape).to(pool.shape.dtype)
     fill(pool, entries, -entries)
     for layer in (0, 1):
         for found, whole in zip(pool.part.read(layer, slots), contents(pool), strict=True):
-            expected = whole[layer, slots // BLOCK, :, slots % BLOCK, : pool.shape.head_dim]
+            expected = whole[layer, slots // BLOCK_SIZE, :, slots % BLOCK_SIZE, : pool.shape.head_dim]
             assert torch.equal(found.float(), expected.float())
 
 
@@ -385,5 +385,5 @@ def test_entries_that_are_written_to_slots_are_read_there_and_nowhere_else(kind:
     entries = torch.randn(2, 3, 3, pool.shape.head_dim).to(pool.shape.dtype)
     pool.part.write(1, slots, *entries)
     assert all(torch.equal(found, of) for found, of in zip(pool.part.read(1, slots), entries, strict=True))
-    others = torch.tensor([slot for slot in range(4 * BLOCK) if slot not in slots.tolist()])
+    others = torch.tensor([slot for slot in range(4 * BLOCK_SIZE) if slot not in slots.tolist()])
     assert not any(found.any() for found in pool.part.read(1, others)) and not pool.keys[0].any()

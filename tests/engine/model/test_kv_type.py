@@ -21,7 +21,7 @@ from engine.core.tree import TokenTree
 from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.model.target import Target
 from engine.model.trial import forward_choice
-from engine.weights.gguf.describe import describe
+from engine.weights.gguf.describe_process import describe
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import GgufSource
 from tests.engine.tiny_engine import PROMPTS, tiny_engine
@@ -37,7 +37,7 @@ def loaded(model: str, dtype: str = "bfloat16", kv_type: Any = "q8_0") -> Target
 
 
 def logits_of(target: Target, cuts: tuple[int, ...] = ()) -> Tensor:
-    """Of all positions of the text, read in chunks that end at the cuts."""
+    """Return the logits of all positions of the text, read in chunks that end at the cuts."""
     cache, parts = target.new_cache(len(TEXT)), []
     for start, end in zip((0, *cuts), (*cuts, len(TEXT)), strict=True):
         logits, _ = target.run([Segment.of_text(TEXT[start:end], cache, wanted="all")])
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_logits_are_near_to_those_of_keys_in_the_models_own_type(tiny: str, dtype: str) -> None:
     usual, target = loaded(tiny, dtype, "auto"), loaded(tiny, dtype)
     assert (usual.kv_type, target.kv_type) == (dtype, "q8_0")
-    assert target.exact, target.inexact
+    assert target.exact, target.inexact_reason
     expected, found = logits_of(usual).float(), logits_of(target).float()
     assert not torch.equal(found, expected)
     assert (found - expected).norm() < 0.1 * expected.norm()

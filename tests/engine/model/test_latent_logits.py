@@ -34,7 +34,7 @@ def loaded(family: str) -> tuple[Any, Target]:
     """The stock model, and the target of a copy."""
     model = build(family, "float32")
     target = Target.of_model(deepcopy(model), family, kv_memory=1 << 22)
-    assert isinstance(target.forward, LeanDecoder), target.unlike
+    assert isinstance(target.forward, LeanDecoder), target.stock_reason
     return model, target
 
 

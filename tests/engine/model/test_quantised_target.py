@@ -63,7 +63,7 @@ def logits(target: Target) -> torch.Tensor:
 
 
 def stock_logits(path: str) -> torch.Tensor:
-    """Of transformers' forward in float32."""
+    """Return the logits of transformers' forward in float32."""
     with torch.inference_mode():
         found: torch.Tensor = load_model(path, "float32", CPU)(torch.tensor([TEXT])).logits[0, -1]
     return found

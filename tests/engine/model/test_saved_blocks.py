@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.batch import BLOCK
+from engine.core.batch import BLOCK_SIZE
 from engine.core.hidden_states import States
 from engine.core.kv_shape import KVShape
 from engine.core.state_shape import StateShape
@@ -20,7 +20,7 @@ from engine.model.saved.blocks import SavedBlocks
 from engine.model.state_pool import EMPTY, StatePool
 
 BLOCKS = 8
-TEXT = list(range(3 * BLOCK + 5))
+TEXT = list(range(3 * BLOCK_SIZE + 5))
 IDENTITY = b"model and kernels"
 SHAPES = [
     KVShape(2, 3, 24, torch.float32),
@@ -42,26 +42,26 @@ def saving_pool(folder: Path, shape: KVShape = SHAPES[0], identity: bytes = IDEN
 def read(pool: KVPool, text: list[int], tenant: str = "") -> KVCache:
     """Adopt what is known of the text and fill in the rest with random numbers, as if it had been computed."""
     cache = KVCache(pool, tenant)
-    cache.adopt(text)
+    cache.match_prefix(text)
     cache.reserve(len(text))
-    for block in cache.table[cache.length // BLOCK :].tolist():
+    for block in cache.block_table[cache.length // BLOCK_SIZE :].tolist():
         pool.keys[:, block], pool.values[:, block] = (
             (100 * torch.rand(part[:, 0].shape)).to(part.dtype) for part in (pool.keys, pool.values)
         )  # bytes below 100 are no infinite scales
     cache.length = len(text)
-    cache.publish(text)
+    cache.cache_blocks(text)
     return cache
 
 
 def adopted(pool: KVPool, text: list[int], tenant: str = "") -> KVCache:
     cache = KVCache(pool, tenant)
-    cache.adopt(text)
+    cache.match_prefix(text)
     return cache
 
 
 def bits(cache: KVCache, blocks: int = 3) -> list[bytes]:
     parts = (cache.pool.keys, cache.pool.values)
-    return [part[:, cache.table[:blocks].tolist()].float().numpy().tobytes() for part in parts]
+    return [part[:, cache.block_table[:blocks].tolist()].float().numpy().tobytes() for part in parts]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -71,16 +71,16 @@ def test_the_next_process_finds_the_same_bits(tmp_path: Path, shape: KVShape) ->
     with saving_pool(tmp_path, shape) as pool:
         pool.allocate(2)  # so that the blocks have other places
         cache = adopted(pool, TEXT)
-        assert cache.length == 3 * BLOCK and bits(cache) == written
+        assert cache.length == 3 * BLOCK_SIZE and bits(cache) == written
 
 
 def test_a_text_is_found_as_far_as_it_is_the_same(tmp_path: Path) -> None:
     with saving_pool(tmp_path) as pool:
         read(pool, TEXT)
     with saving_pool(tmp_path) as pool:
-        assert adopted(pool, [*TEXT[: 2 * BLOCK], *reversed(TEXT)]).length == 2 * BLOCK
+        assert adopted(pool, [*TEXT[: 2 * BLOCK_SIZE], *reversed(TEXT)]).length == 2 * BLOCK_SIZE
         assert adopted(pool, [99, *TEXT[1:]]).length == 0
-        assert adopted(pool, TEXT[BLOCK:]).length == 0  # the same tokens at other positions
+        assert adopted(pool, TEXT[BLOCK_SIZE:]).length == 0  # the same tokens at other positions
 
 
 def test_the_bits_of_another_model_or_kernel_are_not_found(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_the_blocks_of_another_tenant_are_not_found(tmp_path: Path) -> None:
     with saving_pool(tmp_path) as pool:
         read(pool, TEXT, "one")
     with saving_pool(tmp_path) as pool:
-        assert [adopted(pool, TEXT, tenant).length for tenant in ("", "two", "one")] == [0, 0, 3 * BLOCK]
+        assert [adopted(pool, TEXT, tenant).length for tenant in ("", "two", "one")] == [0, 0, 3 * BLOCK_SIZE]
 
 
 def test_a_tenant_finds_what_was_adopted_from_another_in_memory(tmp_path: Path) -> None:
@@ -103,23 +103,23 @@ def test_a_tenant_finds_what_was_adopted_from_another_in_memory(tmp_path: Path) 
         read(pool, TEXT, "two")
     with saving_pool(tmp_path) as pool:
         cache = adopted(pool, TEXT, "two")
-        assert cache.length == 3 * BLOCK and bits(cache) == written
+        assert cache.length == 3 * BLOCK_SIZE and bits(cache) == written
 
 
 def test_of_a_text_that_two_have_computed_at_once_both_find_the_block_that_stays(tmp_path: Path) -> None:
     with saving_pool(tmp_path) as pool:
         first, second = KVCache(pool, "one"), KVCache(pool, "two")
         for cache in (first, second):
-            cache.reserve(BLOCK)
-            cache.length = BLOCK
-        pool.keys[:, first.table.tolist()] = 1.0
+            cache.reserve(BLOCK_SIZE)
+            cache.length = BLOCK_SIZE
+        pool.keys[:, first.block_table.tolist()] = 1.0
         for cache in (first, second):
-            cache.publish(TEXT)
+            cache.cache_blocks(TEXT)
         second.release()
         pool.keys[:, pool.allocate(1)] = 7.0  # the second one's block
     with saving_pool(tmp_path) as pool:
         cache = adopted(pool, TEXT, "two")
-        assert cache.length == BLOCK and bool((pool.keys[:, cache.table.tolist()] == 1.0).all())
+        assert cache.length == BLOCK_SIZE and bool((pool.keys[:, cache.block_table.tolist()] == 1.0).all())
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -128,11 +128,11 @@ def test_a_block_that_is_not_finite_is_not_written_nor_what_follows_it(tmp_path:
         cache = KVCache(pool)
         cache.reserve(len(TEXT))
         cache.length = len(TEXT)
-        pool.values[1, int(cache.table[1])].view(torch.uint8).fill_(0xFF)
-        cache.publish(TEXT)
-        assert adopted(pool, TEXT).length == BLOCK
+        pool.values[1, int(cache.block_table[1])].view(torch.uint8).fill_(0xFF)
+        cache.cache_blocks(TEXT)
+        assert adopted(pool, TEXT).length == BLOCK_SIZE
     with saving_pool(tmp_path, shape) as pool:
-        assert adopted(pool, TEXT).length == BLOCK
+        assert adopted(pool, TEXT).length == BLOCK_SIZE
 
 
 def test_a_block_of_an_earlier_process_that_is_not_finite_is_not_read_back(
@@ -141,11 +141,11 @@ def test_a_block_of_an_earlier_process_that_is_not_finite_is_not_read_back(
     with monkeypatch.context() as patch, saving_pool(tmp_path) as pool:
         patch.setattr(KVPool, "finite", lambda self, blocks: [True] * len(blocks))
         cache = read(pool, TEXT)
-        pool.keys[0, int(cache.table[1])] = torch.inf
+        pool.keys[0, int(cache.block_table[1])] = torch.inf
     with saving_pool(tmp_path) as pool:
         free = pool.free
         cache = adopted(pool, TEXT)
-        assert cache.length == BLOCK and pool.free == free - 1
+        assert cache.length == BLOCK_SIZE and pool.free == free - 1
 
 
 def test_a_prefix_that_was_evicted_from_memory_is_read_back(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_prefix_that_was_evicted_from_memory_is_read_back(tmp_path: Path) -> N
         _until_written(pool, 3)
         pool.release(pool.allocate(BLOCKS))  # all are evicted
         again = adopted(pool, TEXT)
-        assert again.length == 3 * BLOCK and bits(again) == written
+        assert again.length == 3 * BLOCK_SIZE and bits(again) == written
 
 
 def test_a_block_that_is_evicted_before_it_is_written_is_left_out(tmp_path: Path) -> None:
@@ -188,10 +188,10 @@ def test_without_a_free_block_nothing_is_read_back(tmp_path: Path) -> None:
     with saving_pool(tmp_path) as pool:
         taken = pool.allocate(BLOCKS - 2)
         cache = adopted(pool, TEXT)
-        assert cache.length == 2 * BLOCK and pool.free == 0
+        assert cache.length == 2 * BLOCK_SIZE and pool.free == 0
         pool.release(taken)
-        cache.adopt(TEXT)
-        assert cache.length == 3 * BLOCK
+        cache.match_prefix(TEXT)
+        assert cache.length == 3 * BLOCK_SIZE
 
 
 def test_a_block_that_is_not_there_evicts_none(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_file_cut_at_fifty_places_is_computed_anew_and_written_again(tmp_path:
         second.write_bytes(whole[:length])
         with saving_pool(tmp_path) as pool:
             cache = adopted(pool, TEXT)
-            assert cache.length == BLOCK and bits(cache, 1) == first
+            assert cache.length == BLOCK_SIZE and bits(cache, 1) == first
     with saving_pool(tmp_path) as pool:
         anew = bits(read(pool, TEXT), 2)
     with saving_pool(tmp_path) as pool:
@@ -225,39 +225,39 @@ def _until_written(pool: KVPool, files: int) -> None:
 
 
 def states_of(number: int) -> States:
-    return np.full((BLOCK, 2, 4), number, np.uint16)
+    return np.full((BLOCK_SIZE, 2, 4), number, np.uint16)
 
 
 def with_states(pool: KVPool, text: list[int]) -> list[States]:
-    return KVCache(pool).adopt(text, with_states=True)
+    return KVCache(pool).match_prefix(text, with_hidden_states=True)
 
 
 def test_hidden_states_are_found_with_the_blocks_by_a_head_that_wants_the_same_layers(tmp_path: Path) -> None:
     with saving_pool(tmp_path) as pool:
-        pool.forget_states([1, 2])
+        pool.forget_hidden_states([1, 2])
         cache = KVCache(pool)
         cache.reserve(len(TEXT))
         cache.length = len(TEXT)
-        cache.publish(TEXT, states_of)
+        cache.cache_blocks(TEXT, states_of)
     for layers, found in (([1, 2], 3), ([1, 3], 0), ([], 0)):
         with saving_pool(tmp_path) as pool:
-            pool.forget_states(layers)
+            pool.forget_hidden_states(layers)
             states = with_states(pool, TEXT)
             assert len(states) == found and all(np.array_equal(one, states_of(at)) for at, one in enumerate(states))
     with saving_pool(tmp_path) as pool:
-        assert adopted(pool, TEXT).length == 3 * BLOCK  # where nobody wants them
+        assert adopted(pool, TEXT).length == 3 * BLOCK_SIZE  # where nobody wants them
 
 
 def test_hidden_states_are_read_back_for_blocks_that_the_pool_still_has(tmp_path: Path) -> None:
     with saving_pool(tmp_path) as pool:
-        pool.forget_states([1, 2])
+        pool.forget_hidden_states([1, 2])
         cache = KVCache(pool)
-        cache.reserve(BLOCK)
-        cache.length = BLOCK
-        cache.publish(TEXT, states_of)
+        cache.reserve(BLOCK_SIZE)
+        cache.length = BLOCK_SIZE
+        cache.cache_blocks(TEXT, states_of)
     with saving_pool(tmp_path) as pool:
         adopted(pool, TEXT)
-        pool.forget_states([1, 2])
+        pool.forget_hidden_states([1, 2])
         free = pool.free
         assert len(with_states(pool, TEXT)) == 1 and pool.free == free
 
@@ -267,13 +267,13 @@ def test_hidden_states_of_other_layers_than_the_blocks_were_published_with_are_n
     with saving_pool(tmp_path) as pool:
         assert pool.saved is not None
         pool.saved.save(bytes(32), lambda: 0 if goes_on.wait(30) else None)
-        pool.forget_states([1, 2])
+        pool.forget_hidden_states([1, 2])
         cache = KVCache(pool)
-        cache.reserve(BLOCK)
-        cache.length = BLOCK
-        cache.publish(TEXT, states_of)
-        pool.forget_states([1, 3])
-        pool._keep_states(0, states_of(9))
+        cache.reserve(BLOCK_SIZE)
+        cache.length = BLOCK_SIZE
+        cache.cache_blocks(TEXT, states_of)
+        pool.forget_hidden_states([1, 3])
+        pool._keep_hidden_states(0, states_of(9))
         goes_on.set()
     assert not (tmp_path / "states").exists()
 
@@ -297,6 +297,6 @@ def test_the_key_of_a_block_is_hashed_once_where_it_is_looked_up_found_and_noted
     )
     monkeypatch.setattr(StatePool, "has", lambda *_: True)  # as if a snapshot were at the end of every block
     monkeypatch.setattr(KVCache, "_snapshot", lambda *_: EMPTY)
-    assert adopted(pool_on(cache), TEXT).length == 3 * BLOCK
+    assert adopted(pool_on(cache), TEXT).length == 3 * BLOCK_SIZE
     cache.close()
     assert len(hashed) == len(set(hashed)) == 3

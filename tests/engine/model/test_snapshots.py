@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.batch import BLOCK, Segment
+from engine.core.batch import BLOCK_SIZE, Segment
 from engine.core.errors import OutOfBlocks
 from engine.core.kv_shape import KVShape
 from engine.core.state_shape import StateShape
@@ -24,8 +24,8 @@ def new_pool(blocks: int = 32, slots: int = 8) -> KVPool:
 
 
 def read(cache: KVCache, count: int, text: list[int] = TEXT) -> None:
-    """What a forward, its commit and `publish` do for the next tokens of a text; the state's first byte tells where it
-    is then.
+    """What a forward, its commit and `cache_blocks` do for the next tokens of a text; the state's first byte tells
+    where it is then.
     """
     assert cache.state is not None
     cache.reserve(cache.length + count)
@@ -35,12 +35,12 @@ def read(cache: KVCache, count: int, text: list[int] = TEXT) -> None:
         cache.state.pool.states[slot, 0] = cache.length + end
     cache.state.end()
     cache.commit(range(count))
-    cache.publish(text)
+    cache.cache_blocks(text)
 
 
 def adopted(pool: KVPool, text: list[int] = TEXT) -> KVCache:
     cache = KVCache(pool)
-    cache.adopt(text)
+    cache.match_prefix(text)
     return cache
 
 
@@ -53,9 +53,9 @@ def test_a_prefix_is_served_up_to_its_last_snapshot_with_the_state_there() -> No
     pool = new_pool()
     read(KVCache(pool), 70)
     cache = adopted(pool)
-    assert cache.length == position_of(cache) == 64 and len(cache.table) == 4
+    assert cache.length == position_of(cache) == 64 and len(cache.block_table) == 4
     other = adopted(pool, TEXT[:50] + [5] * 30)
-    assert other.length == 0 and len(other.table) == 0, "there is no snapshot so early"
+    assert other.length == 0 and len(other.block_table) == 0, "there is no snapshot so early"
 
 
 def test_the_place_where_a_prompt_parts_from_another_gets_a_snapshot() -> None:
@@ -83,7 +83,7 @@ def test_a_snapshot_goes_with_the_block_that_its_text_ends() -> None:
     first.release()
     assert pool.layer_states is not None and len(pool.layer_states._snapshots) == 1
     other = KVCache(pool)
-    other.reserve(5 * BLOCK)
+    other.reserve(5 * BLOCK_SIZE)
     assert not pool.layer_states._snapshots
 
 
@@ -106,8 +106,8 @@ def test_without_a_free_slot_a_prefix_is_found_and_its_snapshot_is_kept() -> Non
 def test_a_block_that_is_not_finite_shares_no_snapshot_behind_it_and_harms_no_later_round() -> None:
     pool = new_pool()
     cache = adopted(pool)
-    cache.reserve(BLOCK)
-    pool.keys[0, int(cache.table[0]), 0, 0, 0] = torch.nan
+    cache.reserve(BLOCK_SIZE)
+    pool.keys[0, int(cache.block_table[0]), 0, 0, 0] = torch.nan
     for _ in range(3):
         read(cache, 20)
     assert pool.layer_states is not None and not pool.layer_states._snapshots
@@ -131,13 +131,13 @@ def test_a_prefix_is_searched_again_only_when_there_is_a_new_snapshot(monkeypatc
     parting = TEXT[:50] + [5] * 30
     read(KVCache(pool), 70)
     number = pool.number
-    monkeypatch.setattr(pool, "number", lambda ending, states: (asked.append(ending[1]), number(ending, states))[1])
+    monkeypatch.setattr(pool, "number", lambda key, states: (asked.append(key.tokens), number(key, states))[1])
     cache = adopted(pool, parting)
     searched = len(asked)
-    cache.adopt(parting)
+    cache.match_prefix(parting)
     assert searched == 4 == len(asked), "three blocks are known, the fourth is not"
     read(KVCache(pool), 48)
-    cache.adopt(parting)
+    cache.match_prefix(parting)
     assert cache.length == 48
 
 
@@ -145,9 +145,9 @@ def test_a_cache_that_gets_no_state_leaves_no_block_taken() -> None:
     pool = new_pool(slots=1)
     assert pool.layer_states is not None
     runner = Runner(None, pool, 100, torch.float32)  # type: ignore[arg-type]
-    held = runner.new_cache(3 * BLOCK)
+    held = runner.new_cache(3 * BLOCK_SIZE)
     with pytest.raises(OutOfBlocks):
-        runner.new_cache(3 * BLOCK)
+        runner.new_cache(3 * BLOCK_SIZE)
     assert pool.free == pool.blocks - 3
     held.release()
     assert pool.free == pool.blocks and pool.layer_states.has_free()

@@ -21,7 +21,7 @@ SEEDS = st.integers(-(2**63), 2**63 - 1)
 
 
 def reference_bits(seed: int, position: int, token: int) -> int:
-    """The same numbers by plain integers: splitmix64's finaliser over a key of seed and position."""
+    """Return the bits by plain integers: splitmix64's finaliser over a key of seed and position."""
     mask = (1 << 64) - 1
 
     def mix(x: int) -> int:

@@ -275,7 +275,7 @@ def test_the_penalty_divides_what_is_positive_and_multiplies_what_is_not() -> No
 
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(1, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 1.0)])
 def test_truncation_is_that_of_transformers_at_its_limits(top_k: int, top_p: float, min_p: float) -> None:
-    """Of eight equals and eight smaller ones."""
+    """There are eight equal logits and eight smaller ones."""
     logits, ids = torch.tensor([[3.0] * 8 + [-200.0] * 8]), torch.tensor([[1]])
     warper = TopKLogitsWarper(1) if top_k else MinPLogitsWarper(1.0) if min_p else TopPLogitsWarper(top_p)
     assert torch.equal(truncate(logits[0], top_k, top_p, min_p), warper(ids, logits)[0])

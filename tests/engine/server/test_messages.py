@@ -30,7 +30,7 @@ def post(server: ServerProcess, body: dict[str, Any], path: str = "/v1/messages"
 
 
 def events(server: ServerProcess, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of a stream; each has its type as its name."""
+    """Return the events of a stream; each has its type as its name."""
     text = post(server, body | {"stream": True}).text
     found = []
     for event in filter(None, text.split("\n\n")):

@@ -19,7 +19,7 @@ PLAIN = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>
 
 
 def ids_of(text: str) -> list[int]:
-    """Of a text of bytes alone."""
+    """Return the ids of a text of bytes alone."""
     return list(TOKENIZER(text, split_special_tokens=True)["input_ids"])
 
 

@@ -22,7 +22,9 @@ Both = tuple[OwnTokenizer, Any]
 
 
 def qwen_like() -> Any:
-    """Of bytes, after composing characters, with added tokens that are special and such that are not."""
+    """Return a tokenizer of bytes that composes characters first, with added tokens that are special and others that
+    are not.
+    """
     alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     backend.normalizer = normalizers.NFC()

@@ -292,7 +292,7 @@ def test_an_answer_has_a_bounded_number_of_calls() -> None:
 
 @FORMATS
 def test_all_but_names_and_values_of_a_call_is_foreseen(tools: ToolFormat) -> None:
-    """So it is drafted at no cost."""
+    """Foreseen tokens are drafted at no cost."""
     if tools.skipped:
         pytest.skip("headers may come before the call")
     state = matcher(format_of(tools, True), Wanted(TOOLS[1:2], "required", many=False), True)

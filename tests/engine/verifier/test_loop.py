@@ -51,9 +51,9 @@ DRAFTER = "drafter-1"
 class Counting:
     """Behind token t comes t + 1, and next likely t + 2. Features are the tokens."""
 
-    vocab_size, context, layers = VOCABULARY, CONTEXT, 2
+    vocab_size, context, layers, key_pieces = VOCABULARY, CONTEXT, 2, 0
     eos_tokens: frozenset[int] = frozenset()
-    device, inexact = torch.device("cpu"), ""
+    device, inexact_reason = torch.device("cpu"), ""
 
     def __init__(self) -> None:
         self.pool = KVPool(KVShape(1, 1, 16, torch.float32), BLOCKS)
@@ -122,13 +122,13 @@ class Stage:
         submit = Submit(request=number, sampling=SamplingParams(**{"max_tokens": 20} | sampling))
         self.control.inbox.append((submit, [np.asarray(prompt), np.zeros(0, np.int32)]))
         self.verifier._receive()
-        request = self.verifier.requests.find(number)
+        request = self.verifier.scheduler.find(number)
         assert request is not None
         return request
 
     def price_model(self, draft_s: float) -> None:
         """From now on a draft of the model is thought to take so long."""
-        kind = self.verifier.drafter.kinds.model
+        kind = self.verifier.drafter_link.kinds.model
         assert kind is not None
         kind.draft_s = draft_s
 
@@ -145,11 +145,11 @@ class Stage:
     def step(self) -> list[Segment]:
         """One step of all that are there; returns its segments."""
         verifier = self.verifier
-        verifier._step(verifier.requests.plan(10**18, verifier.timer.costs, verifier.drafter.present))
+        verifier._step(verifier.scheduler.plan(10**18, verifier.timer.costs, verifier.drafter_link.present))
         return self.target.forwards[-1]
 
     def verdicts(self) -> list[tuple[RoundVerdict, list[Any]]]:
-        """Those told since the last look."""
+        """Return the verdicts sent since the last look."""
         told = [(parts[1], parts[2]) for parts in self.drafts.sent if isinstance(parts[1], RoundVerdict)]
         self.drafts.sent.clear()
         return told
@@ -306,7 +306,7 @@ def test_the_last_tree_of_an_answer_is_kept_too() -> None:
 
 def test_what_was_read_of_a_prompt_is_kept_when_the_client_leaves() -> None:
     stage = Stage()
-    stage.verifier.requests.chunk = 16
+    stage.verifier.scheduler.prefill_chunk = 16
     stage.submit(1, [*range(10, 30)])
     stage.step()
     stage.control.inbox.append((Cancel(request=1), []))
@@ -329,7 +329,7 @@ def test_a_head_gets_no_hidden_states_again_after_a_preemption() -> None:
     stage = Stage(HEAD)
     request = after_a_block(stage)
     stage.draft(request, TokenTree.root_only(26), 3)
-    stage.verifier.requests._preempt_youngest()
+    stage.verifier.scheduler._preempt_youngest()
     stage.step()
     assert request.cached == 16 and positions_sent(stage.verdicts()) == [26]
 
@@ -340,7 +340,7 @@ def test_what_is_read_again_after_a_preemption_is_not_sent_again() -> None:
     stage.step()
     stage.verdicts()
     stage.draft(request, TokenTree.root_only(22))
-    stage.verifier.requests._preempt_youngest()
+    stage.verifier.scheduler._preempt_youngest()
     while not (told := stage.verdicts()):
         stage.step()
     assert request.cached == 0 and positions_sent(told) == [22]
@@ -348,10 +348,10 @@ def test_what_is_read_again_after_a_preemption_is_not_sent_again() -> None:
 
 def test_a_prompt_that_was_interrupted_is_sent_once() -> None:
     stage = Stage(HEAD)
-    stage.verifier.requests.chunk = 5
+    stage.verifier.scheduler.prefill_chunk = 5
     stage.submit(1, [*range(10, 22)])
     stage.step()
-    stage.verifier.requests._preempt_youngest()
+    stage.verifier.scheduler._preempt_youngest()
     while not (told := stage.verdicts()):
         stage.step()
     assert positions_sent(told) == [*range(10, 22)]
@@ -465,7 +465,7 @@ def test_a_cancelled_request_gives_its_blocks_back_and_nobody_hears_of_it_again(
     waiting = stage.submit(3, [70])
     stage.control.inbox += [(Cancel(request=number), []) for number in (running.number, waiting.number, 99)]
     stage.verifier._receive()
-    assert [*stage.verifier.requests] == [other]
+    assert [*stage.verifier.scheduler] == [other]
     assert stage.target.pool.free == BLOCKS - 1
     finished = [parts[1].request for parts in stage.drafts.sent if isinstance(parts[1], Finish)]
     assert finished == [1, 3]
@@ -480,7 +480,7 @@ def test_a_finished_request_gives_its_blocks_back() -> None:
     stage.step()
     stage.step()
     assert stage.tokens(1) == [11, 12]
-    assert not [*stage.verifier.requests] and stage.target.pool.free == BLOCKS
+    assert not [*stage.verifier.scheduler] and stage.target.pool.free == BLOCKS
 
 
 def test_logits_that_are_no_numbers_end_the_request_they_are_for_and_no_other() -> None:
@@ -499,7 +499,7 @@ def test_logits_that_are_no_numbers_end_the_request_they_are_for_and_no_other() 
     [failed] = [parts[0] for parts in stage.control.sent if isinstance(parts[0], Failed)]
     assert (failed.request, failed.kind) == (bad.number, "NotANumber")
     assert "NaN" in failed.text and "position 2" in failed.text
-    assert [*stage.verifier.requests] == [good] and stage.tokens(2) == [51, 52]
+    assert [*stage.verifier.scheduler] == [good] and stage.tokens(2) == [51, 52]
 
 
 @pytest.mark.parametrize(("method", "heard_before"), [("pld", 1), ("sps", 0)])
@@ -555,7 +555,7 @@ def test_trees_are_cut_before_a_neighbour_is_evicted(blocks: int) -> None:
     for number, request in enumerate((one, other), 1):
         stage.draft(request, bushy(request.text[-1], *[0.05 * i for i in range(1, 12)]), number)
     rows = [len(segment) for segment in stage.step()]
-    assert [*stage.verifier.requests.running] == [one, other]
+    assert [*stage.verifier.scheduler.running] == [one, other]
     assert rows == ([7, 7] if blocks == 2 else [12, 7]), "the best nodes, as far as there are blocks"
     assert stage.tokens(1)[-2:] == [12, 13] and stage.tokens(2)[-2:] == [52, 53]
 
@@ -575,7 +575,7 @@ def test_a_drafter_that_leaves_too_much_unread_is_dropped_and_asked_to_rejoin_on
     stage.step()
     stage.drafts.full = True
     stage.step()
-    assert not stage.verifier.drafter.present
+    assert not stage.verifier.drafter_link.present
     stage.step()
     stage.verifier._receive()
     stage.drafts.sent.clear()
@@ -606,21 +606,21 @@ def test_a_drafter_that_slept_comes_back_by_itself() -> None:
         request = stage.submit(1, [10, 11, 12, 10], max_tokens=20)
         drafter.turn()
         stage.verifier._receive()
-        assert stage.verifier.drafter.present
-        while stage.verifier.drafter.drafter is not None:  # it sleeps, and more than it may leave unread is sent
+        assert stage.verifier.drafter_link.present
+        while stage.verifier.drafter_link.peer is not None:  # it sleeps, and more than it may leave unread is sent
             stage.step()
             assert request.round < 12
         for _ in range(4):  # it reads what was sent, is asked to rejoin, says Hello, is told of the request and drafts
             drafter.turn()
             stage.verifier._receive()
-        assert stage.verifier.drafter.present and request.has_draft
+        assert stage.verifier.drafter_link.present and request.has_draft
         router.close()
         line.close()
 
 
 def test_the_front_end_hears_how_far_a_long_prompt_is_before_each_of_its_forwards_but_the_last() -> None:
     stage = Stage()
-    stage.verifier.requests.chunk = 8
+    stage.verifier.scheduler.prefill_chunk = 8
     stage.submit(1, [*range(10, 27)], max_tokens=1)
     while not stage.tokens(1):
         stage.step()
@@ -633,7 +633,7 @@ def test_a_prompt_begins_with_what_was_found_in_the_prefix_cache() -> None:
     stage = Stage()
     stage.submit(1, [*range(10, 27)], max_tokens=1)
     stage.step()
-    stage.verifier.requests.chunk = 4
+    stage.verifier.scheduler.prefill_chunk = 4
     stage.submit(2, [*range(10, 32)], max_tokens=1)
     stage.step()
     assert [(one.read, one.cached) for one in stage.progress()] == [(16, 16)]
@@ -643,7 +643,7 @@ def test_a_prompt_of_one_forward_and_an_answer_that_is_read_again_are_no_news() 
     stage = Stage()
     request = stage.submit(1, [*range(10, 22)])
     stage.step()
-    stage.verifier.requests._preempt_youngest()
-    stage.verifier.requests.chunk = 4
+    stage.verifier.scheduler._preempt_youngest()
+    stage.verifier.scheduler.prefill_chunk = 4
     stage.step()
     assert request.has_answer and stage.progress() == []

@@ -58,7 +58,7 @@ def read(plan: Plan) -> None:
     """Do what the plan reads."""
     for reader, count in plan.reading:
         reader.cache.commit(range(count))
-        reader.cache.publish(reader.text)
+        reader.cache.cache_blocks(reader.text)
 
 
 def decode(*requests: Request) -> None:
@@ -141,7 +141,7 @@ def test_what_another_request_has_read_is_not_read_again() -> None:
     second = request(stage, 2, [*passage, 8, 9])
     requests.waiting.append(second)
     assert (second, 2) in plan(requests).reading
-    assert second.cache.table[:3].tolist() == first.cache.table[:3].tolist()
+    assert second.cache.block_table[:3].tolist() == first.cache.block_table[:3].tolist()
 
 
 def test_a_passage_that_another_request_reads_just_now_is_waited_for() -> None:
@@ -262,11 +262,11 @@ def test_no_block_is_lost_or_held_twice_whoever_comes_and_goes(
         for one in found.decoding:
             one.text.append(data.draw(st.integers(0, 3)))
             one.cache.commit([0])
-            one.cache.publish(one.text)
+            one.cache.cache_blocks(one.text)
             if len(one.text) > 70 or data.draw(st.booleans()):
                 requests.remove(one)
                 one.cache.release()
-        held = [block for one in requests for block in set(one.cache.table.tolist())]
+        held = [block for one in requests for block in set(one.cache.block_table.tolist())]
         for block, references in enumerate(stage.pool._references):
             assert references == held.count(block)
     for one in [*requests]:
@@ -412,7 +412,7 @@ PASSAGE = list(range(32))
 def test_what_others_have_read_is_read_again_where_its_hidden_states_are_missing() -> None:
     """A head needs those of every position."""
     stage, requests = after_reading(PASSAGE)
-    requests.needs_states = True
+    requests.needs_hidden_states = True
     second = request(stage, 2, [*PASSAGE, 8])
     requests.running = [second]
     assert plan(requests).reading == [(second, 33)]
@@ -420,7 +420,7 @@ def test_what_others_have_read_is_read_again_where_its_hidden_states_are_missing
 
 def test_what_others_have_read_with_its_hidden_states_is_shared_with_them() -> None:
     stage, requests = Stage(), scheduler(chunk=64)
-    requests.needs_states = True
+    requests.needs_hidden_states = True
     first, second = request(stage, 1, [*PASSAGE, 7]), request(stage, 2, [*PASSAGE, 8])
     requests.running = [first]
     states = np.arange(33, dtype=np.uint16)[:, None, None]
@@ -436,7 +436,7 @@ def test_what_others_have_read_with_its_hidden_states_is_shared_with_them() -> N
 
 def test_a_request_without_drafts_shares_what_has_no_hidden_states() -> None:
     stage, requests = after_reading(PASSAGE)
-    requests.needs_states = True
+    requests.needs_hidden_states = True
     plain = Request(2, [*PASSAGE, 8], [], SamplingParams(speculation=Speculation(off=True)), stage, 0)
     requests.running = [plain]
     assert plan(requests).reading == [(plain, 1)]

@@ -15,7 +15,7 @@ from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.verifier import step as step_module
 from engine.verifier.loop import Verifier
-from engine.verifier.step import Drawing, Step, drawings
+from engine.verifier.step import DeferredDraw, Step, deferred_draws
 
 LOST = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
@@ -27,7 +27,7 @@ def fails(error: Exception) -> Any:
     return raise_it
 
 
-def conclude(draws: Sequence[Drawing], failed: list[Exception]) -> None:
+def conclude(draws: Sequence[DeferredDraw], failed: list[Exception]) -> None:
     verifier: Any = SimpleNamespace(_fail=lambda request, error: failed.append(error))
     request: Any = None
     for draw in draws:
@@ -40,7 +40,7 @@ def conclude_a_tree(monkeypatch: pytest.MonkeyPatch, error: Exception, failed: l
     request = SimpleNamespace(sampling=params, sampler=SimpleNamespace(params=params, is_plain=True))
     root, of_request = TokenTree.root_only(1), cast(Any, request)
     step = Step(of_request, root, True, [], root, np.zeros(1, int))
-    conclude(drawings([step], [], [], torch.zeros(1, 8), None, 0), failed)
+    conclude(deferred_draws([step], [], [], torch.zeros(1, 8), None, 0), failed)
 
 
 def conclude_a_chunk(monkeypatch: pytest.MonkeyPatch, error: Exception, failed: list[Exception]) -> None:
@@ -52,7 +52,7 @@ def conclude_a_chunk(monkeypatch: pytest.MonkeyPatch, error: Exception, failed: 
         sampler=SimpleNamespace(choices=fails(error), draw=None),
     )
     chunk = Segment.of_text([1], cache)
-    conclude(drawings([], [request], [chunk], torch.zeros(1, 8), None, 0), failed)
+    conclude(deferred_draws([], [request], [chunk], torch.zeros(1, 8), None, 0), failed)
 
 
 @pytest.mark.parametrize("conclude", [conclude_a_tree, conclude_a_chunk])

@@ -131,7 +131,7 @@ def test_without_a_network_the_error_says_what_to_run(index: Path, empty_home: P
     assert left_in(empty_home) == []
 
 
-@pytest.mark.parametrize(("module", "end"), [("pip", PIP_FULL), ("engine.weights.gguf.describe", "exit 28")])
+@pytest.mark.parametrize(("module", "end"), [("pip", PIP_FULL), ("engine.weights.gguf.describe_process", "exit 28")])
 def test_a_disk_that_fills_up_meanwhile_is_one_line_and_nothing_is_kept(
     publish: Callable[..., KnownModel], empty_home: Path, monkeypatch: pytest.MonkeyPatch, module: str, end: str
 ) -> None:

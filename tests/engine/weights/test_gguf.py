@@ -29,15 +29,15 @@ from engine.kernels.quant.stored import StoredMatrix
 from engine.model.loading import load_config, load_model, skeleton
 from engine.model.target import Target
 from engine.weights.gguf import header, source, weights
-from engine.weights.gguf.describe import describe, main
-from engine.weights.gguf.described import described
+from engine.weights.gguf.describe_process import describe, main
+from engine.weights.gguf.described_folder import described
 from engine.weights.gguf.families import llama3_factors
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import SOURCE, GgufSource, open_gguf
 from engine.weights.gguf.splits import split_of
 from tests.engine.weights.tiny_gguf import TOKENS, change_last_byte, write_gguf
 
-DESCRIBE = "engine.weights.gguf.describe"
+DESCRIBE = "engine.weights.gguf.describe_process"
 
 
 @pytest.fixture(autouse=True)
@@ -228,7 +228,7 @@ def test_a_file_is_described_once_until_it_changes(
     write: Callable[..., tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: list[Path] = []
-    monkeypatch.setattr("engine.weights.gguf.described.describe", lambda file, folder, *_: runs.append(folder))
+    monkeypatch.setattr("engine.weights.gguf.described_folder.describe", lambda file, folder, *_: runs.append(folder))
     path, _ = write()
     first = described(path, f"model={path}", nothing)
     assert described(path, f"model={path}", nothing) == first
@@ -244,7 +244,7 @@ def test_a_file_is_read_again_only_when_it_may_have_changed(
 ) -> None:
     usual, reads = source._hash, []
     monkeypatch.setattr(source, "_hash", lambda content, size: reads.append(size) or usual(content, size))
-    monkeypatch.setattr("engine.weights.gguf.described.describe", lambda *_: None)
+    monkeypatch.setattr("engine.weights.gguf.described_folder.describe", lambda *_: None)
     path, _ = write()
     time.sleep(2 * source._TICK_NS / 1e9)
 
@@ -376,7 +376,7 @@ def test_a_reader_that_finds_the_disk_full_ends_with_that_number(
     def full(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("engine.weights.gguf.describe.describe", full)
+    monkeypatch.setattr("engine.weights.gguf.describe_process.describe", full)
     monkeypatch.setattr("threading.Thread.start", nothing)  # which would read this process's standard input
     monkeypatch.setattr(sys, "argv", ["describe", str(write()[0]), str(tmp_path), "tiny", "made"])
     with pytest.raises(SystemExit) as ended:

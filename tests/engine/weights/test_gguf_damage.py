@@ -16,8 +16,8 @@ from benchmarks.kernels.products import put_scales
 from engine.core.errors import ModelError
 from engine.model.target import Target
 from engine.weights.gguf.damage import DamagedTensors, check_tensors
-from engine.weights.gguf.describe import main
-from engine.weights.gguf.described import described
+from engine.weights.gguf.describe_process import main
+from engine.weights.gguf.described_folder import described
 from engine.weights.gguf.file import GgufFile, read_gguf
 from tests.engine.kernels.quant.random_blocks import random_blocks
 from tests.engine.weights.tiny_gguf import tiny_llama, write_gguf

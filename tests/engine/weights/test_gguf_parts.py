@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFValueType, GGUFWriter
 
 from engine.core.errors import ModelError
-from engine.weights.gguf.described import described
+from engine.weights.gguf.described_folder import described
 from engine.weights.gguf.file import GgufFile, parts_of, read_gguf
 from engine.weights.gguf.source import GgufSource, open_gguf
 from tests.engine.weights.tiny_gguf import change_last_byte, write_gguf

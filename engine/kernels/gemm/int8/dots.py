@@ -21,8 +21,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from engine.kernels.amx import pointer
-from engine.kernels.simd import features
+from engine.kernels.simd import features, pointer
 
 _BYTE, _SHORT, _INT, _WORD = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 PAIRS_OF_16_BITS = {2: 8, 3: 8, 4: 8, 5: 4, 6: 2}

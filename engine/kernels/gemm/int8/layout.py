@@ -21,7 +21,7 @@ from engine.kernels.quant.layouts import QuantLayout
 VECTORS = 8
 """Vectors of codes in a group."""
 ROW_GROUP_BYTES = BLOCK_INPUTS + 20
-"""Of a group of a row of x."""
+"""Bytes of one group of a row of x."""
 SCALE_AT, OFFSET_AT, SUMS_AT = BLOCK_INPUTS, BLOCK_INPUTS + 4, BLOCK_INPUTS + 8
 
 

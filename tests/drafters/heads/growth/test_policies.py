@@ -70,14 +70,12 @@ policies = st.one_of(
         budget=st.integers(2, 40),
         width=st.integers(1, 10),
         mu=st.sampled_from([0.01, 0.03, 0.9]),
-        ungated=st.integers(0, 3),
     ),
     st.builds(
         Adaptive,
         budget=st.integers(2, 40),
         top_k=st.integers(1, 10),
         mu=st.sampled_from([0.01, 0.03, 0.2, 0.9]),
-        gate=st.sampled_from(["path", "layer"]),
     ),
 )
 heads = st.tuples(st.integers(0, 10**6), st.integers(1, 10), st.sampled_from([0.2, 1.0, 8.0]))
@@ -110,23 +108,23 @@ def test_a_policy_expands_each_node_once_after_its_parent_and_within_its_promise
         assert set(frontier.parents) <= set(expanded)
 
 
-@given(st.sampled_from(["path", "layer"]), st.sampled_from([0.03, 0.2]), heads)
+@given(st.sampled_from([0.03, 0.2]), heads)
 def test_every_layer_of_an_adaptive_tree_below_the_first_obeys_the_gate(
-    gate: str, mu: float, head: tuple[int, int, float]
+    mu: float, head: tuple[int, int, float]
 ) -> None:
-    policy = Adaptive(budget=40, mu=mu, gate=gate)  # type: ignore[arg-type]
+    policy = Adaptive(budget=40, mu=mu)
     tree = grow(policy, 7, RandomHead(*head))
     if len(tree) < policy.budget:
         assert (tree.depths == 1).sum() == min(policy.top_k, head[1])
     for depth in range(2, int(tree.depths.max()) + 1):
         layer = tree.confidence[tree.depths == depth]
-        assert (layer >= np.float32(policy.threshold(float(layer.max()))) - 1e-7).all()
+        assert (layer >= np.float32(mu) - 1e-7).all()
 
 
-@given(st.sampled_from([0.0, 0.03, 0.3]), st.integers(0, 2), heads)
-def test_the_talon_tree_is_that_of_the_papers_algorithm(mu: float, ungated: int, head: tuple[int, int, float]) -> None:
+@given(st.sampled_from([0.0, 0.03, 0.3]), heads)
+def test_the_talon_tree_is_that_of_the_papers_algorithm(mu: float, head: tuple[int, int, float]) -> None:
     """Algorithm 2 once more, over paths instead of nodes."""
-    policy = TalonPaperPolicy(budget=30, width=4, mu=mu, ungated=ungated)
+    policy = TalonPaperPolicy(budget=30, width=4, mu=mu)
     answers, kept, layer, depth = RandomHead(*head), {(): 1.0}, [()], 0
     tree = grow(policy, 7, answers)
     behind = {}
@@ -136,7 +134,7 @@ def test_the_talon_tree_is_that_of_the_papers_algorithm(mu: float, ungated: int,
             behind[path] = list(zip(tokens, probs, strict=True))
     while len(kept) < 30 and layer:
         pool = sorted(((kept[p] * c, (*p, t)) for p in layer for t, c in behind[p]), key=lambda child: -child[0])
-        gated = [child for child in pool if child[0] >= mu * pool[0][0]] if depth >= ungated else pool[:4]
+        gated = [child for child in pool if child[0] >= mu * pool[0][0]] if depth else pool[:4]
         layer = [path for _, path in gated[: 30 - len(kept)]]
         kept |= {path: c for c, path in gated[: 30 - len(kept)]}
         depth += 1
@@ -224,8 +222,8 @@ def test_a_tree_that_no_source_is_named_for_is_marked_with_none(policy: Policy) 
 def test_published_parameters_are_the_defaults() -> None:
     dynamic, adaptive, talon = Dynamic(), Adaptive(), TalonPaperPolicy()
     assert (dynamic.depth, dynamic.top_k, dynamic.budget) == (7, 10, 60)
-    assert (adaptive.budget, adaptive.top_k, adaptive.mu, adaptive.max_depth) == (60, 10, 0.03, 60)
-    assert (talon.budget, talon.width, talon.mu, talon.ungated) == (60, 10, 0.03, 1)
+    assert (adaptive.budget, adaptive.top_k, adaptive.mu) == (60, 10, 0.03)
+    assert (talon.budget, talon.width, talon.mu) == (60, 10, 0.03)
 
 
 @given(heads)
@@ -264,27 +262,13 @@ def test_a_head_that_sees_no_further_ends_the_tree(policy: Policy) -> None:
     assert len(grow(policy, 7, sure())) == 1
 
 
-@pytest.mark.parametrize(
-    ("gate", "expected"),
-    [  # layer 0 is ungated; then 0.5 times 0.5 is just enough for the path gate, half of the layer's best for the other
-        ("path", [1.0, 0.5, 0.25, 0.125, 0.25]),
-        ("layer", [1.0, 0.5, 0.25, 0.125, 0.25, 0.125, 0.125, 0.125, 0.0625, 0.0625, 0.0625]),
-    ],
-)
-def test_a_gate_lets_pass_what_just_reaches_it(gate: str, expected: list[float]) -> None:
-    mu = 0.25 if gate == "path" else 0.5
-    policy = Adaptive(mu=mu, gate=gate, max_depth=3 if gate == "layer" else None)  # type: ignore[arg-type]
-    assert policy.threshold(0.5) == 0.25
-    assert grow(policy, 7, sure(0.5, 0.25, 0.125)).confidence.tolist() == expected
+def test_the_gate_lets_pass_what_just_reaches_it() -> None:
+    tree = grow(Adaptive(mu=0.25), 7, sure(0.5, 0.25, 0.125))
+    assert tree.confidence.tolist() == [1.0, 0.5, 0.25, 0.125, 0.25], "layer 0 is ungated; then 0.5 times 0.5 is enough"
 
 
-def test_nodes_below_the_path_gate_are_not_expanded_and_those_on_it_are() -> None:
+def test_nodes_below_the_gate_are_not_expanded_and_those_on_it_are() -> None:
     assert asked(Adaptive(mu=0.25), sure(0.5, 0.25, 0.125)) == [[0], [1, 2], [4]]
-    assert asked(Adaptive(mu=0.25, gate="layer", max_depth=2), sure(0.5, 0.25, 0.125)) == [[0], [1, 2, 3]]
-
-
-def test_an_adaptive_tree_may_be_limited_in_depth() -> None:
-    assert grow(Adaptive(max_depth=2), 7, sure(0.9)).depths.max() == 2
 
 
 def test_talons_rule_asks_for_nothing_more_once_the_budget_is_spent() -> None:
@@ -299,9 +283,9 @@ def test_a_full_adaptive_tree_asks_on_where_better_nodes_may_be_found() -> None:
 
 @given(heads)
 def test_where_a_row_costs_nothing_an_adaptive_tree_is_the_best_of_all_candidates(head: tuple[int, int, float]) -> None:
-    free = Adaptive(budget=20, top_k=4, max_depth=4)
+    free = Adaptive(budget=20, top_k=4)
     free.row_tokens = 0.0
-    adaptive, dynamic = (grow(policy, 7, RandomHead(*head)) for policy in (free, Dynamic(3, 4, 20)))
+    adaptive, dynamic = (grow(policy, 7, RandomHead(*head)) for policy in (free, Dynamic(19, 4, 20)))
     assert sorted(adaptive.confidence.tolist()) == pytest.approx(sorted(dynamic.confidence.tolist()))
 
 

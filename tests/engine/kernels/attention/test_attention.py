@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.processors import PROCESSORS, environment_as
-from engine.core.batch import BLOCK, Batch, Segment
+from engine.core.batch import BLOCK_SIZE, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Attention, Rule
@@ -105,7 +105,7 @@ def attend(
     _, kv_heads, groups, dims = requests[0].queries.shape
     pool = KVPool(kernel.shape(dims, kv_heads), 64)
     random.Random(order).shuffle(pool._free)
-    keys, values = torch.zeros(2, 2, 64, kv_heads, BLOCK, pool.shape.dims, dtype=kernel.of.dtype)
+    keys, values = torch.zeros(2, 2, 64, kv_heads, BLOCK_SIZE, pool.shape.dims, dtype=kernel.of.dtype)
     keys[..., :dims] = unseen
     values[..., :dims] = unseen
     caches = [KVCache(pool) for _ in requests]
@@ -113,7 +113,7 @@ def attend(
         cache.reserve(request.past + request.rows)
         cache.length = request.past
         for i in range(request.past + request.rows):
-            block, lane = int(cache.table[i // BLOCK]), i % BLOCK
+            block, lane = int(cache.block_table[i // BLOCK_SIZE]), i % BLOCK_SIZE
             keys[1, block, :, lane, :dims] = request.keys[i]
             values[1, block, :, lane, :dims] = request.values[i]
     fill(pool, keys, values)
@@ -343,4 +343,4 @@ def test_a_tile_of_a_long_text_keeps_a_chunk_of_scores_and_its_tail_and_one_of_a
         cache.length = 4900
         segment = Segment.of_text([0] * 8, cache) if tree is None else Segment.of_tree(tree, cache, len(tree) - 2)
         assert attention._blocks_kept(Batch.of([segment]), 96) == kept
-        assert attention._blocks_kept(Batch.of([segment]), 6) == (len(cache.table), len(cache.table))
+        assert attention._blocks_kept(Batch.of([segment]), 6) == (len(cache.block_table), len(cache.block_table))

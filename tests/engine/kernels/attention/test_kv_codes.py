@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.core.batch import BLOCK
+from engine.core.batch import BLOCK_SIZE
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.kv_codes import enter_codes_kernel
 from engine.kernels.fused import ENTER
@@ -43,7 +43,7 @@ def entered(pool: KVPool, qkv: Tensor, slots: list[int]) -> Tensor:
 @given(
     st.sampled_from([8, 24, 32, 64, 80, 128]),
     st.sampled_from([(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)]),
-    st.lists(st.integers(0, BLOCKS * BLOCK - 1), min_size=1, max_size=20, unique=True),
+    st.lists(st.integers(0, BLOCKS * BLOCK_SIZE - 1), min_size=1, max_size=20, unique=True),
     st.integers(0, 1 << 30),
     st.sampled_from([0.0, 1e-6, 1.0, 300.0]),
 )
@@ -60,7 +60,7 @@ def test_what_is_written_is_read_as_the_rule_rounds_it(
     for found, of in zip(contents(pool), (given_keys, given_values), strict=True):
         expected = in_codes(padded(of.float(), shape))
         for row, slot in enumerate(slots):
-            assert torch.equal(found[0, slot // BLOCK, :, slot % BLOCK], expected[row])
+            assert torch.equal(found[0, slot // BLOCK_SIZE, :, slot % BLOCK_SIZE], expected[row])
         assert (expected[..., :head_dim] - of.float()).abs().max() <= of.float().abs().max() / 230 + 4e-6
 
 
@@ -78,4 +78,4 @@ def test_a_block_takes_34_bytes_for_32_numbers() -> None:
     shape = KVShape(3, 2, 128, torch.bfloat16, q8_0=True)
     pool = KVPool(shape, 5)
     assert pool.keys.nbytes + pool.values.nbytes == 5 * shape.block_bytes
-    assert shape.block_bytes == 2 * 3 * 2 * BLOCK * 128 * 34 // 32
+    assert shape.block_bytes == 2 * 3 * 2 * BLOCK_SIZE * 128 * 34 // 32

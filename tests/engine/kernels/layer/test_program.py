@@ -182,7 +182,7 @@ def test_clipped_rows_stay_within_the_limit_on_both_sides(dtype: torch.dtype) ->
 
 @types
 def test_rows_of_zeros_are_left_as_they_are_where_a_layer_has_no_norm(dtype: torch.dtype) -> None:
-    """Such as the embedding of a padding token, in a model that normalises only what attention adds."""
+    """The embedding of a padding token is such a row, in a model that normalises only what attention adds."""
     torch.manual_seed(0)
     residual = torch.randn(ROWS, HIDDEN)
     residual[3] = 0

@@ -60,7 +60,7 @@ class Parts(NamedTuple):
 
 
 def read_apart(matrix: StoredMatrix) -> Parts:
-    """Of a type whose codes stand for whole numbers, in plain numpy."""
+    """Read a type whose codes stand for whole numbers, in plain numpy."""
     layout, (outputs, inputs) = matrix.layout, matrix.shape
     blocks = matrix.bytes_of_rows().reshape(outputs * inputs // layout.inputs, -1)
     raw = layout.whole(blocks).reshape(outputs, inputs // layout.inputs, -1)

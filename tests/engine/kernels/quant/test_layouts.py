@@ -247,12 +247,6 @@ def test_parts_of_other_inputs_are_refused() -> None:
         Matmul([random_blocks("Q8_0", 16, 32), random_blocks("Q8_0", 16, 64)])
 
 
-def test_a_product_in_float32_takes_the_numbers_that_the_blocks_are_rounded_to() -> None:
-    matrix, x = random_blocks("Q5_0", 32, 64), torch.randn(3, 64)
-    expected = Product(matrix.values().float())(x)
-    assert torch.equal(Product([matrix], dtype=torch.float32)(x), expected)
-
-
 @pytest.mark.parametrize("kind", ["F16", "F32", "BF16"])
 def test_numbers_stay_numbers_of_16_bits(kind: str) -> None:
     weight = torch.randn(20, 96)

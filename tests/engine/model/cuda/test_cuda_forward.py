@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of torch bring it, or pip install triton")
 
-from engine.core.batch import BLOCK, Batch, Segment
+from engine.core.batch import BLOCK_SIZE, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
@@ -213,8 +213,8 @@ def test_rows_that_fill_up_change_nothing_in_the_pool_and_read_nothing_unwritten
     cache = KVCache(forward.pool)
     cache.reserve(20)
     assert run(forward, Segment.of_text([1, 2, 3], cache, "all")).isfinite().all()
-    block = int(cache.table[0])
-    assert block not in neighbour.table
+    block = int(cache.block_table[0])
+    assert block not in neighbour.block_table
     for held, was, lanes in (
         (forward.pool.keys, before[0], (slice(None), block, slice(None), slice(None), slice(3))),
         (forward.pool.values, before[1], (slice(None), block, slice(None), slice(3))),
@@ -297,7 +297,7 @@ def test_rows_are_padded_to_the_least_size_that_holds_them_and_more_run_in_slice
 
 
 def test_all_forwards_of_a_model_are_recorded_over_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of prompts too; what a forward leaves there is copied before the next one runs."""
+    """Forwards of prompts too; what a forward leaves there is copied before the next one runs."""
     memories = []
 
     def captured(work: Work, inputs: Sequence[Tensor], device: torch.device, memory: object) -> tuple[object, ...]:
@@ -341,7 +341,7 @@ def test_so_many_rows_run_together_as_the_blocks_and_ancestors_that_they_list_ha
     caches = [read(forward, tokens)[0] for _ in range(2)]
     segments = [Segment.of_tree(tree, cache) for cache in caches]
     whole = run(forward, *segments)
-    listed = len(caches[0].table) + 3  # of its nodes one has an ancestor behind the text beside itself
+    listed = len(caches[0].block_table) + 3  # of its nodes one has an ancestor behind the text beside itself
     for room, end in ((2 * listed + 1, 8), (2 * listed, 7), (listed + 1, 4), (1, 1)):
         monkeypatch.setattr(cuda_forward, "_LISTED", room)
         assert forward._slice_of(Batch.of(segments), 0) == (end, 8)
@@ -422,7 +422,7 @@ def test_a_target_takes_the_cuda_forward_and_drafts_do_not_change_its_text(
     family: str, loaded: tuple[Target, list[str]]
 ) -> None:
     target = loaded[0] if family == "llama" else target_of(family)
-    assert isinstance(target.forward, CudaForward) and target.exact, target.inexact
+    assert isinstance(target.forward, CudaForward) and target.exact, target.inexact_reason
     assert target.forward_sizes == cuda_products.SIZES
     prompt, sampling = text(17, 10), SamplingParams(max_tokens=14)
     plain = decoded(target, prompt, sampling)
@@ -449,18 +449,18 @@ def test_what_is_recorded_with_short_windows_is_not_replayed_with_the_real_ones(
 
     monkeypatch.setattr(cuda_forward, "Recorded", Keeping)
     target = accelerated(model)
-    assert target.exact, target.inexact
+    assert target.exact, target.inexact_reason
 
 
 @pytest.mark.usefixtures("_products_by_rows")
 def test_requests_share_blocks_of_a_target_with_the_cuda_forward(loaded: tuple[Target, list[str]]) -> None:
     target, _ = loaded
-    tokens = text(BLOCK + 3, 11)
+    tokens = text(BLOCK_SIZE + 3, 11)
     first, second = target.open_cache(60), target.open_cache(60)
     expected, _ = target.prefill(first, tokens)
-    first.publish(tokens)
-    second.adopt(tokens)
-    assert second.length == BLOCK and torch.equal(target.prefill(second, tokens[BLOCK:])[0], expected)
+    first.cache_blocks(tokens)
+    second.match_prefix(tokens)
+    assert second.length == BLOCK_SIZE and torch.equal(target.prefill(second, tokens[BLOCK_SIZE:])[0], expected)
     for cache in (first, second):
         target.release(cache)
 
@@ -472,7 +472,7 @@ def test_a_model_whose_logits_come_out_otherwise_is_run_with_masks() -> None:
         lambda module, inputs, out: (out[0] * (1 + (module.config._attn_implementation == NAME)), *out[1:])
     )
     target = accelerated(model)
-    assert target.inexact == "its logits differ with exact attention"
+    assert target.inexact_reason == "its logits differ with exact attention"
     assert target.pool is None and model.config._attn_implementation == usual
     assert target.prefill(target.new_cache(20), [1, 2, 3])[0].isfinite().all()
 
@@ -484,7 +484,7 @@ def test_a_target_whose_bits_depend_on_a_rows_place_says_so() -> None:
     model = stock_only(build("llama", layers=1))
     model.model.norm.register_forward_hook(uneven)
     target = accelerated(model)
-    assert target.inexact == "a token's logits depend on the rows beside it"
+    assert target.inexact_reason == "a token's logits depend on the rows beside it"
 
 
 @pytest.mark.usefixtures("_products_by_rows")
@@ -495,7 +495,7 @@ def test_a_target_whose_rows_depend_on_their_number_keeps_to_one_size_and_is_exa
     model = stock_only(build("llama", layers=1))
     model.model.norm.register_forward_hook(uneven)
     target = accelerated(model)
-    assert target.exact, target.inexact
+    assert target.exact, target.inexact_reason
     assert target.forward_sizes == (cuda_products.SLICE,)
 
 
@@ -521,13 +521,13 @@ def test_a_target_whose_products_agree_in_one_size_alone_lets_sums_be_split_agai
 
 def test_a_target_of_experts_says_that_their_products_are_not_its_own() -> None:
     target = target_of("gpt_oss with sinks")
-    assert "is multiplied in a way of its own" in target.inexact
+    assert "is multiplied in a way of its own" in target.inexact_reason
 
 
 def test_without_triton_a_target_on_cuda_is_run_with_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "engine.model.cuda.cuda_forward", None)
     target = target_of("llama")
-    assert target.inexact == "exact attention on CUDA needs Triton: pip install triton"
+    assert target.inexact_reason == "exact attention on CUDA needs Triton: pip install triton"
     assert target.forward_sizes == (1,)
     assert target.prefill(target.new_cache(20), [1, 2, 3])[0].isfinite().all()
 

@@ -25,7 +25,7 @@ from engine.model.runner import bfloat16_bits
 from engine.sampling.argmax import NAN
 from engine.sampling.noise import gumbel
 from engine.sampling.sampler import UNSETTLED, Sampler, verify
-from tests.engine.verifier.test_known_tokens import VOCABULARY, logits_of, sampler_of, tree_of
+from tests.engine.verifier.test_forward_output import VOCABULARY, logits_of, sampler_of, tree_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GREEDY, SAMPLED = SamplingParams(temperature=0.0, max_tokens=50), SamplingParams(temperature=0.9, seed=4, max_tokens=50)
@@ -44,7 +44,7 @@ def receipt_of(
     trees: list[TokenTree], samplers: list[Sampler], logits: Tensor, states: Tensor | None = None, pool: Any = None,
     caches: list[KVCache] | None = None,
 ) -> Receipt:  # fmt: skip
-    """Of trees whose rows come one after the other."""
+    """Return the receipt of trees whose rows come one after the other."""
     first, drawn = FIRST, []
     for i, (tree, sampler) in enumerate(zip(trees, samplers, strict=True)):
         drawn.append(DrawnTree(tree, sampler, first, None if caches is None else caches[i]))

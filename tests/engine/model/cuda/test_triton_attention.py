@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of torch bring it, or pip install triton")
 
-from engine.core.batch import BLOCK, Batch, Segment
+from engine.core.batch import BLOCK_SIZE, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
@@ -60,7 +60,7 @@ class Texts:
         return Segment.of_tree(tree, cache)
 
     def _write(self, cache: KVCache, slot: int, token: int, position: int) -> None:
-        block, lane = int(cache.table[slot // BLOCK]), slot % BLOCK
+        block, lane = int(cache.block_table[slot // BLOCK_SIZE]), slot % BLOCK_SIZE
         self.pool.keys[0, block, :, : self.head_dim, lane] = self.vector(token, position, 1, KV_HEADS)
         self.pool.values[0, block, :, lane, : self.head_dim] = self.vector(token, position, 2, KV_HEADS)
 
@@ -225,7 +225,7 @@ def test_what_is_no_number_spoils_the_rows_that_see_it_and_no_others(part: str, 
     for slot, rows in sees.items():
         held = getattr(texts.pool, part)
         before = held.clone()
-        block, lane = int(segment.cache.table[slot // BLOCK]), slot % BLOCK
+        block, lane = int(segment.cache.block_table[slot // BLOCK_SIZE]), slot % BLOCK_SIZE
         (held[0, block, :, :, lane] if part == "keys" else held[0, block, :, lane])[:, 3] = number
         found = texts.attend([other, segment], Rule(0.2))
         held.copy_(before)
@@ -239,7 +239,7 @@ def test_a_later_rows_value_that_is_not_finite_reaches_no_row_before_it() -> Non
     texts = Texts(32, torch.float32)
     segment = texts.read(text(30, 6))
     usual = texts.attend([segment], Rule(0.2))
-    texts.pool.values[0, int(segment.cache.table[29 // BLOCK]), :, 29 % BLOCK] = torch.inf
+    texts.pool.values[0, int(segment.cache.block_table[29 // BLOCK_SIZE]), :, 29 % BLOCK_SIZE] = torch.inf
     assert torch.equal(texts.attend([segment], Rule(0.2))[:-1], usual[:-1])
 
 

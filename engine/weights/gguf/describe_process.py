@@ -1,4 +1,5 @@
-"""`python -m engine.weights.gguf.describe FILE FOLDER TITLE ORIGIN` writes configuration and tokenizer of a GGUF file.
+"""`python -m engine.weights.gguf.describe_process FILE FOLDER TITLE ORIGIN` writes configuration and tokenizer of a
+GGUF file.
 
 It runs as its own process, because transformers trusts the file and takes seconds to import. It exits when its standard
 input closes. Lines that start with "talon: " are for the user; if it fails, the last one says why. It also checks the

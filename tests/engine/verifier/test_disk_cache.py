@@ -10,22 +10,22 @@ import pytest
 
 from engine.config import Config
 from engine.model.target import Target
-from engine.verifier import prompt_cache as module
-from engine.verifier.prompt_cache import _identity, prompt_cache
+from engine.verifier import disk_cache as module
+from engine.verifier.disk_cache import _identity, disk_cache
 
 
 def identity(model: str, folder: Path, dtype: str = "float32") -> bytes | None:
-    """Of the bits of this model; None if nothing is kept."""
+    """Return the identity under which this model's bits are kept; None if nothing is kept."""
     target = Target.load(model, dtype, "cpu", 1 << 20)
     config = Config.model_validate({"model": model, "verifier": {"cache": str(folder)}})
-    with prompt_cache(config, target):
+    with disk_cache(config, target):
         assert target.pool is None or target.pool.free == target.pool.blocks
         return None if target.pool is None or target.pool.saved is None else target.pool.saved.identity
 
 
 @pytest.fixture
 def copy(tiny: str, tmp_path: Path) -> Path:
-    """The same model at another place, with the same times."""
+    """Return a copy of the model at another place, with the same times."""
     shutil.copytree(tiny, tmp_path / "copy")
     return tmp_path / "copy"
 

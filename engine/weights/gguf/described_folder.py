@@ -54,7 +54,7 @@ def describe(file: Path, folder: Path, field: str, title: str, origin: str, repo
     """
     gguf = read_gguf(file, field)
     report(f"reading the configuration and tokenizer of {title}", 0, 0)
-    command = [sys.executable, "-m", "engine.weights.gguf.describe", str(file), str(folder), title, origin]
+    command = [sys.executable, "-m", "engine.weights.gguf.describe_process", str(file), str(folder), title, origin]
     environment = child_environment() | {"HF_HUB_OFFLINE": "1"}
     said = b""
     with subprocess.Popen(

@@ -16,7 +16,7 @@ from retrieval_index import ngrams
 from retrieval_index.memories import LEAST
 from retrieval_index.ngrams import SEPARATOR
 from retrieval_index.ngrams.contexts import fill_keys, find_slot
-from retrieval_index.suffix import BYTES_PER_TOKEN, SessionIndex
+from retrieval_index.session_index import BYTES_PER_TOKEN, SessionIndex
 
 TEXTS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=30), min_size=1, max_size=12)
 
@@ -38,7 +38,7 @@ def followers(store: ngrams.Store, context: list[int]) -> Counter[int]:
 
 
 def counted(tokens: list[int]) -> dict[tuple[int, ...], Counter[int]]:
-    """The same by brute force: -1 separates texts."""
+    """Count the n-grams by brute force: -1 separates texts."""
     counts: dict[tuple[int, ...], Counter[int]] = {}
     for at, token in enumerate(tokens):
         for order in range(ngrams.ORDERS):
@@ -225,7 +225,7 @@ def test_without_temperature_noise_plays_no_part() -> None:
 
 
 def test_with_the_noise_known_more_is_accepted_and_no_more_is_promised_than_that() -> None:
-    """Of a target that draws every token from the same four, whatever came before."""
+    """The target draws every token from the same four, whatever came before."""
     probs, accepted, promised = [0.4, 0.3, 0.2, 0.1], {True: 0, False: 0}, {True: 0.0, False: 0.0}
     for noise in (True, False):
         index = SessionIndex()
@@ -251,7 +251,7 @@ def test_the_more_frequent_follower_is_the_more_confident() -> None:
 
 
 def test_confidence_comes_to_mean_what_it_says() -> None:
-    """Of a text in which 1 is followed by 2 four times out of five, at random."""
+    """In the text 1 is followed by 2 four times out of five, at random."""
     rng = np.random.default_rng(0)
     index = SessionIndex()
     index.start(1, [1])
@@ -273,8 +273,9 @@ def test_stores_grow_with_the_text() -> None:
 @pytest.mark.parametrize("vocabulary", [10, 300, 1_000_000])
 @pytest.mark.parametrize("capacity", [8_190, 8_192, 10_000])
 def test_the_cache_stays_below_200_bytes_for_each_token_it_may_hold(capacity: int, vocabulary: int) -> None:
-    """Of text that repeats and of text in which hardly a context occurs twice, long after the cache is full. Sizes are
-    powers of two: 10,000 fill theirs as 10 million do, the others are the worst."""
+    """The text either repeats or hardly has a context twice, and the cache has long been full. Sizes are powers of two:
+    10,000 fill theirs as 10 million do, the others are the worst.
+    """
     index = SessionIndex(capacity)
     words = np.random.default_rng(0).integers(0, vocabulary, 5 * capacity)
     for answer in np.array_split(words, 100):
@@ -286,5 +287,5 @@ def test_the_cache_stays_below_200_bytes_for_each_token_it_may_hold(capacity: in
 
 
 def test_importing_the_index_does_not_import_its_compiler() -> None:
-    code = "import sys, retrieval_index.suffix, drafters.lookup.suffix; assert 'numba' not in sys.modules"
+    code = "import sys, retrieval_index.session_index, drafters.lookup.suffix; assert 'numba' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

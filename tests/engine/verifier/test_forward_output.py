@@ -14,8 +14,8 @@ from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model.drawn_tree import DrawnTree
 from engine.sampling.sampler import Sampler
-from engine.verifier import known_tokens
-from engine.verifier.known_tokens import RowsOnHost, output_of
+from engine.verifier import forward_output
+from engine.verifier.forward_output import RowsOnHost, output_of
 
 VOCABULARY = 12
 PLAIN = SamplingParams(temperature=0.9, seed=4, max_tokens=50)
@@ -78,7 +78,7 @@ def test_on_a_cpu_the_argmax_of_small_trees_is_known_and_draws_are_not() -> None
 def test_nothing_is_computed_on_a_cpu_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of a forward has no part in it."""
     for name in ("argmax", "bfloat16_bits"):
-        monkeypatch.setattr(known_tokens, name, lambda *_: pytest.fail("is computed"))
+        monkeypatch.setattr(forward_output, name, lambda *_: pytest.fail("is computed"))
     output_of([DrawnTree(tree_of(3, 4), sampler_of(GREEDY), 0)], logits_of(4), torch.randn(4, 2, 4), None, 4)
 
 
