@@ -492,15 +492,15 @@ def test_the_time_is_shared_and_what_answers_leave_is_for_training(
 ) -> None:
     kill_at(monkeypatch, tune_module, "train", 1)
     with pytest.raises(Killed):
-        tune("--hours", "0.05")
+        tune("--hours", "1")
     done = msgspec.json.decode((run_of(home) / "journal.json").read_bytes(), type=Progressed)
-    assert done.training_minutes == pytest.approx(3 * 0.85 - done.answering_s / 60) and done.answering_s > 0
+    assert done.training_minutes == pytest.approx(60 * 0.85 - done.answering_s / 60) and done.answering_s > 0
     monkeypatch.setattr(answering, "Engine", None)  # which answers that are there do not need
     kill_at(monkeypatch, tune_module, "train", 1)
     with pytest.raises(Killed):
-        tune("--hours", "0.06")
+        tune("--hours", "1.1")
     others = [msgspec.json.decode(file.read_bytes(), type=Progressed) for file in (home / "tuning").glob("*/*/*.json")]
-    assert sorted(one.training_minutes or 0 for one in others) == [done.training_minutes, pytest.approx(3.6 * 0.85)]
+    assert sorted(one.training_minutes or 0 for one in others) == [done.training_minutes, pytest.approx(66 * 0.85)]
 
 
 def test_prompts_are_answered_again_while_there_is_time_and_room_for_their_hidden_states(
@@ -532,7 +532,7 @@ def test_further_answers_are_begun_in_their_own_share_of_the_time(
     recipe.write_text(json.dumps(RECIPE | {"answers_each": 2}))
     with pytest.raises(Killed):
         kill_at(monkeypatch, tune_module, "train", 1)
-        tune("--hours", "0.05")
+        tune("--hours", "1")
     sizes = sorted(file.stat().st_size for file in (home / "tuning").glob("*/answers-*"))
     assert len(sizes) == 2 and sizes[0] == 0 < sizes[1]
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from drafters.heads.checkpoint import TargetWeights
+from drafters.heads.checkpoint import Checkpoint, TargetWeights
 from drafters.heads.eagle import EagleHead
 from drafters.heads.eagle3 import Eagle3Head
 from drafters.heads.feature_head import FeatureHead
@@ -372,6 +372,21 @@ def test_the_target_is_asked_once_for_each_place_that_drafts_predict(copying: tu
             losses.append(trainer._loss([3, 9, 4], 4, Score(), seed=1).detach())
     torch.testing.assert_close(*losses)
     assert sum(rows for rows, _ in shapes[:4]) > shapes[0][1]
+
+
+def test_a_head_that_was_made_without_the_biases_of_its_target_is_trained_on_with_biases_of_zero(
+    tmp_path: Path,
+) -> None:
+    model, plan = biased_target(), Recipe(method="block", **SMALL)
+    export(build(plan, model, torch.arange(VOCAB)), tmp_path)
+    stored, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    save_file({name: one for name, one in stored.items() if "_proj.bias" not in name or "layers" not in name},
+              tmp_path / "model.safetensors")  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({key: one for key, one in config.items() if key != "qkv_bias"}))
+    start = Checkpoint(str(tmp_path), "block", field="start")
+    module = build(plan, model, start.target_ids(VOCAB, VOCAB))
+    module.begin_with(start)
+    assert not any(layer.self_attn.k_proj.bias.any() for layer in module.layers)
 
 
 @torch.no_grad()
