@@ -95,14 +95,14 @@ FAMILIES = (
     "falcon-h1",
     "kimi linear",
 )
-WITH_EXPERTS = {"qwen3.5 with experts", "qwen3-next", "lfm2 with experts", "granite 4 with experts"}
+FROM_GGUF = {"qwen3.5 with experts", "qwen3-next", "lfm2 with experts", "granite 4 with experts", "kimi linear"}
 """In 8 bits they are read from GGUF alone."""
 WAYS = [
     (family, method, mode, numbers)
     for family in FAMILIES
     for method, mode in [*LOOKUP, *(MODELS_OWN if family in WITH_HEAD else [])]
     for numbers in NUMBERS
-    if numbers == "float32" or family not in WITH_EXPERTS
+    if numbers == "float32" or family not in FROM_GGUF
 ]
 
 
