@@ -1,7 +1,7 @@
 """The process of a lesson, `python -m drafters.learning.learner`: reads a plan, answers with what came of it.
 
 It works at the lowest priority; whoever started it stops it (SIGSTOP) while there are requests. It ends with that
-process: when its standard input closes, and by the kernel, which reaches stopped processes too.
+process: when its standard input closes, and on Linux by the kernel, which reaches stopped processes too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -45,9 +46,11 @@ def reply(plan: LessonPlan) -> LessonReply:
 def _give_way() -> None:
     """Take the lowest priority that the system has, and end with the process that started this one."""
     with suppress(OSError):
-        os.nice(19)
+        os.setpriority(os.PRIO_PROCESS, 0, 19)
     with suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    with suppress(OSError):  # where memory is short, this process ends and not the server
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

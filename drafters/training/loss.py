@@ -1,5 +1,6 @@
-"""The loss of a draft step over a vocabulary. Logits and their gradients are as large as all else together, so they are
-computed together, some rows at a time, and never kept: backward needs only the gradients of the factors.
+"""The loss of a draft step over a vocabulary. A head's logits and their gradients are as large as all else together, so
+they are computed together, some rows at a time, and not kept: backward needs only the gradients of the factors. The
+target's logits of a step's places are kept for the step, since several drafts have the same place.
 """
 
 from __future__ import annotations

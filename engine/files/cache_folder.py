@@ -36,12 +36,19 @@ Task = Callable[[], object]
 
 
 class CacheFolder:
-    """Raises ConfigError if the folder cannot be made or written to. most_bytes: of all files in it. key: the option
-    that names it, for what is told.
+    """Raises ConfigError if the folder cannot be made or written to. most_bytes: of all files in it. key, bound, fix:
+    the option that it belongs to, the one that bounds it, and how another folder is taken, for what is told.
     """
 
-    def __init__(self, folder: Path, most_bytes: int, key: str = "verifier.cache"):
-        self.folder, self.most_bytes, self._key = folder, most_bytes, key
+    def __init__(
+        self,
+        folder: Path,
+        most_bytes: int,
+        key: str = "verifier.cache",
+        bound: str = "verifier.cache_gb",
+        fix: str = "name another",
+    ):
+        self.folder, self.most_bytes, self._key, self._bound, self._fix = folder, most_bytes, key, bound, fix
         self._told: set[object] = set()  # kinds of errors that were told
         self._open()
         self._retry_s = 0.0
@@ -168,8 +175,10 @@ class CacheFolder:
                 break
             if removed(Path(name)):
                 total -= size
+                with suppress(OSError):
+                    Path(name).parent.rmdir()  # if that was the shelf's last one
         if total > most:
-            raise OSError(errno.EBUSY, f"{total:,} bytes cannot be removed, more than {self._key}_gb allows")
+            raise OSError(errno.EBUSY, f"{total:,} bytes cannot be removed, more than {self._bound} allows")
         self._uncounted = 0
 
     def _all_files(self) -> Iterator[os.DirEntry[str]]:
@@ -211,7 +220,7 @@ class CacheFolder:
         print(f"talon: {self._key}={self.folder}: {text}", file=sys.stderr)
 
     def _unusable(self, reason: str) -> ConfigError:
-        return ConfigError(f"{self._key}={self.folder}: no folder that can be written to ({reason}); name another")
+        return ConfigError(f"{self._key}={self.folder}: no folder that can be written to ({reason}); {self._fix}")
 
 
 def _on_disk(size: int) -> int:

@@ -156,12 +156,16 @@ def on_first_compilation(tell: Callable[[], None]) -> None:
     event.register("numba:compile", First())
 
 
+_PATIENCE_S = 10.0  # in which every other process has written its kernel
+
+
 class _Files(caching.IndexDataCacheFile):
     """numba's index and files of the functions of one name, for several processes that write them."""
 
     def save(self, key: Any, data: Any) -> None:
         try:
-            with FileLock(Path(self._cache_path) / "talon.lock"):
+            # The process that holds it may be stopped: then this kernel is not kept, and nobody waits for long.
+            with FileLock(Path(self._cache_path) / "talon.lock", timeout=_PATIENCE_S):
                 names = self._load_index()
                 free = next(name for number in count(1) if (name := self._data_name(number)) not in names.values())
                 self._save_data(names.get(key, free), data)

@@ -34,6 +34,7 @@ from engine.install_paths import ROOT
 from engine.placement import on_gpu
 from engine.server.log import Log
 from engine.weights.cache import home
+from engine.weights.draft_head import ASSISTANT
 from engine.weights.identity import model_identity
 from engine.weights.installed_head import METHOD
 from engine.weights.resolve import target_folder, with_own
@@ -65,7 +66,7 @@ def learning_config(config: Config) -> Config:
     own = with_own(load(config, {"model": model})).drafter
     head = own.weights(METHOD)
     has_block = head is not None and Path(head).is_dir()
-    if config.drafter.head not in (AUTO, METHOD) or (config.drafter.head == AUTO and own.head == "mtp"):
+    if config.drafter.head not in (AUTO, METHOD) or (config.drafter.head == AUTO and own.head in ("mtp", ASSISTANT)):
         raise ConfigError(f"--learn: drafter.head={own.head}: block heads alone are learned: leave --learn out")
     if config.drafter.path not in (None, AUTO) and not has_block:
         raise ConfigError(
@@ -87,7 +88,12 @@ class Learning(Collector):
         self.folder = LearnedFolder(Path(config.drafter.learned).parent)
         self._config, self._name, self._most_bytes = config, name, most_bytes
         self._is_busy, self._log = is_busy, log
-        self._folder = CacheFolder(self.folder.texts, int(most_bytes * _TEXTS), "--learn")
+        with suppress(OSError):  # the folder of texts says what is wrong
+            self.folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.path.chmod(0o700)  # lessons and heads lie there too
+        self._folder = CacheFolder(
+            self.folder.texts, int(most_bytes * _TEXTS), "--learn", "--learn-gb", "set TALON_HOME to another"
+        )
         self.texts = self.steps = self.lessons = self.installed = 0
         self.latest: LessonOutcome | None = None
         self.paused: bool | None = None
@@ -108,7 +114,7 @@ class Learning(Collector):
     async def close(self) -> None:
         """End the process, which goes on from its last checkpoint the next time, and write texts that are left."""
         await cancel([self._task])
-        self._lock.release()
+        self._lock.release(force=True)  # it is taken before every lesson
         await anyio.to_thread.run_sync(self._folder.close)
 
     async def _run(self) -> None:

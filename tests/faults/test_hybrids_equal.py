@@ -34,7 +34,7 @@ from tests.faults.test_batching import Asked, alone, random_requests
 from tests.faults.test_faults import THREADS
 
 REQUESTS = int(os.environ.get("TALON_EQUAL", "24"))
-SMALL = {"qwen": 370_000, "lfm2": 230_000, "gran": 400_000, "nemo": 560_000, "falc": 920_000}
+SMALL = {"qwen": 370_000, "lfm2": 230_000, "gran": 400_000, "nemo": 560_000, "falc": 920_000, "kimi": 900_000}
 """Bytes: little more than one request needs."""
 DEATHS = {20, 60}  # forwards of several requests that are interrupted
 NUMBERS: dict[str, dict[str, Any]] = {
@@ -85,15 +85,24 @@ def interrupt_forwards(monkeypatch: pytest.MonkeyPatch) -> Any:
     return calls
 
 
-FAMILIES = (*WITH_HEAD, "lfm2", "lfm2 with experts", "granite 4", "granite 4 with experts", "nemotron-h", "falcon-h1")
-WITH_EXPERTS = {"qwen3.5 with experts", "qwen3-next", "lfm2 with experts", "granite 4 with experts"}
+FAMILIES = (
+    *WITH_HEAD,
+    "lfm2",
+    "lfm2 with experts",
+    "granite 4",
+    "granite 4 with experts",
+    "nemotron-h",
+    "falcon-h1",
+    "kimi linear",
+)
+FROM_GGUF = {"qwen3.5 with experts", "qwen3-next", "lfm2 with experts", "granite 4 with experts", "kimi linear"}
 """In 8 bits they are read from GGUF alone."""
 WAYS = [
     (family, method, mode, numbers)
     for family in FAMILIES
     for method, mode in [*LOOKUP, *(MODELS_OWN if family in WITH_HEAD else [])]
     for numbers in NUMBERS
-    if numbers == "float32" or family not in WITH_EXPERTS
+    if numbers == "float32" or family not in FROM_GGUF
 ]
 
 

@@ -185,7 +185,11 @@ class InSafetensors(Stored):
         whole = vocabulary % count == 0 and order.shape == (vocabulary,)
         if not whole or not torch.equal(order.sort().values, torch.arange(vocabulary)):
             raise ModelError(f"{self.field}: tensor {ORDER} does not give each token to one of {count} centroids")
-        return centroids, order.view(count, -1), min(count, int(self._about["centroid_intermediate_top_k"]))
+        if (nearest := int(self._about["centroid_intermediate_top_k"])) < 1:
+            raise ModelError(
+                f"{self.field}: centroid_intermediate_top_k={nearest}: 1 or more are computed; get it again"
+            )
+        return centroids, order.view(count, -1), min(count, nearest)
 
 
 def _files(folder: Path, field: str) -> list[dict[str, Tensor]]:

@@ -23,7 +23,7 @@ from drafters.heads.assistant.stored import AFTER, BEFORE, EMBEDDING, NORM, InGg
 from drafters.heads.checkpoint import TargetWeights, find_folder
 from drafters.heads.mtp.own_tokens import OwnTokens, likely_tokens
 from drafters.heads.mtp.weights import ends_of, output_of
-from engine.core.errors import DrafterMismatch, ModelError
+from engine.core.errors import DrafterMismatch, ModelError, TalonError
 from engine.kernels.attention.attention import Rule
 from engine.kernels.fused import Activation
 from engine.kernels.gemm.product import Product, multiplies
@@ -95,7 +95,9 @@ def read_assistant(model: str, path: str, vocabulary: int) -> AssistantWeights:
     stored.check(_shapes(stored))
     try:
         return _built(stored, folder, text, keys, vocabulary)
-    except (AttributeError, KeyError, RuntimeError, ValueError) as error:  # a tensor of another shape, say
+    except TalonError:
+        raise
+    except Exception as error:  # a damaged configuration raises anything
         raise refused(field, error) from error
 
 
@@ -164,6 +166,8 @@ def _built(stored: Stored, folder: Path, text: Any, keys: list[TargetKeys], voca
         _layer(config, at, size, kinds.index(kind), of_kind[kind].dims)
         for at, (kind, size) in enumerate(zip(types, sizes, strict=True))
     ]
+    if any(of_kind[kind].dims > size.head_dim for kind, size in zip(types, sizes, strict=True)):
+        raise ModelError(f"{stored.field}: rope_parameters rotate more dimensions than a head has; get it again")
     window = config.sliding_window + 1  # as transformers counts it here: so many keys before the query
     head, target_ids, own = _output(stored, folder, text.vocab_size, vocabulary)
     return AssistantWeights(

@@ -153,9 +153,11 @@ class _Head:
             "head_dim": head_dim,
             "vocab_size": self._vocabulary(),
             "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
-            "rope_parameters": self._rotary(tensors.pop(_FACTORS, None), config["max_position_embeddings"]),
+            "rope_parameters": self._rotary(tensors.pop(_FACTORS, None), head_dim, config["max_position_embeddings"]),
         }
         if (ids := tensors.get(_D2T)) is not None:
+            if ids.dtype != torch.int64 or ids.dim() != 1:
+                raise ModelError(f"{self.field}: tensor d2t does not hold tokens; convert the head again")
             config["draft_vocab_size"] = len(ids)
             tensors[_D2T] = ids - torch.arange(len(ids))
             drafted = torch.zeros(config["vocab_size"], dtype=torch.bool)
@@ -163,11 +165,13 @@ class _Head:
             tensors[_T2D] = drafted
         return config
 
-    def _rotary(self, factors: Tensor | None, context: int) -> dict[str, Any]:
+    def _rotary(self, factors: Tensor | None, head_dim: int, context: int) -> dict[str, Any]:
         """Return the positions' parameters. factors: that divide the frequencies, if the file has them."""
         rope = {"rope_type": "default", "rope_theta": self._key("rope.freq_base", 10_000.0)}
         kind = self._key("rope.scaling.type", "none")
         if factors is not None:
+            if factors.shape != (head_dim // 2,):
+                raise ModelError(f"{self.field}: tensor {_FACTORS} is not of {head_dim // 2} numbers; get it again")
             return rope | {
                 "rope_type": "longrope",
                 "short_factor": factors.tolist(),

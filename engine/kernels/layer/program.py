@@ -110,7 +110,7 @@ class LayerProgram:
         self._dtype, self._kept_alive = dtype, list[Tensor]()
         self._steps = Program()
         self._norms, self._enters = _Records(NORM, 6 * layers + 2), _Records(ENTER, layers)
-        self._products, self._gates = _Records(MATMUL, 9 * layers + 3), _Records(GATE, 2 * layers)
+        self._products, self._gates = _Records(MATMUL, 10 * layers + 3), _Records(GATE, 2 * layers)
         self._embeds, self._row_norms = _Records(EMBED, 2), _Records(ROW_NORM, 4 * layers)
         self._row_gates, self._layer_inputs = _Records(ROW_GATE, layers), _Records(LAYER_INPUTS, 1)
         self._clips = _Records(CLIP, layers)

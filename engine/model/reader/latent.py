@@ -28,16 +28,18 @@ def latent_attention_structure(
     only(attention, _PARTS)
     heads, apart, latent = attention.num_heads, attention.qk_rope_head_dim, attention.kv_lora_rank
     key_dim, value_dim = attention.qk_nope_head_dim, attention.v_head_dim
-    if key_dim % STEP or latent % STEP or apart % LANES or value_dim % LANES or rotated not in (0, apart):
+    named = getattr(attention, _INPUTS, None) is not None
+    inputs = attention.q_a_proj.out_features if named else 0
+    wrong = key_dim % STEP or latent % STEP or apart % LANES or value_dim % LANES or inputs % LANES
+    if wrong or rotated not in (0, apart):
         raise OtherStructure(
-            f"latent attention with heads of {key_dim} and {apart}, values of {value_dim} and vectors of {latent}: "
-            f"kernels run multiples of {STEP}"
+            f"latent attention with heads of {key_dim} and {apart}, values of {value_dim}, vectors of {latent} and of "
+            f"{inputs} for queries: kernels run multiples of {STEP}"
         )
     pairs = rotated > 0 and _neighbours(attention, config)
     places = [*range(0, apart, 2), *range(1, apart, 2)] if pairs else [*range(apart)]
     queries = Picked(key_dim + apart, (*range(key_dim), *(key_dim + place for place in places)))
     keys = Picked(latent + apart, (*(latent + place for place in places), *range(latent)))
-    named = getattr(attention, _INPUTS, None) is not None
     own = tuple(held_as(prefix, stored, f"{name}.weight") for name in ("k_b_proj", "v_b_proj"))
     return AttentionStructure(
         qkv=linear_structure(attention, prefix, (_OF_INPUTS if named else _WHOLE,), "", (queries,)),

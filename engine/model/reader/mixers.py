@@ -75,6 +75,8 @@ def attention_structure(
         for name in norms or ("", "")
         for norm in (getattr(attention, name, None),)
     )
+    if (clip := float(getattr(config, "clip_qkv", None) or 0.0)) and norms:
+        raise OtherStructure("queries and keys that are cut after their norms")
     return AttentionStructure(
         qkv=linear_structure(attention, prefix, parts, "qkv_proj", orders),
         out=linear_structure(attention, prefix, (out,)),
@@ -90,7 +92,7 @@ def attention_structure(
         values_are_keys=same,
         norms_last=norms == _NORMS_LAST and query_norm is not None,
         keys_of=keys_of,
-        clip=float(getattr(config, "clip_qkv", None) or 0.0),
+        clip=clip,
         sub_norm=rms_structure(getattr(attention, _SUB_NORM), f"{prefix}{_SUB_NORM}.")
         if hasattr(attention, _SUB_NORM)
         else None,

@@ -43,6 +43,8 @@ def lines_of(model: str) -> Iterator[str]:
         yield f"will take more memory than its file: {', '.join(sorted(unpacked))} become bfloat16"
     if structure is not None and (len(structure.key_sizes) > 1 or len(structure.attending) < len(structure.layers)):
         yield "will not work: a GPU, or a type other than bfloat16 and float32: the lean decoder alone runs it"
+    elif structure is not None and any(one.latent is not None for one in structure.attending.values()):
+        yield "on a GPU: the stock forward with a mask, slower and not exact"
 
 
 def not_lean(folder: Path) -> str:

@@ -46,7 +46,7 @@ def _kept_secret(path: Path) -> bytes:
         if path.exists():
             if len(kept := path.read_bytes()) == _BYTES:
                 return kept
-            print(f"talon: verifier.cache: {path} is damaged: clients' caches begin anew", file=sys.stderr)
+            print(f"talon: {path} is damaged: clients' caches begin anew", file=sys.stderr)
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(fresh)
         try:
@@ -57,7 +57,7 @@ def _kept_secret(path: Path) -> bytes:
             os.replace(temporary, path)
         return fresh
     except OSError as error:
-        print(f"talon: verifier.cache: {path}: {error.strerror}: no client finds its cache again", file=sys.stderr)
+        print(f"talon: {path}: {error.strerror}: no client finds its cache again", file=sys.stderr)
         return fresh
     finally:
         with contextlib.suppress(OSError):

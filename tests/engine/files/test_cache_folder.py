@@ -104,6 +104,15 @@ def test_the_folder_never_holds_more_than_it_may(tmp_path: Path) -> None:
     assert found(tmp_path, range(200)) >= set(range(180, 200))
 
 
+def test_a_shelf_whose_last_file_had_to_go_goes_too(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path, 20 * PAGE)
+    for number in range(60):
+        cache.keep(f"shelf-{number}", key(number), lambda number=number: [text(number)])
+    cache.close()
+    shelves = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert len(shelves) < 25 and all(any(shelf.iterdir()) for shelf in shelves)
+
+
 def test_what_was_used_last_stays(tmp_path: Path) -> None:
     filled(tmp_path, range(60))
     cache = CacheFolder(tmp_path, LARGE)

@@ -87,7 +87,9 @@ def test_the_pool_holds_one_vector_and_a_rotated_part_whatever_the_heads(family:
     assert (pool.shape.kv_heads, pool.shape.head_dim) == (1, LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"])
 
 
-@pytest.mark.parametrize("sizes", [{"kv_lora_rank": 40}, {"qk_nope_head_dim": 24}, {"v_head_dim": 20}])
+@pytest.mark.parametrize(
+    "sizes", [{"kv_lora_rank": 40}, {"qk_nope_head_dim": 24}, {"v_head_dim": 20}, {"q_lora_rank": 24}]
+)
 def test_sizes_that_no_kernel_runs_are_refused(sizes: dict[str, int]) -> None:
     config = DeepseekV3Config(**COMMON | OF_LATENT | sizes)
     with pytest.raises(OtherStructure, match="latent attention with heads of"):

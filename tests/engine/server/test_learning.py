@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import stat
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -205,6 +206,11 @@ async def test_what_refuses_a_lesson_is_told_once_and_tried_again_later(
         await until(lambda: warnings(caplog))
         await asyncio.sleep(0.5)
     assert runs.read_text() == "x" and warnings(caplog) == ["--learn: no room"]
+
+
+async def test_nobody_else_may_look_into_what_is_learned(walker: str, tmp_path: Path) -> None:
+    async with learning_of(walker, tmp_path / "learned", Busy()):
+        assert stat.S_IMODE((tmp_path / "learned").stat().st_mode) == 0o700
 
 
 async def test_of_two_servers_in_one_folder_one_learns(

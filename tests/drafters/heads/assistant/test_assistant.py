@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -324,6 +325,17 @@ def test_a_tensor_of_another_shape_is_refused_before_a_kernel_reads_it(
     odd = write_assistant(tmp_path / "b.gguf", random_assistant(model, intermediate_size=40))
     with pytest.raises(ModelError, match="intermediate_size=40 is not supported, multiples of 16 are"):
         read_assistant(target, str(odd), 100)
+
+
+def test_positions_that_rotate_more_than_a_head_are_refused_before_a_kernel_reads_them(
+    folders: dict[str, tuple[Path, Path]], assistant: Any, tmp_path: Path
+) -> None:
+    wrong = save(assistant, tmp_path / "a")
+    config = json.loads((wrong / "config.json").read_text())
+    config["text_config"]["rope_parameters"]["full_attention"]["partial_rotary_factor"] = 2.0
+    (wrong / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="rope_parameters rotate more dimensions than a head has"):
+        read_assistant(str(folders["gguf"][0]), str(wrong), 100)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from drafters.heads.eagle3 import Eagle3Head
 from drafters.heads.growth.policies import Adaptive
 from drafters.heads.head import Head
 from drafters.heads.head_drafter import HeadDrafter
+from drafters.heads.layouts import llama_cpp
 from drafters.heads.one_pass.block import BlockHead
 from drafters.parts import parts
 from drafters.requirements import check
@@ -205,6 +206,25 @@ def test_a_tensor_that_no_head_has_is_named(tmp_path: Path, target: TargetWeight
     file = write_head(tmp_path / "x.gguf", "dflash", config, tensors | {"lm_head.bias": torch.zeros(VOCAB)})
     with pytest.raises(ModelError, match=r"x.gguf: tensor output.bias is not part of the block layout"):
         BlockHead.load(file, target)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "problem"),
+    [
+        ("d2t", torch.zeros(DRAFT_VOCAB), "tensor d2t does not hold tokens"),
+        ("rope_freqs.weight", torch.ones(3), "tensor rope_freqs.weight is not of 4 numbers"),
+    ],
+)
+def test_a_tensor_of_another_kind_or_length_is_refused_by_its_name(
+    name: str, wrong: Tensor, problem: str, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_head(tmp_path / "x.gguf", "eagle3", EAGLE3_CONFIG, EAGLE3, scaling=LLAMA3)
+    read = llama_cpp._Head._values
+    monkeypatch.setattr(
+        llama_cpp._Head, "_values", lambda head, read_name: wrong if read_name == name else read(head, read_name)
+    )
+    with pytest.raises(ModelError, match=f"^drafter.path=.*x.gguf: {problem}"):
+        Eagle3Head.load(str(file), target)
 
 
 def test_a_file_that_is_cut_short_is_refused(tmp_path: Path, target: TargetWeights) -> None:
