@@ -54,7 +54,7 @@ def end_round(
     if chunk:
         segments.append(Part(chunk))
         concluded.append(SimpleNamespace(request=reader, tokens=[0]))
-    drafts: Any = SimpleNamespace(drafter=b"there")
+    drafts: Any = SimpleNamespace(peer=b"there")
     meter.forward_ns = int(1e9 * meter.costs.forward.seconds(sum(map(len, segments))))
     rounds: list[Any] = [SimpleNamespace(request=one, wanted=wanted)]
     meter.observe_round(concluded, rounds, segments, drafts)
@@ -104,7 +104,7 @@ def drafted(
     )
     sources = [int(tree.source[node]) if node < len(tree) else GRAMMAR for node in path[1:]]
     result: Any = SimpleNamespace(sources=[*sources, 0], tokens=tokens)
-    drafts: Any = SimpleNamespace(drafter=b"there", kinds=None)
+    drafts: Any = SimpleNamespace(peer=b"there", kinds=None)
     timer.observe_draft(step, result, drafts)
     return seen
 
