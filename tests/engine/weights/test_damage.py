@@ -194,7 +194,7 @@ def test_a_worker_that_is_replaced_finds_the_model_whatever_was_removed_meanwhil
     open_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(open_home / "tiny.gguf")
-    given = load({"model": "tiny", "drafter": {"path": file}})
+    given = load({"model": "tiny", "method": "sps", "drafter": {"path": file}})
     config = resolved(given)
     shutil.rmtree(home())
     assert restore(given, config)
