@@ -303,6 +303,7 @@ SURE = {
 }
 ROUTERS = ("mlp.gate.weight", "router.weight", "router.proj.weight", "router.scale", "mixer.gate.weight")
 EXPERTS = {"gpt-oss", "mellum", "glm4 with experts", "qwen3 with experts", "mixtral", "qwen3.5's shared experts"}
+EXPERTS |= {"deepseek v2", "deepseek v3", "gemma4 with experts"}
 STATES = {"qwen3.5", "qwen3.5 with experts", "qwen3-next", "lfm2", "lfm2 with experts", "granite 4", "bamba"}
 STATES |= {
     "kimi linear",
