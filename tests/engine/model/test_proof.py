@@ -36,7 +36,7 @@ from engine.weights.stored_weights import Place
 LINEAR = LinearStructure(("a.weight", "b.weight"), ("a.bias", ""), (Picked(4, (0, 2, 1, 3)), None))
 NORM = NormStructure("norm.weight", 1e-5, True)
 MLP = MlpStructure(LINEAR, LINEAR, Activation.GELU)
-MLPS = MLP, ExpertsStructure(LINEAR, "gate_up", "down", 4, 32, 2, False, True, "bias", 2.0, MLP)
+MLPS = MLP, ExpertsStructure(LINEAR, "gate_up", "down", 4, 32, 2, False, True, "bias", 2.0, shared=MLP)
 MIXERS = (
     AttentionStructure(LINEAR, LINEAR, 4, 2, 8, NORM, NORM, 8, 1, True, 1e-6, True, True, 0),
     GatedDeltaStructure(LINEAR, LINEAR, "conv", "decay", False, "dt", NORM, LINEAR, 1, 2, 16, 32, 4, (0, 0)),
