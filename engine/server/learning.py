@@ -114,7 +114,7 @@ class Learning(Collector):
     async def close(self) -> None:
         """End the process, which goes on from its last checkpoint the next time, and write texts that are left."""
         await cancel([self._task])
-        self._lock.release(force=True)  # it is taken before every lesson
+        self._lock.release()
         await anyio.to_thread.run_sync(self._folder.close)
 
     async def _run(self) -> None:
@@ -142,6 +142,8 @@ class Learning(Collector):
 
     def _alone(self) -> bool:
         """Return whether no other server learns in the folder; from then on none does."""
+        if self._lock.is_locked:
+            return True
         try:
             self._lock.acquire(timeout=0)
         except Timeout:

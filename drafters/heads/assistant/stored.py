@@ -18,12 +18,12 @@ from transformers import Gemma4TextConfig
 from drafters.heads.checkpoint import read_config, read_tensors
 from drafters.heads.mtp.weights import coded
 from engine.core.errors import ModelError, first_line, shown
-from engine.kernels.quant.layouts import has_layout
 from engine.kernels.quant.stored import StoredMatrix
 from engine.weights.draft_head import ASSISTANT_TYPES
 from engine.weights.gguf.configurations import CONFIGURATIONS
 from engine.weights.gguf.file import GgufFile
 from engine.weights.gguf.header import GgufTensor
+from engine.weights.gguf.weights import GgufWeights
 
 ARCHITECTURE, FAMILY = "gemma4-assistant", "gemma4"
 EMBEDDING, NORM, BEFORE, AFTER = "model.embed_tokens", "model.norm", "pre_projection", "post_projection"
@@ -96,7 +96,7 @@ class InGguf(Stored):
 
     def __init__(self, file: GgufFile, field: str):
         super().__init__(field)
-        self.file = file
+        self.file, self._weights = file, GgufWeights(file, {}, {})
         if file.architecture != ARCHITECTURE:
             raise ModelError(
                 f"{field}: general.architecture is {shown(file.architecture)}, which is no {ARCHITECTURE}; take the "
@@ -137,9 +137,7 @@ class InGguf(Stored):
         return self._tensor(name).shape[::-1]
 
     def matrix(self, name: str) -> StoredMatrix:
-        tensor = self._tensor(name)
-        found = StoredMatrix.of(tensor.kind.name, self.file.read(tensor), tensor.shape[0])
-        return found if has_layout(tensor.kind.name) else StoredMatrix.of_numbers(found.values())
+        return self._weights.rows(self._tensor(name).name)
 
     def vector(self, name: str) -> Tensor:
         tensor = self._tensor(name)

@@ -36,9 +36,11 @@ from engine.model.rotary import Frequencies, frequencies_of
 from engine.model.structure import AttentionStructure, LayerStructure, LinearStructure, MlpStructure, NormStructure
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import open_gguf
+from engine.weights.gguf.weights import GgufWeights
 from engine.weights.quantised import unquantised
 
 _SLIDING = "sliding_attention"
+_STORED_EMBEDDING = "token_embd.weight"  # in the target's GGUF file
 _LAYER_NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
@@ -245,13 +247,7 @@ def _embed(folder: Path, hidden: int) -> Callable[[Tensor], Tensor]:
     if file is None:
         embedding = TargetWeights.read(str(folder)).embedding
         return lambda tokens: (embedding[tokens].float() * scale).to(torch.bfloat16)
-    tensor = file.tensor("token_embd.weight")
-    if tensor is None:
-        raise ModelError(f"model={file.path}: tensor token_embd.weight is missing; get the file again")
-
-    def embed(tokens: Tensor) -> Tensor:
-        raw = file.read_rows(tensor, tokens.tolist())
-        rows = StoredMatrix(tensor.kind.name, raw).rows(np.arange(len(raw)))
-        return (rows.float() * scale).to(torch.bfloat16)
-
-    return embed
+    weights = GgufWeights(file, {}, {})
+    if file.tensor(_STORED_EMBEDDING) is None:
+        raise ModelError(f"model={file.path}: tensor {_STORED_EMBEDDING} is missing; get the file again")
+    return lambda tokens: (weights.numbers(_STORED_EMBEDDING, tokens.numpy()).float() * scale).to(torch.bfloat16)

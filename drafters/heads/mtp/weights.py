@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -124,13 +123,6 @@ def _of_gguf(file: GgufFile, folder: Path, config: Any, field: str, likely: tupl
     text.tie_word_embeddings = view.tensor(_OUTPUT) is None
     model = skeleton(str(folder), config)
     weights, whole = GgufWeights(view, *located(view, model)), GgufWeights(file, {}, {})
-    of_tokens = view.tensor(_EMBEDDING)
-    assert of_tokens is not None
-
-    def embed(tokens: Tensor) -> Tensor:
-        raw = view.read_rows(of_tokens, tokens.tolist())
-        return StoredMatrix(of_tokens.kind.name, raw).rows(np.arange(len(raw)))
-
     norms = []
     for name in _JOIN_NORMS:
         values = file.values(f"{block}nextn.{name}.weight")
@@ -148,7 +140,7 @@ def _of_gguf(file: GgufFile, folder: Path, config: Any, field: str, likely: tupl
         embedding_norm=Norm(norms[0], epsilon),
         state_norm=Norm(norms[1], epsilon),
         norm=made_norm(structure.norm, weights.vector(structure.norm.weight)),
-        embed=embed,
+        embed=lambda tokens: weights.numbers(_EMBEDDING, tokens.numpy()),
         head=head,
         own=own,
     )

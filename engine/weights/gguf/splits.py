@@ -17,7 +17,7 @@ _GLM4 = (
     r"|\s+",
 )
 _PATTERNS = {"deepseek-v3": _DEEPSEEK3, "hunyuan-dense": _DEEPSEEK3, "glm4": _GLM4, "chatglm-bpe": _GLM4}
-"""By the vocabulary's `tokenizer.ggml.pre`."""
+"""The patterns that split a text into words, by what `tokenizer.ggml.pre` calls the vocabulary."""
 
 
 def split_of(vocabulary: str) -> pre_tokenizers.PreTokenizer | None:

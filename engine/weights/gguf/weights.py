@@ -34,6 +34,11 @@ class GgufWeights(StoredWeights):
         found = self._tensors[tensor]
         return self._multiplied(tensor, StoredMatrix(found.kind.name, self.gguf.read_rows(found, rows.tolist())))
 
+    def numbers(self, tensor: str, rows: NDArray[np.int64]) -> Tensor:
+        """Return [rows, inputs] bfloat16: these rows of a stored matrix of any type, read from the file now."""
+        found = self._tensors[tensor]
+        return StoredMatrix(found.kind.name, self.gguf.read_rows(found, rows.tolist())).rows(np.arange(len(rows)))
+
     def _multiplied(self, tensor: str, matrix: StoredMatrix) -> StoredMatrix:
         """Return the matrix in a type that is packed: in its own, or as numbers. Raises ModelError."""
         if has_layout(matrix.kind):

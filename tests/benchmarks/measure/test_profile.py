@@ -88,7 +88,7 @@ def forward_of(target: Target, rows: int = 3) -> Any:
     return lambda: target.run([segment])
 
 
-@pytest.mark.parametrize("family", ["llama with grouped queries", "olmo"])
+@pytest.mark.parametrize("family", ["llama with grouped queries", "phi with norms of heads"])
 def test_watching_leaves_the_forward_as_it_was(family: str) -> None:
     target = Target.of_model(build(family), family)
     before = Kernel.__call__
@@ -99,17 +99,17 @@ def test_watching_leaves_the_forward_as_it_was(family: str) -> None:
 
 
 def test_a_stock_forward_and_one_with_masks_are_told_apart_and_split() -> None:
-    target = Target.of_model(build("olmo"), "olmo")
+    target = Target.of_model(build("phi with norms of heads"), "phi with norms of heads")
     assert isinstance(target.forward, StockForward)
     assert forward_name(target) == "stock forward with exact attention"
-    masked = Target.of_model(build("olmo"), "olmo")
+    masked = Target.of_model(build("phi with norms of heads"), "phi with norms of heads")
     masked.model.set_attn_implementation("sdpa")
-    masked.forward, masked.pool = MaskedForward(masked.model, "olmo"), None
+    masked.forward, masked.pool = MaskedForward(masked.model, "phi with norms of heads"), None
     assert forward_name(masked) == "stock forward with masks"
     assert split(masked, forward_of(masked))["attention"] > 0
 
 
-@pytest.mark.parametrize("family", ["llama with grouped queries", "olmo"])
+@pytest.mark.parametrize("family", ["llama with grouped queries", "phi with norms of heads"])
 def test_the_numbers_multiplied_are_those_of_all_matrices_but_the_embedding(family: str) -> None:
     model = build(family)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}

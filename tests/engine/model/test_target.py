@@ -54,7 +54,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {"num_key_value_heads": 2}),
     "gemma2": ("Gemma2Config", {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 12}),
     "gpt_neox": ("GPTNeoXConfig", {}),
-    "olmo": ("OlmoConfig", {}),
+    "phi with norms of heads": ("PhiConfig", {"qk_layernorm": True}),
 }
 
 

@@ -89,7 +89,7 @@ class Reference:
         return out.logits[0, -1]
 
     def features(self, sizes: list[TargetKeys], keys: Keys | None = None) -> Tensor:
-        """As the target gives them: its states, then keys and values in pieces as wide."""
+        """Return what the target gives: its states, then its keys and values in pieces as wide as a state."""
         found, hidden = keys or self.keys, self.states.shape[1]
         both = [part[0].transpose(0, 1).flatten(1) for size in sizes for part in found[size.kind]]
         numbers = torch.cat(both, dim=1)
