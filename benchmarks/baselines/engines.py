@@ -117,16 +117,11 @@ def _llama_cpp(python: Path, given: Given) -> Sequence[Baseline | Missing]:
             "llama.cpp" + drafts,
             _TYPES.get(kind, kind),
             _TYPES.get(kind, "int8"),
-            (*common, str(file), *size, *options, *_repacking(kind)),
+            (*common, str(file), *size, *options),
         )
         for kind, file in given.files.items()
         for drafts, options in drafted.items()
     ]
-
-
-def _repacking(kind: str) -> tuple[str, ...]:
-    """Turn repacking off on processors with AMX, where llama.cpp otherwise crashes with weights in blocks."""
-    return ("--no-repack",) if kind not in _TYPES and Unit.AMX in units() else ()
 
 
 def _openvino(python: Path, given: Given) -> Sequence[Baseline]:

@@ -1,7 +1,8 @@
 """Asks llama.cpp's server over HTTP. It runs under any Python and imports nothing of Talon.
 
 Arguments: the server's program, a GGUF file, threads, requests at once, and further options of the server. It reads a
-line of JSON for each measurement and answers with one, see `benchmarks.baselines.engines`.
+line of JSON for each measurement and answers with one, see `benchmarks.baselines.engines`. A server that ends at its
+first prompt, as llama.cpp's kernels for AMX made it do, is started again without repacked weights.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ def main() -> None:
         port = free.getsockname()[1]
     room = str(2048 * int(most))
     size = ["-t", threads, "-np", most, "-c", room, "--no-webui", "--port", str(port)]
-    server = subprocess.Popen(
-        [program, "-m", model, *size, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    command = [program, "-m", model, *size, *options]
     url = f"http://127.0.0.1:{port}"
 
     def answer(prompt: list[int], max_tokens: int) -> int:
@@ -35,8 +34,19 @@ def main() -> None:
         with urllib.request.urlopen(request, timeout=600) as reply:
             return int(json.load(reply)["tokens_predicted"])
 
-    try:
+    def works(server: subprocess.Popen[bytes]) -> bool:
         wait_for(url + "/health", server)
+        try:
+            answer(list(range(100, 164)), 2)
+        except OSError:
+            time.sleep(1.0)  # a program that crashes has ended by then
+        return server.poll() is None
+
+    server = start(command)
+    try:
+        if not works(server):
+            server = start([*command, "--no-repack"])
+            wait_for(url + "/health", server)
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:
             asked = json.loads(line)
@@ -47,6 +57,10 @@ def main() -> None:
     finally:
         server.terminate()
         server.wait()
+
+
+def start(command: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:

@@ -177,3 +177,40 @@ def test_weights_keep_their_numbers_in_another_type(tmp_path: Path, kind: str) -
     for name, numbers in (("matrix", matrix), ("vector", vector)):
         tensor = found[name]
         assert np.array_equal(gguf.dequantize(tensor.data, tensor.tensor_type).reshape(numbers.shape), numbers)
+
+
+CRASHES = """
+import http.server, json, os, sys
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.reply({})
+
+    def do_POST(self):
+        if "--no-repack" not in sys.argv:
+            os._exit(139)
+        self.reply({"tokens_predicted": 7})
+
+    def reply(self, body):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_):
+        pass
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Answers).serve_forever()
+"""
+
+
+async def test_a_llama_server_that_ends_at_its_first_prompt_is_started_again_without_repacked_weights(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "llama-server"
+    program.write_text(f"#!{sys.executable}{CRASHES}")
+    program.chmod(0o755)
+    command = (sys.executable, str(engines.SCRIPTS / "run_llama_cpp.py"), str(program), "model.gguf", "1", "2")
+    process = await Process.start(Baseline("llama.cpp", "Q4_K", "int8", command))
+    assert (await process.answer([[1], [2]], 7, 2))[1] == [7, 7]
+    await process.stop()
