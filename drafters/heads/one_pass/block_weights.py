@@ -39,6 +39,7 @@ from drafters.heads.layers import (
     qkv_weights,
     small_dtype,
 )
+from drafters.heads.matrices import last_outputs, rows_of, some_of
 from drafters.heads.new_stack import AnyStack, new_stack
 from drafters.heads.one_pass.context import ContextReader
 from drafters.heads.one_pass.markov_link import Link
@@ -58,18 +59,16 @@ class BlockLayer:
     """One layer: queries, keys and values of the block's rows, keys and values of the context."""
 
     def __init__(self, config: Any, checkpoint: Checkpoint, index: int, device: torch.device, dtype: torch.dtype):
-        def take(name: str, *shape: int) -> Tensor:
-            return checkpoint.take(f"layers.{index}.{name}", *shape).to(device, dtype)
-
-        weight, bias = qkv_weights(config, take, config.hidden_size)
-        self.input_norm = RMSNorm(take("input_layernorm.weight", config.hidden_size), config.rms_norm_eps)
-        self.decoder = DecoderLayer(config, take, device, dtype)
-        queries = self.decoder.heads * self.decoder.head_dim
+        tensors = checkpoint.tensors_for(device, dtype).under(f"layers.{index}.")
+        weight, bias = qkv_weights(config, tensors, config.hidden_size)
+        self.input_norm = RMSNorm(tensors.vector("input_layernorm.weight", config.hidden_size), config.rms_norm_eps)
+        self.decoder = DecoderLayer(config, tensors, device, dtype)
+        kv = 2 * self.decoder.kv_heads * self.decoder.head_dim
         self.qkv = Linear(weight, bias)
-        self.kv = Linear(weight[queries:].contiguous(), None if bias is None else bias[queries:])
+        self.kv = Linear(last_outputs(weight, 2, kv), None if bias is None else bias[-kv:])
         names = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
         if all(checkpoint.has(f"layers.{index}.{name}") for name in names):
-            norms = [RMSNorm(take(name, self.decoder.head_dim), config.rms_norm_eps) for name in names]
+            norms = [RMSNorm(tensors.vector(name, self.decoder.head_dim), config.rms_norm_eps) for name in names]
             self.decoder.query_norm, self.decoder.key_norm = norms
 
     def __call__(self, x: Tensor, positions: Tensor, cache: HeadCache, at: int, mask: Tensor) -> Tensor:
@@ -148,24 +147,20 @@ class BlockWeights(Head):
         vocab = checkpoint.number("draft_vocab_size", target.vocab_size)
         self.target_ids = checkpoint.target_ids(vocab, target.vocab_size).to(device)
         self.tokens: Integers = self.target_ids.cpu().numpy()
-
-        def take(name: str, *shape: int) -> Tensor:
-            return checkpoint.take(name, *shape).to(device, self.dtype)
-
-        embedding = checkpoint.take_optional("embed_tokens.weight", target.vocab_size, hidden)
-        self.embedding = (target.embedding if embedding is None else embedding).to(device, self.dtype)
-        lm_head = checkpoint.take_optional("lm_head.weight", vocab, hidden)
-        multiplied = [target.lm_head[self.target_ids.cpu()] if lm_head is None else lm_head]
+        tensors = checkpoint.tensors_for(device, self.dtype)
+        embedding = checkpoint.optional_matrix("embed_tokens.weight", target.vocab_size, hidden)
+        self.embedding = tensors.joined.table(target.embedding if embedding is None else embedding)
+        lm_head = checkpoint.optional_matrix("lm_head.weight", vocab, hidden)
         self.mask = self._mask(checkpoint, flash)
-        self.fc = Linear(take("fc.weight", hidden, len(self.feature_layers) * hidden))
-        self.hidden_norm = RMSNorm(take("hidden_norm.weight", hidden), config.rms_norm_eps)
+        self.fc = Linear(tensors.matrix("fc.weight", hidden, len(self.feature_layers) * hidden))
+        self.hidden_norm = RMSNorm(tensors.vector("hidden_norm.weight", hidden), config.rms_norm_eps)
         self.layers = [
             BlockLayer(config, checkpoint, index, device, self.dtype)
             for index in range(checkpoint.number("num_hidden_layers"))
         ]
-        self.norm = RMSNorm(take("norm.weight", hidden), config.rms_norm_eps)
-        entry = checkpoint.take_optional("entry.weight", hidden, 2 * hidden)
-        self.entry = None if entry is None else Linear(entry.to(device, self.dtype))
+        self.norm = RMSNorm(tensors.vector("norm.weight", hidden), config.rms_norm_eps)
+        entry = checkpoint.optional_matrix("entry.weight", hidden, 2 * hidden)
+        self.entry = None if entry is None else Linear(tensors.joined(entry))
         self.link: Link | None = None
         rank = options.get("markov_rank") or 0
         if rank:
@@ -173,16 +168,24 @@ class BlockWeights(Head):
         self.confidence: Confidence | None = None
         if options.get("enable_confidence_head", False):
             width = hidden + (rank if options.get("confidence_head_with_markov", False) else 0)
-            weight, bias = take("confidence_head.proj.weight", 1, width)[0], take("confidence_head.proj.bias", 1)
+            weight = tensors.vector("confidence_head.proj.weight", 1, width)[0]
+            bias = tensors.vector("confidence_head.proj.bias", 1)
             self.confidence = Confidence(weight.to(small_dtype(device)), bias, hidden, target.vocab_size, self.link)
-        if self.link is not None and self.link.gate is not None:
-            multiplied.append(self.link.gate.of_state.T)
-        if self.confidence is not None:
-            multiplied.append(self.confidence.of_state[None])
-        joined = torch.cat([weight.to(device, self.dtype) for weight in multiplied])
-        self.output = Linear(F.pad(joined, (0, 0, 0, -len(joined) % LANES)))
+        lm_head = some_of(target.lm_head, self.target_ids.cpu()) if lm_head is None else lm_head
+        self.output = Linear(tensors.joined(lm_head, *self._more_outputs(vocab)))
         checkpoint.ignore("rotary_emb.inv_freq")
         checkpoint.finish()
+
+    def _more_outputs(self, vocab: int) -> list[Tensor]:
+        """Return what states are multiplied with beside the output matrix, so that all outputs are whole panels."""
+        more = [torch.empty(0, self.hidden_size, device=self.device, dtype=self.dtype)]
+        if self.link is not None and self.link.gate is not None:
+            more.append(self.link.gate.of_state.T)
+        if self.confidence is not None:
+            more.append(self.confidence.of_state[None])
+        joined = torch.cat([weight.to(self.device, self.dtype) for weight in more])
+        padded = F.pad(joined, (0, 0, 0, -(vocab + len(joined)) % LANES))
+        return [padded] if len(padded) else []
 
     def _mask(self, checkpoint: Checkpoint, flash: dict[str, Any]) -> Tensor:
         """Return [hidden]: the embedding of rows whose token is not known."""
@@ -190,9 +193,9 @@ class BlockWeights(Head):
         if own is not None:
             return own.to(self.device, self.dtype)
         token = flash.get("mask_token_id", checkpoint.config.get("mask_token_id"))
-        if not isinstance(token, int) or not 0 <= token < len(self.embedding):
+        if not isinstance(token, int) or not 0 <= token < self.embedding.shape[0]:
             raise checkpoint.error(f"{checkpoint.source}: mask_token_id={token!r} is no token of the target")
-        return self.embedding[token]
+        return rows_of(self.embedding, torch.tensor([token]))[0].to(self.dtype)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Return the target's true features [n, layers, hidden] as context, [n, hidden]."""
@@ -239,7 +242,7 @@ class BlockWeights(Head):
         """Return [rows, inputs]: what rows of blocks start from. context: [rows, hidden], the text's last context
         vector; tokens: [rows], `UNKNOWN` where the mask embedding stands.
         """
-        known = self.embedding.index_select(0, tokens.clamp(min=0))
+        known = rows_of(self.embedding, tokens.clamp(min=0)).to(self.dtype)
         x = torch.where((tokens >= 0)[:, None], known, self.mask)
         return x if self.entry is None else torch.cat([x, context.to(x.dtype)], dim=1)
 

@@ -219,9 +219,9 @@ def test_a_tensor_of_another_kind_or_length_is_refused_by_its_name(
     name: str, wrong: Tensor, problem: str, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_head(tmp_path / "x.gguf", "eagle3", EAGLE3_CONFIG, EAGLE3, scaling=LLAMA3)
-    read = llama_cpp._Head._values
+    read = llama_cpp._Head._read
     monkeypatch.setattr(
-        llama_cpp._Head, "_values", lambda head, read_name: wrong if read_name == name else read(head, read_name)
+        llama_cpp._Head, "_read", lambda head, read_name: wrong if read_name == name else read(head, read_name)
     )
     with pytest.raises(ModelError, match=f"^drafter.path=.*x.gguf: {problem}"):
         Eagle3Head.load(str(file), target)
