@@ -43,7 +43,7 @@ class EagleHead(FeatureHead):
             return rows_of(embedding, tokens).to(device, self.dtype)
 
         weight = tensors.matrix("fc.weight", hidden, 2 * hidden)
-        self.fc = PairLinear(embed, target.vocab_size, torch.arange(target.vocab_size), weight, bias)
+        self.fc = PairLinear(embed, target.vocab_size, weight, bias)
         of_layer = tensors.under("layers.0.")
         self.qkv = Linear(*qkv_weights(config, of_layer, hidden))
         self.layer = DecoderLayer(config, of_layer, device, self.dtype)

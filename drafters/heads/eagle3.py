@@ -73,8 +73,7 @@ class Eagle3Head(FeatureHead):
         def embed(tokens: Tensor) -> Tensor:
             return embedding_norm(rows_of(embedding, tokens).to(device, self.dtype))
 
-        likely = self.target_ids if device.type == "cpu" else torch.arange(target.vocab_size)
-        self.qkv = PairLinear(embed, target.vocab_size, likely, *qkv_weights(config, of_layer, 2 * hidden))
+        self.qkv = PairLinear(embed, target.vocab_size, *qkv_weights(config, of_layer, 2 * hidden))
         self.layer = DecoderLayer(config, of_layer, device, self.dtype)
         self.norm = RMSNorm(tensors.vector("norm.weight", hidden), config.rms_norm_eps)
         lm_head = checkpoint.optional_matrix("lm_head.weight", vocab, hidden)

@@ -105,27 +105,20 @@ class PairLinear:
     """A product (token, x [n, in]) -> [n, out] over the token's embedding and x, concatenated.
 
     The embedding's part is computed once for each token: a step then reads a row of `of_token` [vocab, out] instead of
-    half of the weight. Rows of other tokens than the likely ones are computed when they are first needed, and take no
-    memory until then.
+    half of the weight. On a CPU a row is computed when it is first needed, and takes no memory until then.
     """
 
-    def __init__(
-        self,
-        embed: Callable[[Tensor], Tensor],
-        vocab: int,
-        likely: Tensor,
-        weight: Multiplied,
-        bias: Tensor | None = None,
-    ):
-        """Compute the likely tokens' rows. embed: the embeddings [n, e] of tokens [n]; likely: [m] tokens; weight:
-        [out, e + in]. On other devices than a CPU all tokens must be likely: a recorded step computes no further rows.
+    def __init__(self, embed: Callable[[Tensor], Tensor], vocab: int, weight: Multiplied, bias: Tensor | None = None):
+        """Lay the weight out. embed: the embeddings [n, e] of tokens [n]; weight: [out, e + in]. Where a device records
+        steps, all rows are computed now.
         """
-        self._embed, one = embed, embed(likely[:1])
+        self._embed, one = embed, embed(torch.zeros(1, dtype=torch.int64))
         of_embedding, of_x = split_inputs(weight, one.shape[1])
         self._of_embedding, self.linear = Linear(of_embedding, bias, coded=False), Linear(of_x)
         self.of_token = one.new_empty(vocab, self.linear.outputs)
         self._computed = np.zeros(vocab, bool)
-        self._compute(likely)
+        if one.device.type != "cpu":
+            self._compute(torch.arange(vocab))
 
     def reserve(self, tokens: Sequence[int] | NDArray[np.int64]) -> None:
         """Compute the rows of these tokens that are not there yet."""
@@ -251,8 +244,16 @@ class DecoderLayer:
     def __call__(
         self, qkv: Tensor, residual: Tensor, positions: Tensor, cache: HeadCache, at: int, mask: Tensor | None
     ) -> Tensor:
-        """Return [n, hidden]. qkv: [n, (heads + 2 * kv_heads) * head_dim]; residual: [n, hidden]; at: as for
-        `HeadCache.write`.
+        """Return [n, hidden]. residual: [n, hidden]; for the rest see `attended`."""
+        x = residual + self.attended(qkv, positions, cache, at, mask)
+        return x + self.mlp(self.norm(x))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """Return [n, hidden], what the MLP makes of the normed x."""
+        return self.down(self.gate_up(x))
+
+    def attended(self, qkv: Tensor, positions: Tensor, cache: HeadCache, at: int, mask: Tensor | None) -> Tensor:
+        """Return [n, hidden]. qkv: [n, (heads + 2 * kv_heads) * head_dim]; at: as for `HeadCache.write`.
 
         mask: [n, slots returned] bool, what each row may attend to; None for one row that sees all of them.
         """
@@ -271,8 +272,7 @@ class DecoderLayer:
             attn_mask=mask,
             enable_gqa=kv != heads,
         )
-        x = residual + self.out(attended[0].transpose(0, 1).reshape(n, -1).to(self.dtype))
-        return x + self.down(self.gate_up(self.norm(x)))
+        return self.out(attended[0].transpose(0, 1).reshape(n, -1).to(self.dtype))
 
     def keys_values(self, kv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return rotated keys and values, [kv_heads, n, head_dim] each, of kv: [n, 2 * kv_heads * head_dim]."""
@@ -296,6 +296,7 @@ def llama_config(values: dict[str, Any], path: str) -> LlamaConfig:
                 f"drafter.path={path}: config.json: {key}={values.get(key)!r} is not a positive count: copy it again"
             )
     ignored = {"model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "num_hidden_layers"}
+    ignored |= {"layer_types"}  # of all layers, and this configuration is of one
     try:
         return LlamaConfig(**{key: value for key, value in values.items() if key not in ignored}, num_hidden_layers=1)
     except Exception as error:

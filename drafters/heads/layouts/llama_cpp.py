@@ -35,6 +35,8 @@ _LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
 }
 """Parts of a layer by their public names."""
 _WHOLE = {
@@ -46,6 +48,22 @@ _WHOLE = {
     "markov_head.markov_w1": "markov_w1",
     "markov_head.markov_w2": "markov_w2",
     "confidence_head.proj": "conf_proj",
+    "candidate_selector.hidden_projection": "selector_hidden",
+}
+_ENDINGS = {
+    "attention_conv.base_kernel": "attn_conv_base",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+}
+"""Ends of names that are no modules' weights."""
+_FLASH_2 = {
+    "conv_kernel_size": "conv_kernel_size",
+    "conv_group_size": "conv_group_size",
+    "selector_rank": "selector_rank",
+    "selector_top_k": "selector_top_k",
+    "output_multiplier": "logit_scale",
+    "final_logit_softcapping": "final_logit_softcapping",
 }
 _SIZES = {
     "hidden_size": "embedding_length",
@@ -58,10 +76,16 @@ _SIZES = {
 _UNKNOWN = ("embedding_scale", "attention.scale", "attention.value_scale", "hyper_connection.count")
 """Keys that change what a head computes, of families whose heads are not read."""
 _D2T, _T2D, _FACTORS, _BIAS = "d2t", "t2d", "rope_freqs.weight", "conf_proj.bias"
+_SELECTOR = "selector_hidden.weight"
+"""The tensor that marks a DFlash head as DFlash 2's."""
 
 
 def stored_name(name: str) -> str:
     """Return the file's name for the tensor `name` of the public layout."""
+    for ending, stored in _ENDINGS.items():
+        if name.endswith(ending):
+            begin = name.removesuffix(ending)
+            return f"blk.{begin.removeprefix('layers.')}{stored}" if begin else stored
     module, _, suffix = name.rpartition(".")
     first, _, rest = module.partition(".")
     if first == "midlayer":
@@ -116,11 +140,7 @@ class _Head:
         }
 
     def dflash(self, tensors: dict[str, Matrix]) -> dict[str, Any]:
-        """Return the configuration of a DFlash head, or of DSpark's if there is a Markov head."""
-        if self._key("attention.sliding_window", 0):
-            raise self._error("attention.sliding_window", "layers with windows are not supported")
-        if "selector_hidden.weight" in tensors:
-            raise ModelError(f"{self.field}: DFlash 2 (selector_hidden) is not supported, DFlash and DSpark are")
+        """Return the configuration of a DFlash head: DSpark's has a Markov head, DFlash 2's a selector."""
         config, markov, sure = self._common(tensors), tensors.get("markov_w1.weight"), tensors.get("conf_proj.weight")
         if sure is not None:
             sure = tensors["conf_proj.weight"] = numbers(sure).view(1, -1)
@@ -128,7 +148,8 @@ class _Head:
         from_anchor = markov is not None and bool(self._key("sample_from_anchor", True))
         return config | {
             "block_size": self._count("block_size"),
-            "causal": bool(self._key("attention.causal", False)),
+            "causal": self._key("attention.causal"),
+            **self._windows(config["num_hidden_layers"]),
             "markov_rank": 0 if markov is None else markov.shape[-1],
             "enable_confidence_head": sure is not None,
             "confidence_head_with_markov": sure is not None and sure.numel() > config["hidden_size"],
@@ -136,8 +157,19 @@ class _Head:
                 "target_layer_ids": [layer - 1 for layer in self._target_layers()],
                 "mask_token_id": self.file.metadata.get("tokenizer.ggml.mask_token_id"),
                 "draft_shift": from_anchor,
+                **({name: self._key(key) for name, key in _FLASH_2.items()} if _SELECTOR in tensors else {}),
             },
         }
+
+    def _windows(self, layers: int) -> dict[str, Any]:
+        """Return which layers attend to the latest positions alone, and to how many."""
+        if not (window := self._key("attention.sliding_window", 0)):
+            return {}
+        pattern = self.file.arrays.get(f"{self.file.architecture}.attention.sliding_window_pattern", ())
+        if len(pattern) != layers:
+            raise self._error("attention.sliding_window_pattern", f"is not of {layers} layers")
+        types = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+        return {"use_sliding_window": True, "sliding_window": window, "layer_types": types}
 
     def _common(self, tensors: dict[str, Matrix]) -> dict[str, Any]:
         """Return the part of the configuration that all heads have, and put the vocabulary's offsets in place."""
