@@ -20,6 +20,7 @@ import msgspec
 from rich.console import Console
 
 from drafters.heads.checkpoint import TargetWeights
+from drafters.heads.matrices import numbers
 from engine import config as configuration
 from engine.config import Config
 from engine.core.errors import ConfigError
@@ -52,7 +53,7 @@ class Library:
         self.passages, self.tokenizer = passages, tokenizer_of(config)
         text = folder / "passages.jsonl"
         text.write_text("".join(json.dumps({"text": passage}) + "\n" for passage in passages))
-        embedding = TargetWeights.read(config.model).embedding.float().numpy()
+        embedding = numbers(TargetWeights.read(config.model).embedding).float().numpy()
         dense, self.datastore = folder / "dense", folder / "datastore"
         # Passages are not split: the index then numbers them as we do.
         build_dense(self.tokenizer, embedding, [text], dense, passage_tokens=10**9)

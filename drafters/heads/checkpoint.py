@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drafters.heads.layouts import llama_cpp, speculators
+from drafters.heads.matrices import HeadTensors, Joins, Matrix, file_matrix, numbers
 from engine.core.errors import DrafterMismatch, ModelError, first_line
 from engine.kernels.quant.layouts import STEP
 from engine.kernels.quant.nearest import nearest_codes, values_of
@@ -48,6 +49,7 @@ class Checkpoint:
         self.speculator: str | None = None
         """The kind of head in a file of the `speculators` format, None in another layout."""
         self._stored_name: Callable[[str], str] = str
+        self.tensors: dict[str, Matrix]
         self.folder = Path(path)
         if field == _OWN_FIELD and Path(path).is_file():
             self.config, self.tensors = llama_cpp.read_head(path, method, field)
@@ -58,8 +60,7 @@ class Checkpoint:
         found = [folder / name for name in files if (folder / name).is_file()]
         if not found:
             raise self.error(f"has none of {', '.join(files)}")
-        self.tensors = read_tensors(found[0], field)
-        self._decode()
+        self.tensors = self._decoded(read_tensors(found[0], field))
         self.speculator = self.config.get(speculators.TYPE)
         if self.speculator is not None:
             self._read_as_public()
@@ -73,18 +74,19 @@ class Checkpoint:
             raise self.error(f"is a head for method {self.speculator}, not {self.method}")
         self._stored_name = partial(speculators.stored_name, kind=self.speculator)
 
-    def _decode(self) -> None:
-        """Replace matrices that are stored in codes of 8 bits (`coded`) by their bfloat16 values."""
-        for name in [name for name in self.tensors if name.endswith(_SCALES)]:
-            scales, codes = self.tensors.pop(name), self.tensors.get(name.removesuffix(_SCALES))
+    def _decoded(self, tensors: dict[str, Tensor]) -> dict[str, Matrix]:
+        """Return the tensors, with the bfloat16 values of matrices that are stored in codes of 8 bits (`coded`)."""
+        for name in [name for name in tensors if name.endswith(_SCALES)]:
+            scales, codes = tensors.pop(name), tensors.get(name.removesuffix(_SCALES))
             if codes is None or codes.dtype != torch.int8 or scales.dtype not in (torch.float16, torch.float32):
                 raise self.error(f"tensor {name} belongs to no codes of 8 bits")
             try:
-                self.tensors[name.removesuffix(_SCALES)] = values_of(codes, scales)
+                tensors[name.removesuffix(_SCALES)] = values_of(codes, scales)
             except ValueError:
                 raise self.error(
                     f"tensor {name} has shape {list(scales.shape)}, its codes {list(codes.shape)}"
                 ) from None
+        return {**tensors}
 
     def number(self, key: str, default: int | None = None) -> int:
         """Return a size or count from the config."""
@@ -99,6 +101,10 @@ class Checkpoint:
 
     def take(self, name: str, *shape: int) -> Tensor:
         """Take the tensor `name`, which must have `shape`."""
+        return numbers(self.take_matrix(name, *shape))
+
+    def take_matrix(self, name: str, *shape: int) -> Matrix:
+        """Take the tensor `name`, which must have `shape` and may stay in the file."""
         name = self._stored_name(name)
         if name not in self.tensors:
             raise self.error(f"tensor {name} is missing")
@@ -109,6 +115,13 @@ class Checkpoint:
 
     def take_optional(self, name: str, *shape: int) -> Tensor | None:
         return self.take(name, *shape) if self.has(name) else None
+
+    def optional_matrix(self, name: str, *shape: int) -> Matrix | None:
+        return self.take_matrix(name, *shape) if self.has(name) else None
+
+    def tensors_for(self, device: torch.device, dtype: torch.dtype) -> HeadTensors:
+        """Return what takes tensors for a head on that device."""
+        return HeadTensors(self.take, self.take_matrix, Joins(device, dtype))
 
     def target_ids(self, draft_vocab: int, vocab: int) -> Tensor:
         """Take [draft_vocab] int64, the target's ids of the outputs: offsets in `d2t`, checked against `t2d`."""
@@ -170,17 +183,17 @@ class TargetWeights:
     embedding if tied.
     """
 
-    embedding: Tensor
-    lm_head: Tensor
+    embedding: Matrix
+    lm_head: Matrix
     layers: int
 
     @property
     def vocab_size(self) -> int:
-        return len(self.embedding)
+        return self.embedding.shape[0]
 
     @property
     def hidden_size(self) -> int:
-        return len(self.embedding[0])
+        return self.embedding.shape[1]
 
     @classmethod
     def read(cls, path: str) -> TargetWeights:
@@ -188,8 +201,10 @@ class TargetWeights:
         folder = unquantised(find_folder(path, "model"))
         config = read_config(folder, "model")
         config = config.get("text_config", config)
+        embedding: Matrix | None
+        lm_head: Matrix | None
         if (gguf := open_gguf(folder)) is not None:
-            embedding, lm_head = _dequantised(gguf, "token_embd.weight"), _dequantised(gguf, "output.weight")
+            embedding, lm_head = _stored(gguf, "token_embd.weight"), _stored(gguf, "output.weight")
         else:
             embedding = _find_tensor(folder, path, "embed_tokens.weight")
             lm_head = _find_tensor(folder, path, "lm_head.weight")
@@ -244,10 +259,12 @@ def read_tensors(file: Path, field: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _dequantised(gguf: GgufFile, name: str) -> Tensor | None:
-    """Return a matrix of the file as bfloat16; None if there is none of that name."""
+def _stored(gguf: GgufFile, name: str) -> Matrix | None:
+    """Return a matrix of the file; None if there is none of that name."""
     if (tensor := gguf.tensor(name)) is None:
         return None
+    if (matrix := file_matrix(gguf, tensor)) is not None:
+        return matrix
     return StoredMatrix.of(tensor.kind.name, gguf.read(tensor), tensor.shape[0]).values()
 
 

@@ -14,6 +14,7 @@ from drafters.heads.checkpoint import Checkpoint, TargetWeights
 from drafters.heads.feature_head import FeatureHead
 from drafters.heads.growth.policies import EAGLE_25, Static
 from drafters.heads.layers import DecoderLayer, HeadCache, Linear, PairLinear, draft_dtype, llama_config, qkv_weights
+from drafters.heads.matrices import rows_of
 from drafters.heads.new_stack import AnyStack, new_stack
 from drafters.heads.stack import StackLayer, StackSpec
 
@@ -34,24 +35,19 @@ class EagleHead(FeatureHead):
         self.target_ids = torch.arange(target.vocab_size, device=device)
         embedding = target.embedding
         if not checkpoint.config.get("target_embeddings", False):
-            embedding = checkpoint.take("embed_tokens.weight", target.vocab_size, hidden)
-
-        def take(name: str, *shape: int) -> Tensor:
-            return checkpoint.take(name, *shape).to(device, self.dtype)
-
-        def take_layer(name: str, *shape: int) -> Tensor:
-            return take(f"layers.0.{name}", *shape)
-
-        bias = take("fc.bias", hidden) if checkpoint.config.get("bias", True) else None
+            embedding = checkpoint.take_matrix("embed_tokens.weight", target.vocab_size, hidden)
+        tensors = checkpoint.tensors_for(device, self.dtype)
+        bias = tensors.vector("fc.bias", hidden) if checkpoint.config.get("bias", True) else None
 
         def embed(tokens: Tensor) -> Tensor:
-            return embedding[tokens.to(embedding.device)].to(device, self.dtype)
+            return rows_of(embedding, tokens).to(device, self.dtype)
 
-        weight = take("fc.weight", hidden, 2 * hidden)
-        self.fc = PairLinear(embed, target.vocab_size, torch.arange(target.vocab_size), weight, bias)
-        self.qkv = Linear(*qkv_weights(config, take_layer, hidden))
-        self.layer = DecoderLayer(config, take_layer, device, self.dtype)
-        self.lm_head = Linear(target.lm_head.to(device, self.dtype))
+        weight = tensors.matrix("fc.weight", hidden, 2 * hidden)
+        self.fc = PairLinear(embed, target.vocab_size, weight, bias)
+        of_layer = tensors.under("layers.0.")
+        self.qkv = Linear(*qkv_weights(config, of_layer, hidden))
+        self.layer = DecoderLayer(config, of_layer, device, self.dtype)
+        self.lm_head = Linear(tensors.joined(target.lm_head))
         checkpoint.ignore("rotary_emb.inv_freq")
         checkpoint.finish()
 

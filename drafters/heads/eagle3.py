@@ -27,6 +27,7 @@ from drafters.heads.layers import (
     llama_config,
     qkv_weights,
 )
+from drafters.heads.matrices import rows_of, some_of
 from drafters.heads.new_stack import AnyStack, new_stack
 from drafters.heads.stack import StackLayer, StackSpec
 from engine.core.errors import DrafterMismatch
@@ -55,37 +56,31 @@ class Eagle3Head(FeatureHead):
         checkpoint.match("vocabulary", checkpoint.number("vocab_size", target.vocab_size), target.vocab_size)
         self.feature_layers = self._feature_layers(checkpoint, target.layers)
         self.norm_before_residual = bool(checkpoint.config.get("norm_before_residual", False))
-
-        def take(name: str, *shape: int) -> Tensor:
-            return checkpoint.take(name, *shape).to(device, self.dtype)
-
-        def take_layer(name: str, *shape: int) -> Tensor:
-            return take(f"midlayer.{name}", *shape)
-
-        own = checkpoint.take_optional("embed_tokens.weight", target.vocab_size, hidden)
+        tensors = checkpoint.tensors_for(device, self.dtype)
+        of_layer = tensors.under("midlayer.")
+        own = checkpoint.optional_matrix("embed_tokens.weight", target.vocab_size, hidden)
         if own is None:
             checkpoint.match("embedding size", hidden, target.hidden_size)
         self.target_ids = checkpoint.target_ids(vocab, target.vocab_size).to(device)
         self.input_norm: RMSNorm | None = None  # of the three hidden states together
         if checkpoint.config.get("norm_before_fc", False):
-            self.input_norm = RMSNorm(take("input_norm.weight", 3 * target_hidden), config.rms_norm_eps)
-        self.fc = Linear(take("fc.weight", hidden, 3 * target_hidden))
-        embedding_norm = RMSNorm(take("midlayer.input_layernorm.weight", hidden), config.rms_norm_eps)
+            self.input_norm = RMSNorm(tensors.vector("input_norm.weight", 3 * target_hidden), config.rms_norm_eps)
+        self.fc = Linear(tensors.matrix("fc.weight", hidden, 3 * target_hidden))
+        embedding_norm = RMSNorm(of_layer.vector("input_layernorm.weight", hidden), config.rms_norm_eps)
         embedding = target.embedding if own is None else own
-        self.feature_norm = RMSNorm(take("midlayer.hidden_norm.weight", hidden), config.rms_norm_eps)
+        self.feature_norm = RMSNorm(of_layer.vector("hidden_norm.weight", hidden), config.rms_norm_eps)
 
         def embed(tokens: Tensor) -> Tensor:
-            return embedding_norm(embedding[tokens.to(embedding.device)].to(device, self.dtype))
+            return embedding_norm(rows_of(embedding, tokens).to(device, self.dtype))
 
-        likely = self.target_ids if device.type == "cpu" else torch.arange(target.vocab_size)
-        self.qkv = PairLinear(embed, target.vocab_size, likely, *qkv_weights(config, take_layer, 2 * hidden))
-        self.layer = DecoderLayer(config, take_layer, device, self.dtype)
-        self.norm = RMSNorm(take("norm.weight", hidden), config.rms_norm_eps)
-        lm_head = checkpoint.take_optional("lm_head.weight", vocab, hidden)
+        self.qkv = PairLinear(embed, target.vocab_size, *qkv_weights(config, of_layer, 2 * hidden))
+        self.layer = DecoderLayer(config, of_layer, device, self.dtype)
+        self.norm = RMSNorm(tensors.vector("norm.weight", hidden), config.rms_norm_eps)
+        lm_head = checkpoint.optional_matrix("lm_head.weight", vocab, hidden)
         if lm_head is None:
             checkpoint.match("hidden size", hidden, target.hidden_size)
-            lm_head = target.lm_head[self.target_ids.cpu()]
-        self.lm_head = Linear(lm_head.to(device, self.dtype))
+            lm_head = some_of(target.lm_head, self.target_ids.cpu())
+        self.lm_head = Linear(tensors.joined(lm_head))
         checkpoint.ignore("rotary_emb.inv_freq")
         checkpoint.finish()
 

@@ -23,6 +23,7 @@ from drafters.heads.checkpoint import WEIGHT_FILES, Checkpoint, TargetWeights
 from drafters.heads.growth.policies import MEDUSA_63, Static
 from drafters.heads.head import Head
 from drafters.heads.layers import Linear, draft_dtype
+from drafters.heads.matrices import numbers
 from drafters.heads.medusa import ROWS
 from drafters.heads.session import Session
 from engine.model.cuda.graphs import RecordedRows
@@ -63,16 +64,16 @@ class HydraHead(Head):
         checkpoint.match("vocabulary", checkpoint.number("vocab_size", target.vocab_size), target.vocab_size)
         self.feature_layers = (target.layers,)
         self.target_ids = torch.arange(target.vocab_size, device=device)
-        self.embedding = target.embedding.to(device, self.dtype)
+        self.embedding = numbers(target.embedding).to(device, self.dtype)
+        tensors = checkpoint.tensors_for(device, self.dtype)
         names = [name.removeprefix("hydra_head.") for name in checkpoint.tensors]
         checkpoint.tensors = dict(zip(names, checkpoint.tensors.values(), strict=True))
 
         def linear(name: str, out: int, inputs: int) -> Linear:
-            bias = checkpoint.take_optional(f"{name}.bias", out)
-            weight = checkpoint.take(f"{name}.weight", out, inputs)
-            return Linear(weight.to(device, self.dtype), None if bias is None else bias.to(device, self.dtype))
+            bias = tensors.vector(f"{name}.bias", out) if checkpoint.has(f"{name}.bias") else None
+            return Linear(tensors.matrix(f"{name}.weight", out, inputs), bias)
 
-        shared = Linear(target.lm_head.to(device, self.dtype)) if config.get("tie_lm_head", False) else None
+        shared = Linear(tensors.joined(target.lm_head)) if config.get("tie_lm_head", False) else None
         self.towers = []
         for i in range(self.count):
             indices = sorted(

@@ -15,20 +15,21 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from drafters.heads.matrices import HeadTensors, Multiplied, split_inputs
 from engine.core.errors import ModelError, first_line
 from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.gemm.int8.layout import has_integer_codes
 from engine.kernels.gemm.int8.matmul import Int8Matmul
-from engine.kernels.gemm.matmul import Matmul, Unit, units
+from engine.kernels.gemm.matmul import Matmul, Unit, shape_of, units
 from engine.kernels.gemm.onednn import pack, packed_product
 from engine.kernels.gemm.product import can_multiply, multiplies
 from engine.kernels.quant.layouts import STEP
 from engine.kernels.quant.nearest import nearest
+from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.simd import LANES
 from engine.model.loading import has_native_bfloat16
 from engine.model.rotary import cosines_sines, hold_frequencies
 
-TakeTensor = Callable[..., Tensor]
 _ROWS_AT_ONCE = 4096  # rows of a table, so that a load takes little more memory than it keeps
 
 
@@ -50,22 +51,27 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 class Linear:
     """A product x [n, in] -> [n, out], with the weight laid out for few rows. weight: [out, in] as stored in
-    checkpoints.
+    checkpoints, or parts that are stored in codes.
 
     gated: the matrix stacks the gate and up projections; the result is silu(gate) * up. A draft step over a few rows
-    takes as long as reading its matrices, so on a CPU they are kept in 8 bits, and rows are rounded to 8 bits too,
-    unless AMX multiplies bfloat16.
+    takes as long as reading its matrices, so on a CPU they are kept in 8 bits, or in the bits of their file, and rows
+    are rounded to 8 bits too, unless AMX multiplies bfloat16.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False, coded: bool = True):
-        """Lay the weight out. coded: False to keep the matrix as it is."""
+    def __init__(self, weight: Multiplied, bias: Tensor | None = None, gated: bool = False, coded: bool = True):
+        """Lay the weight out. coded: False to keep the matrix as it is, and the rows."""
         self.bias, self.gated = bias, gated
-        self.inputs: int = weight.shape[1]
-        self.outputs: int = len(weight) // (2 if gated else 1)
-        whole = not gated or len(weight) % (2 * LANES) == 0
-        self.matmul = _multiplied(weight, bias, gated, coded) if whole and can_multiply(weight) else None
-        self.packed = None if self.matmul else pack(weight)
-        self.weight = weight if self.matmul is None and self.packed is None else weight.new_empty(0)
+        self.weight, self.packed, self.matmul = torch.empty(0), None, None
+        if not isinstance(weight, Tensor):
+            outputs, self.inputs = shape_of(weight)
+            self.matmul = _stored_product(weight, bias, gated, coded)
+        else:
+            outputs, self.inputs = weight.shape
+            whole = not gated or outputs % (2 * LANES) == 0
+            self.matmul = _multiplied(weight, bias, gated, coded) if whole and can_multiply(weight) else None
+            self.packed = None if self.matmul else pack(weight)
+            self.weight = weight if self.matmul is None and self.packed is None else weight.new_empty(0)
+        self.outputs: int = outputs // (2 if gated else 1)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.matmul is not None:
@@ -79,36 +85,40 @@ class Linear:
 
 def _multiplied(weight: Tensor, bias: Tensor | None, gated: bool, coded: bool) -> Matmul:
     fits = weight.shape[0] % LANES == 0 and weight.shape[1] % STEP == 0
-    integers = bool(instruction_sets()) and units()[0] is not Unit.AMX
-    if not (coded and fits and weight.dtype == torch.bfloat16 and (integers or units()[0].paired)):
+    if not (coded and fits and weight.dtype == torch.bfloat16 and (_rounds_rows() or units()[0].paired)):
         return Matmul(weight, bias, gated)
-    stored = [nearest(weight)]
-    if integers and has_integer_codes(stored[0].layout):
+    return _stored_product([nearest(weight)], bias, gated, coded)
+
+
+def _stored_product(stored: Sequence[StoredMatrix], bias: Tensor | None, gated: bool, coded: bool) -> Matmul:
+    if coded and _rounds_rows() and all(has_integer_codes(part.layout) for part in stored):
         return Int8Matmul(stored, bias, gated)
     return Matmul(stored, bias, gated)
+
+
+def _rounds_rows() -> bool:
+    """Return whether rows are rounded to 8 bits: AMX multiplies bfloat16 in less time."""
+    return bool(instruction_sets()) and units()[0] is not Unit.AMX
 
 
 class PairLinear:
     """A product (token, x [n, in]) -> [n, out] over the token's embedding and x, concatenated.
 
     The embedding's part is computed once for each token: a step then reads a row of `of_token` [vocab, out] instead of
-    half of the weight. Rows of other tokens than the likely ones are computed when they are first needed, and take no
-    memory until then.
+    half of the weight. On a CPU a row is computed when it is first needed, and takes no memory until then.
     """
 
-    def __init__(
-        self, embed: Callable[[Tensor], Tensor], vocab: int, likely: Tensor, weight: Tensor, bias: Tensor | None = None
-    ):
-        """Compute the likely tokens' rows. embed: the embeddings [n, e] of tokens [n]; likely: [m] tokens; weight:
-        [out, e + in]. On other devices than a CPU all tokens must be likely: a recorded step computes no further rows.
+    def __init__(self, embed: Callable[[Tensor], Tensor], vocab: int, weight: Multiplied, bias: Tensor | None = None):
+        """Lay the weight out. embed: the embeddings [n, e] of tokens [n]; weight: [out, e + in]. Where a device records
+        steps, all rows are computed now.
         """
-        self._embed = embed
-        width = embed(likely[:1]).shape[1]
-        self._of_embedding = Linear(weight[:, :width].contiguous(), bias, coded=False)
-        self.linear = Linear(weight[:, width:].contiguous())
-        self.of_token = weight.new_empty(vocab, len(weight))
+        self._embed, one = embed, embed(torch.zeros(1, dtype=torch.int64))
+        of_embedding, of_x = split_inputs(weight, one.shape[1])
+        self._of_embedding, self.linear = Linear(of_embedding, bias, coded=False), Linear(of_x)
+        self.of_token = one.new_empty(vocab, self.linear.outputs)
         self._computed = np.zeros(vocab, bool)
-        self._compute(likely)
+        if one.device.type != "cpu":
+            self._compute(torch.arange(vocab))
 
     def reserve(self, tokens: Sequence[int] | NDArray[np.int64]) -> None:
         """Compute the rows of these tokens that are not there yet."""
@@ -191,29 +201,29 @@ class HeadCache:
         return held_keys[:, :end], held_values[:, :end]
 
 
-def qkv_weights(config: LlamaConfig, take: TakeTensor, inputs: int) -> tuple[Tensor, Tensor | None]:
+def qkv_weights(config: LlamaConfig, tensors: HeadTensors, inputs: int) -> tuple[Multiplied, Tensor | None]:
     """Take the weights of a layer's queries, keys and values: [(heads + 2 * kv_heads) * head_dim, inputs] and a bias.
 
-    take: returns the checkpoint's tensor of a name and shape. inputs: width of the attention's input.
+    tensors: of the layer. inputs: width of the attention's input.
     """
     heads = config.num_attention_heads
     kv_heads = config.num_key_value_heads or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     sizes = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
-    weight = torch.cat([take(f"self_attn.{name}_proj.weight", size, inputs) for name, size in sizes.items()])
+    weight = tensors.matrices({f"self_attn.{name}_proj.weight": size for name, size in sizes.items()}, inputs)
     bias = None
     if getattr(config, "attention_bias", False) or getattr(config, "qkv_bias", False):
-        bias = torch.cat([take(f"self_attn.{name}_proj.bias", size) for name, size in sizes.items()])
+        bias = torch.cat([tensors.vector(f"self_attn.{name}_proj.bias", size) for name, size in sizes.items()])
     return weight, bias
 
 
 class DecoderLayer:
     """A Llama layer over a preallocated cache, given queries, keys and values: heads differ in how they compute these.
 
-    take: returns the checkpoint's tensor of a name and shape.
+    tensors: of the layer.
     """
 
-    def __init__(self, config: LlamaConfig, take: TakeTensor, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: LlamaConfig, tensors: HeadTensors, device: torch.device, dtype: torch.dtype):
         hidden, ffn = config.hidden_size, config.intermediate_size
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads or self.heads
@@ -222,20 +232,28 @@ class DecoderLayer:
         # A CPU's attention over one row takes six times as long in bfloat16 as in float32, over ten rows a fifth more.
         self.attends_in = torch.float32 if device.type == "cpu" else dtype
         self.rotary = Rotary(config, device, self.attends_in)
-        out_bias = take("self_attn.o_proj.bias", hidden) if getattr(config, "attention_bias", False) else None
-        self.out = Linear(take("self_attn.o_proj.weight", hidden, self.heads * self.head_dim), out_bias)
-        self.norm = RMSNorm(take("post_attention_layernorm.weight", hidden), config.rms_norm_eps)
-        gate, up = take("mlp.gate_proj.weight", ffn, hidden), take("mlp.up_proj.weight", ffn, hidden)
-        self.gate_up = Linear(torch.cat([gate, up]), gated=True)
-        self.down = Linear(take("mlp.down_proj.weight", hidden, ffn))
+        out_bias = tensors.vector("self_attn.o_proj.bias", hidden) if getattr(config, "attention_bias", False) else None
+        self.out = Linear(tensors.matrix("self_attn.o_proj.weight", hidden, self.heads * self.head_dim), out_bias)
+        self.norm = RMSNorm(tensors.vector("post_attention_layernorm.weight", hidden), config.rms_norm_eps)
+        gate_up = {"mlp.gate_proj.weight": ffn, "mlp.up_proj.weight": ffn}
+        self.gate_up = Linear(tensors.matrices(gate_up, hidden, gated=True), gated=True)
+        self.down = Linear(tensors.matrix("mlp.down_proj.weight", hidden, ffn))
         self.query_norm: RMSNorm | None = None  # over each head, in families that have such norms
         self.key_norm: RMSNorm | None = None
 
     def __call__(
         self, qkv: Tensor, residual: Tensor, positions: Tensor, cache: HeadCache, at: int, mask: Tensor | None
     ) -> Tensor:
-        """Return [n, hidden]. qkv: [n, (heads + 2 * kv_heads) * head_dim]; residual: [n, hidden]; at: as for
-        `HeadCache.write`.
+        """Return [n, hidden]. residual: [n, hidden]; for the rest see `attended`."""
+        x = residual + self.attended(qkv, positions, cache, at, mask)
+        return x + self.mlp(self.norm(x))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """Return [n, hidden], what the MLP makes of the normed x."""
+        return self.down(self.gate_up(x))
+
+    def attended(self, qkv: Tensor, positions: Tensor, cache: HeadCache, at: int, mask: Tensor | None) -> Tensor:
+        """Return [n, hidden]. qkv: [n, (heads + 2 * kv_heads) * head_dim]; at: as for `HeadCache.write`.
 
         mask: [n, slots returned] bool, what each row may attend to; None for one row that sees all of them.
         """
@@ -254,8 +272,7 @@ class DecoderLayer:
             attn_mask=mask,
             enable_gqa=kv != heads,
         )
-        x = residual + self.out(attended[0].transpose(0, 1).reshape(n, -1).to(self.dtype))
-        return x + self.down(self.gate_up(self.norm(x)))
+        return self.out(attended[0].transpose(0, 1).reshape(n, -1).to(self.dtype))
 
     def keys_values(self, kv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return rotated keys and values, [kv_heads, n, head_dim] each, of kv: [n, 2 * kv_heads * head_dim]."""
@@ -279,6 +296,7 @@ def llama_config(values: dict[str, Any], path: str) -> LlamaConfig:
                 f"drafter.path={path}: config.json: {key}={values.get(key)!r} is not a positive count: copy it again"
             )
     ignored = {"model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "num_hidden_layers"}
+    ignored |= {"layer_types"}  # of all layers, and this configuration is of one
     try:
         return LlamaConfig(**{key: value for key, value in values.items() if key not in ignored}, num_hidden_layers=1)
     except Exception as error:

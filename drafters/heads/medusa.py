@@ -42,24 +42,26 @@ class MedusaHead(Head):
         self.target_ids = torch.arange(target.vocab_size, device=device)
         # Files of a full training run hold the heads under this name.
         checkpoint.tensors = {name.removeprefix("medusa_head."): t for name, t in checkpoint.tensors.items()}
-
-        def take(name: str, *shape: int) -> Tensor:
-            return checkpoint.take(name, *shape).to(device, self.dtype)
-
+        tensors = checkpoint.tensors_for(device, self.dtype)
         width = next((t.shape[1] for name, t in checkpoint.tensors.items() if name == "0.0.linear.weight"), hidden)
         checkpoint.match("hidden size", width, hidden)
         self.blocks = [
             [
-                Linear(take(f"{i}.{j}.linear.weight", hidden, hidden), take(f"{i}.{j}.linear.bias", hidden))
+                Linear(
+                    tensors.matrix(f"{i}.{j}.linear.weight", hidden, hidden),
+                    tensors.vector(f"{i}.{j}.linear.bias", hidden),
+                )
                 for j in range(blocks)
             ]
             for i in range(self.count)
         ]
         self.outputs: list[Linear] = []
         if checkpoint.config.get("tie_lm_head", False):
-            self.outputs = [Linear(target.lm_head.to(device, self.dtype))] * self.count
+            self.outputs = [Linear(tensors.joined(target.lm_head))] * self.count
         else:
-            self.outputs = [Linear(take(f"{i}.{blocks}.weight", target.vocab_size, hidden)) for i in range(self.count)]
+            self.outputs = [
+                Linear(tensors.matrix(f"{i}.{blocks}.weight", target.vocab_size, hidden)) for i in range(self.count)
+            ]
         self._recorded = RecordedRows(self.logits, device, ROWS)
         checkpoint.finish()
 

@@ -16,9 +16,9 @@ AnyStack: TypeAlias = "Stack | CudaStack"
 def new_stack(spec: StackSpec) -> AnyStack | None:
     """Return the stack, or None where there is none for such layers: sessions then compute request by request."""
     if spec.first.device.type != "cpu":
-        if not runs_kernels(spec.first.device):
+        if not runs_kernels(spec.first.device) or spec.around or any(spec.windows):
             return None
         from drafters.heads.cuda_stack import CudaStack
 
         return CudaStack(spec)
-    return Stack(spec) if fits(spec.first) else None
+    return Stack(spec) if fits(spec.first) and all(around.fits for around in spec.around) else None

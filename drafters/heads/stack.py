@@ -130,6 +130,21 @@ class PooledCache(KVCache):
         return self.slots(np.arange(first, first + count, dtype=np.int32))
 
 
+class Around(Protocol):
+    """Steps around the parts of a layer. fits: whether a program has them."""
+
+    @property
+    def fits(self) -> bool: ...
+    def enter(self, program: LayerProgram) -> None:
+        """Add what comes before the layer's queries, keys and values are made of x."""
+
+    def build(self, program: LayerProgram, weights: LayerWeights, keys: LayerKeys) -> None:
+        """Add all of the layer that comes after they were made."""
+
+    def set_rows(self, rows: int) -> None:
+        """Set the rows of the next run."""
+
+
 Enters = Callable[[Tensor, Tensor], Tensor]
 """What a stack's rows start from, [rows, hidden] or `entry`'s inputs, of what is kept above them, [rows, hidden], and
 their tokens, [rows].
@@ -184,7 +199,8 @@ class StackSpec:
 
     head: multiplies the last layer's output, or its `norm`. enters: what rows start from. of_token: [vocab, qkv], added
     to the first layer's queries, keys and values. entry: makes the residual from what `enters` gives. keeps: whether a
-    row's last residual is kept, in `pool.features`, or what the norm makes of it (`normed`).
+    row's last residual is kept, in `pool.features`, or what the norm makes of it (`normed`). windows: positions that
+    rows of each layer see, 0: all; (): all in all layers. around: of each layer; (): none.
     """
 
     layers: Sequence[ProgramLayer]
@@ -196,6 +212,8 @@ class StackSpec:
     entry: RunsRows | None = None
     keeps: bool = False
     normed: bool = False
+    windows: Sequence[int] = ()
+    around: Sequence[Around] = ()
 
     @property
     def own_layers(self) -> list[StackLayer]:
@@ -251,6 +269,8 @@ class Stack:
         picked = None if chosen is None else np.asarray(chosen, np.int32)
         count, address = (rows, 0) if picked is None else (len(picked), picked.ctypes.data)
         self._adds["tokens"], self._adds["rows"] = places.tokens, rows
+        for around in spec.around:
+            around.set_rows(rows)
         program.begin(rows, places.positions, places.slots, [self.cos_sin], count=count, chosen=address)
         out = program.run_to_head(program.new_out(count))
         if spec.keeps:  # of rows that were not chosen the last residual is not computed
@@ -270,16 +290,22 @@ class Stack:
             program.product(spec.entry, "entering", "delta", self.hidden)
             program.delta()
         for index, layer in enumerate(spec.layers):
-            weights = layer.weights
+            weights, around = layer.weights, spec.around[index] if spec.around else None
             program.begin_layer(weights.input_norm)
+            if around is not None:
+                around.enter(program)
             program.product(layer.qkv, "x", "qkv", layer.qkv.outputs)
             if index == 0 and spec.of_token is not None:
                 out = program.buffers["qkv"]
                 self._adds["table"], self._adds["out"] = spec.of_token.data_ptr(), out.data_ptr()
                 self._adds["columns"], self._adds["width"] = out.shape[1], out.itemsize
                 program.add(add_tokens_kernel(), address_of(self._adds))
-            keys = LayerKeys(self._attention, index, Rule(head_dim**-0.5))
-            program.attention_and_mlp(weights, keys, "qkv")
+            window = spec.windows[index] if spec.windows else 0
+            keys = LayerKeys(self._attention, index, Rule(head_dim**-0.5, window))
+            if around is None:
+                program.attention_and_mlp(weights, keys, "qkv")
+            else:
+                around.build(program, weights, keys)
         program.norm(norm_of(spec.norm))
         program.head(spec.head, spec.head.outputs)
         # numpy takes less time than torch to copy a few rows

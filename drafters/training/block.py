@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from drafters.heads.checkpoint import Checkpoint
+from drafters.heads.matrices import numbers
 from drafters.training.anchored_attention import AnchoredAttention
 from drafters.training.head_module import HeadModule, Texts, llama_values, vocabulary_maps
 from drafters.training.loss import Factors
@@ -165,7 +166,7 @@ class BlockModule(HeadModule):
                 start.tensors.setdefault(name, torch.zeros_like(own))  # of a head that was made without them
         super().begin_with(start)  # refuses a head without a link
         assert link is not None
-        self.markov_head.begin_with(link)
+        self.markov_head.begin_with(numbers(link))
 
     def export(self) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         assert self.draft_ids is not None

@@ -80,9 +80,10 @@ def _build_dense(
     target: Path, tokenizer: Any, inputs: list[Path], out: Path, passage_tokens: int, report: Callable[[int], None]
 ) -> DenseHeader:
     from drafters.heads.checkpoint import TargetWeights
+    from drafters.heads.matrices import numbers
     from retrieval_index.dense_build import build_dense
 
-    embedding = TargetWeights.read(str(target)).embedding.float().numpy()
+    embedding = numbers(TargetWeights.read(str(target)).embedding).float().numpy()
     return build_dense(tokenizer, embedding, inputs, out, passage_tokens, report)
 
 

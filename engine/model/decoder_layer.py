@@ -295,6 +295,7 @@ class Layer:
             groups=mlp.groups,
             top_groups=mlp.top_groups,
             counted=mlp.counted,
+            least=mlp.least,
             shared=shared,
             shared_gate=mlp.shared_gate,
             gated=gated,

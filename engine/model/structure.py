@@ -86,6 +86,7 @@ class ExpertsStructure(msgspec.Struct, frozen=True, tag=True):
     groups: int = 1
     top_groups: int = 1
     counted: int = 1
+    least: float = 1e-20
     shared: MlpStructure | None = None
     shared_gate: bool = True
     activation: Activation = Activation.SILU

@@ -21,6 +21,7 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from drafters.heads.assistant.centroids import Centroids
 from drafters.heads.assistant.stored import AFTER, BEFORE, EMBEDDING, NORM, InGguf, InSafetensors, Stored, refused
 from drafters.heads.checkpoint import TargetWeights, find_folder
+from drafters.heads.matrices import rows_of
 from drafters.heads.mtp.own_tokens import OwnTokens, likely_tokens
 from drafters.heads.mtp.weights import ends_of, output_of
 from engine.core.errors import DrafterMismatch, ModelError, TalonError
@@ -246,7 +247,7 @@ def _embed(folder: Path, hidden: int) -> Callable[[Tensor], Tensor]:
     scale, file = float(torch.tensor(hidden**0.5).to(torch.bfloat16)), open_gguf(unquantised(folder))
     if file is None:
         embedding = TargetWeights.read(str(folder)).embedding
-        return lambda tokens: (embedding[tokens].float() * scale).to(torch.bfloat16)
+        return lambda tokens: (rows_of(embedding, tokens).float() * scale).to(torch.bfloat16)
     weights = GgufWeights(file, {}, {})
     if file.tensor(_STORED_EMBEDDING) is None:
         raise ModelError(f"model={file.path}: tensor {_STORED_EMBEDDING} is missing; get the file again")

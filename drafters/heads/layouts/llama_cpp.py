@@ -3,8 +3,8 @@
 A file becomes the configuration and the tensors of the public layout, under the file's own names (`stored_name`). What
 the converter changed is changed back: `d2t` has the target's ids and not offsets, EAGLE-3's queries and keys have
 neighbouring dimensions rotated, as Llama's have, and `target_layers` are those that hidden states enter, where DFlash
-names the layers before them. Tensors become numbers of 32 bits, or of 16 if they were quantised: the head rounds its
-matrices to 8 bits again.
+names the layers before them. Matrices in codes stay in the file until the head packs them in the same bits; other
+tensors become numbers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafters.heads.matrices import Matrix, file_matrix, numbers, some_of
 from engine.core.errors import ModelError, shown
 from engine.kernels.quant.stored import StoredMatrix
 from engine.weights.draft_head import ARCHITECTURES
@@ -34,6 +35,8 @@ _LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
 }
 """Parts of a layer by their public names."""
 _WHOLE = {
@@ -45,6 +48,22 @@ _WHOLE = {
     "markov_head.markov_w1": "markov_w1",
     "markov_head.markov_w2": "markov_w2",
     "confidence_head.proj": "conf_proj",
+    "candidate_selector.hidden_projection": "selector_hidden",
+}
+_ENDINGS = {
+    "attention_conv.base_kernel": "attn_conv_base",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+}
+"""Ends of names that are no modules' weights."""
+_FLASH_2 = {
+    "conv_kernel_size": "conv_kernel_size",
+    "conv_group_size": "conv_group_size",
+    "selector_rank": "selector_rank",
+    "selector_top_k": "selector_top_k",
+    "output_multiplier": "logit_scale",
+    "final_logit_softcapping": "final_logit_softcapping",
 }
 _SIZES = {
     "hidden_size": "embedding_length",
@@ -57,10 +76,16 @@ _SIZES = {
 _UNKNOWN = ("embedding_scale", "attention.scale", "attention.value_scale", "hyper_connection.count")
 """Keys that change what a head computes, of families whose heads are not read."""
 _D2T, _T2D, _FACTORS, _BIAS = "d2t", "t2d", "rope_freqs.weight", "conf_proj.bias"
+_SELECTOR = "selector_hidden.weight"
+"""The tensor that marks a DFlash head as DFlash 2's."""
 
 
 def stored_name(name: str) -> str:
     """Return the file's name for the tensor `name` of the public layout."""
+    for ending, stored in _ENDINGS.items():
+        if name.endswith(ending):
+            begin = name.removesuffix(ending)
+            return f"blk.{begin.removeprefix('layers.')}{stored}" if begin else stored
     module, _, suffix = name.rpartition(".")
     first, _, rest = module.partition(".")
     if first == "midlayer":
@@ -71,7 +96,7 @@ def stored_name(name: str) -> str:
     return f"{_WHOLE.get(module, module)}.{suffix}" if module else name
 
 
-def read_head(path: str, method: str, field: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_head(path: str, method: str, field: str) -> tuple[dict[str, Any], dict[str, Matrix]]:
     """Read the head of a file: its configuration and its tensors. field: the key that names it.
 
     Raises ModelError if the file is not of a head for that method, or says of it what is not read.
@@ -85,11 +110,11 @@ class _Head:
     def __init__(self, file: GgufFile, field: str):
         self.file, self.field = file, field
 
-    def read(self, method: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def read(self, method: str) -> tuple[dict[str, Any], dict[str, Matrix]]:
         architecture = self.file.architecture
         if ARCHITECTURES.get(architecture) != method:
             raise ModelError(self._other(architecture, method))
-        tensors = {tensor.name: self._values(tensor.name) for tensor in self.file.tensors}
+        tensors = {tensor.name: self._read(tensor.name) for tensor in self.file.tensors}
         return _READ[architecture](self, tensors), tensors
 
     def _other(self, architecture: str, method: str) -> str:
@@ -101,7 +126,7 @@ class _Head:
             "smaller model drafts with method=sps, or with drafter.head=sps in a hybrid"
         )
 
-    def eagle3(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def eagle3(self, tensors: dict[str, Matrix]) -> dict[str, Any]:
         """Return the configuration, and put the rows of queries and keys back."""
         config = self._common(tensors)
         for name, heads in (("attn_q", "num_attention_heads"), ("attn_k", "num_key_value_heads")):
@@ -114,20 +139,17 @@ class _Head:
             "norm_before_fc": bool(self._key("norm_before_fc", False)),
         }
 
-    def dflash(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Return the configuration of a DFlash head, or of DSpark's if there is a Markov head."""
-        if self._key("attention.sliding_window", 0):
-            raise self._error("attention.sliding_window", "layers with windows are not supported")
-        if "selector_hidden.weight" in tensors:
-            raise ModelError(f"{self.field}: DFlash 2 (selector_hidden) is not supported, DFlash and DSpark are")
+    def dflash(self, tensors: dict[str, Matrix]) -> dict[str, Any]:
+        """Return the configuration of a DFlash head: DSpark's has a Markov head, DFlash 2's a selector."""
         config, markov, sure = self._common(tensors), tensors.get("markov_w1.weight"), tensors.get("conf_proj.weight")
         if sure is not None:
-            tensors["conf_proj.weight"] = sure.view(1, -1)
+            sure = tensors["conf_proj.weight"] = numbers(sure).view(1, -1)
             tensors.setdefault(_BIAS, torch.zeros(1))
         from_anchor = markov is not None and bool(self._key("sample_from_anchor", True))
         return config | {
             "block_size": self._count("block_size"),
-            "causal": bool(self._key("attention.causal", False)),
+            "causal": self._key("attention.causal"),
+            **self._windows(config["num_hidden_layers"]),
             "markov_rank": 0 if markov is None else markov.shape[-1],
             "enable_confidence_head": sure is not None,
             "confidence_head_with_markov": sure is not None and sure.numel() > config["hidden_size"],
@@ -135,10 +157,21 @@ class _Head:
                 "target_layer_ids": [layer - 1 for layer in self._target_layers()],
                 "mask_token_id": self.file.metadata.get("tokenizer.ggml.mask_token_id"),
                 "draft_shift": from_anchor,
+                **({name: self._key(key) for name, key in _FLASH_2.items()} if _SELECTOR in tensors else {}),
             },
         }
 
-    def _common(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def _windows(self, layers: int) -> dict[str, Any]:
+        """Return which layers attend to the latest positions alone, and to how many."""
+        if not (window := self._key("attention.sliding_window", 0)):
+            return {}
+        pattern = self.file.arrays.get(f"{self.file.architecture}.attention.sliding_window_pattern", ())
+        if len(pattern) != layers:
+            raise self._error("attention.sliding_window_pattern", f"is not of {layers} layers")
+        types = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+        return {"use_sliding_window": True, "sliding_window": window, "layer_types": types}
+
+    def _common(self, tensors: dict[str, Matrix]) -> dict[str, Any]:
         """Return the part of the configuration that all heads have, and put the vocabulary's offsets in place."""
         for key in _UNKNOWN:
             if self._key(key) is not None:
@@ -153,10 +186,12 @@ class _Head:
             "head_dim": head_dim,
             "vocab_size": self._vocabulary(),
             "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
-            "rope_parameters": self._rotary(tensors.pop(_FACTORS, None), head_dim, config["max_position_embeddings"]),
+            "rope_parameters": self._rotary(
+                self._vector(tensors, _FACTORS), head_dim, config["max_position_embeddings"]
+            ),
         }
         if (ids := tensors.get(_D2T)) is not None:
-            if ids.dtype != torch.int64 or ids.dim() != 1:
+            if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
                 raise ModelError(f"{self.field}: tensor d2t does not hold tokens; convert the head again")
             config["draft_vocab_size"] = len(ids)
             tensors[_D2T] = ids - torch.arange(len(ids))
@@ -194,13 +229,13 @@ class _Head:
             rope |= {name: found for name, key in given.items() if (found := self._key(f"rope.scaling.{key}"))}
         return rope
 
-    def _halved(self, weight: Tensor, heads: int, name: str) -> Tensor:
+    def _halved(self, weight: Matrix, heads: int, name: str) -> Matrix:
         """Return the rows of queries or keys as the public layout has them: the first of each pair that is rotated
         together, then the second.
         """
-        if len(weight) % (2 * heads):
-            raise ModelError(f"{self.field}: tensor blk.0.{name}.weight has {len(weight)} rows for {heads} heads")
-        return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        if (rows := weight.shape[0]) % (2 * heads):
+            raise ModelError(f"{self.field}: tensor blk.0.{name}.weight has {rows} rows for {heads} heads")
+        return some_of(weight, torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten())
 
     def _vocabulary(self) -> int:
         """Return the size of the target's vocabulary."""
@@ -232,10 +267,16 @@ class _Head:
     def _error(self, key: str, problem: str) -> ModelError:
         return ModelError(f"{self.field}: {self.file.architecture}.{key}: {problem}; convert the head again")
 
-    def _values(self, name: str) -> Tensor:
+    def _vector(self, tensors: dict[str, Matrix], name: str) -> Tensor | None:
+        """Take a tensor of numbers out, if it is there."""
+        return None if (found := tensors.pop(name, None)) is None else numbers(found)
+
+    def _read(self, name: str) -> Matrix:
         """Return a tensor in torch's order of dimensions."""
         tensor = self.file.tensor(name)
         assert tensor is not None
+        if (matrix := file_matrix(self.file, tensor)) is not None:
+            return matrix
         kind, raw, shape = tensor.kind.name, self.file.read(tensor), tensor.shape[::-1]
         if kind in _INTEGERS:
             return torch.from_numpy(raw.view(_INTEGERS[kind]).copy()).long().view(shape)
@@ -249,7 +290,7 @@ class _Head:
 
 
 _INTEGERS = {"I32": "<i4", "I64": "<i8"}
-_READ: dict[str, Callable[[_Head, dict[str, Tensor]], dict[str, Any]]] = {
+_READ: dict[str, Callable[[_Head, dict[str, Matrix]], dict[str, Any]]] = {
     "eagle3": _Head.eagle3,
     "dflash": _Head.dflash,
 }

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 TYPE = "speculators_model_type"
 """The key that marks a config.json as being of this format; its value is the kind of head."""
 
@@ -31,7 +29,7 @@ def stored_name(name: str, kind: str | None) -> str:
     return name
 
 
-def public_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def public_config(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration as the public layout has it. Raises ValueError that names what cannot be read."""
     kind, layer = config[TYPE], config.get(_LAYER)
     if kind not in PREFIXES:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from drafters.heads.checkpoint import TargetWeights, find_folder
+from drafters.heads.matrices import rows_of
 from drafters.heads.mtp.own_tokens import OwnTokens, RowsOf, likely_tokens
 from engine.core.errors import DrafterMismatch, ModelError, first_line
 from engine.kernels.gemm.product import Product, multiplies
@@ -213,7 +214,9 @@ def _of_safetensors(head: Path, folder: Path, config: Any, field: str, likely: t
     join = stored.vector(f"{PREFIX}fc.weight")
     _match(field, "hidden size", len(join), text.hidden_size)
     structure = describe(skeleton(str(folder), config))
-    output, own = output_of(lambda ids: coded(target.lm_head[torch.from_numpy(ids)].to(torch.bfloat16)), likely)
+    output, own = output_of(
+        lambda ids: coded(rows_of(target.lm_head, torch.from_numpy(ids)).to(torch.bfloat16)), likely
+    )
     embedding_norm, state_norm = (
         made_norm(NormStructure("", structure.norm.epsilon, structure.norm.adds_one), stored.vector(name))
         for name in (f"{PREFIX}pre_fc_norm_embedding.weight", f"{PREFIX}pre_fc_norm_hidden.weight")
@@ -225,7 +228,7 @@ def _of_safetensors(head: Path, folder: Path, config: Any, field: str, likely: t
         embedding_norm=embedding_norm,
         state_norm=state_norm,
         norm=made_norm(structure.norm, stored.vector(structure.norm.weight)),
-        embed=lambda tokens: target.embedding[tokens].to(torch.bfloat16),
+        embed=lambda tokens: rows_of(target.embedding, tokens).to(torch.bfloat16),
         head=output,
         own=own,
     )

@@ -24,8 +24,6 @@ from engine.core.outcomes import Following
 from engine.device import downloaded
 from engine.kernels.jit_cache import versioned
 
-_CANDIDATES = 128  # candidates per row, by the row alone; a link often lifts one that is far down
-
 
 class RowQuery(NamedTuple):
     """One prediction to compute. before: the token before the row."""
@@ -37,14 +35,14 @@ class RowQuery(NamedTuple):
 class BlockForward:
     """The result of one forward for one session: the rows after each block's known prefix, concatenated.
 
-    outputs: of these rows; positions: [rows], of the tokens that they predict. The likeliest tokens of a row by the row
-    alone are found when it is first asked for: small trees ask only for the first rows. Where a request samples, top-k,
-    top-p and min-p rule out tokens before links are added.
+    outputs: of these rows; positions: [rows], of the tokens that they predict; candidates: of a row. A row's likeliest
+    tokens by the row alone are found when it is first asked for: small trees ask only for the first rows. Where a
+    request samples, top-k, top-p and min-p rule out tokens before links are added.
     """
 
-    def __init__(self, outputs: Outputs, positions: list[int]):
+    def __init__(self, outputs: Outputs, positions: list[int], candidates: int):
         self.outputs, self.positions = outputs, positions
-        rows, candidates = len(positions), min(_CANDIDATES, outputs.logits.shape[1])
+        rows, candidates = len(positions), min(candidates, outputs.logits.shape[1])
         self._found: set[int] = set()
         self._gain = np.float32(1)  # the factor of a link
         self._scores, self._ids = np.empty((rows, candidates), np.float32), np.empty((rows, candidates), np.int64)

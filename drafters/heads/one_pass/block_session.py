@@ -189,7 +189,7 @@ class BlockSession(Session):
         ends = list(accumulate(len(head.predicting(path)) for path in paths))
         roots = [path[-1] if path else self._root_token for path in paths]
         positions = [self.synced + 1 + len(path) + row for path in paths for row in range(len(head.predicting(path)))]
-        forward = BlockForward(outputs, positions)
+        forward = BlockForward(outputs, positions, head.candidates)
         self.blocks += [
             _Block(root, path, forward, first, end - first)
             for root, path, first, end in zip(roots, paths, [0, *ends[:-1]], ends, strict=True)

@@ -13,6 +13,9 @@ and row 0 nothing (unless `dflash_config.draft_shift` says otherwise). DSpark's 
 
 The *link* (DSpark's Markov head) adds W2 W1[token before] to a row's logits, or W2 (gate * W1[token before]) with
 gate = sigmoid(gate_proj [row; W1[token before]]): the branches of a tree then differ although they share the rows.
+
+DFlash 2 (vLLM's `qwen3_dflash2`) has convolutions around attention and MLP (`convolution`), and a selector among each
+row's likeliest tokens, which is a link with the gate H row (`markov_link.selector`).
 """
 
 from __future__ import annotations
@@ -39,12 +42,14 @@ from drafters.heads.layers import (
     qkv_weights,
     small_dtype,
 )
+from drafters.heads.matrices import HeadTensors, last_outputs, rows_of, some_of
 from drafters.heads.new_stack import AnyStack, new_stack
+from drafters.heads.one_pass.block_options import BlockOptions
 from drafters.heads.one_pass.context import ContextReader
-from drafters.heads.one_pass.markov_link import Link
+from drafters.heads.one_pass.convolution import Convolutions
+from drafters.heads.one_pass.markov_link import Link, markov_link, selector
 from drafters.heads.stack import Stack, StackLayer, StackSpec
 from drafters.heads.top import Floats, Integers
-from engine.core.errors import DrafterMismatch
 from engine.kernels.simd import LANES
 
 if TYPE_CHECKING:
@@ -52,28 +57,42 @@ if TYPE_CHECKING:
 
 UNKNOWN = -1
 """Stands in the place of a token that a block is to predict."""
+CANDIDATES = 128
+"""Candidates of a row, by the row alone; a link often lifts one that is far down."""
 
 
 class BlockLayer:
-    """One layer: queries, keys and values of the block's rows, keys and values of the context."""
+    """One layer: queries, keys and values of the block's rows, keys and values of the context. around: the
+    convolutions of DFlash 2.
+    """
 
-    def __init__(self, config: Any, checkpoint: Checkpoint, index: int, device: torch.device, dtype: torch.dtype):
-        def take(name: str, *shape: int) -> Tensor:
-            return checkpoint.take(f"layers.{index}.{name}", *shape).to(device, dtype)
-
-        weight, bias = qkv_weights(config, take, config.hidden_size)
-        self.input_norm = RMSNorm(take("input_layernorm.weight", config.hidden_size), config.rms_norm_eps)
-        self.decoder = DecoderLayer(config, take, device, dtype)
-        queries = self.decoder.heads * self.decoder.head_dim
+    def __init__(self, config: Any, tensors: HeadTensors, checkpoint: Checkpoint, options: BlockOptions):
+        """Make the layer. tensors: of the layer."""
+        device, dtype = tensors.joined.device, tensors.joined.dtype
+        weight, bias = qkv_weights(config, tensors, config.hidden_size)
+        self.input_norm = RMSNorm(tensors.vector("input_layernorm.weight", config.hidden_size), config.rms_norm_eps)
+        self.decoder = DecoderLayer(config, tensors, device, dtype)
+        kv = 2 * self.decoder.kv_heads * self.decoder.head_dim
         self.qkv = Linear(weight, bias)
-        self.kv = Linear(weight[queries:].contiguous(), None if bias is None else bias[queries:])
+        self.kv = Linear(last_outputs(weight, 2, kv), None if bias is None else bias[-kv:])
         names = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
-        if all(checkpoint.has(f"layers.{index}.{name}") for name in names):
-            norms = [RMSNorm(take(name, self.decoder.head_dim), config.rms_norm_eps) for name in names]
+        if all(checkpoint.has(f"{tensors.prefix}{name}") for name in names):
+            norms = [RMSNorm(tensors.vector(name, self.decoder.head_dim), config.rms_norm_eps) for name in names]
             self.decoder.query_norm, self.decoder.key_norm = norms
+        self.around: Convolutions | None = None
+        if options.flash_2 is not None:
+            self.around = Convolutions(tensors, config.hidden_size, options.flash_2, options.size)
 
     def __call__(self, x: Tensor, positions: Tensor, cache: HeadCache, at: int, mask: Tensor) -> Tensor:
-        return self.decoder(self.qkv(self.input_norm(x)), x, positions, cache, at, mask)
+        decoder, normed = self.decoder, self.input_norm(x)
+        if self.around is None:
+            return decoder(self.qkv(normed), x, positions, cache, at, mask)
+
+        def attended(entered: Tensor) -> Tensor:
+            return decoder.attended(self.qkv(entered), positions, cache, at, mask)
+
+        x = x + self.around.attention(normed, attended)
+        return x + self.around.mlp(decoder.norm(x), decoder.mlp)
 
     def read(self, context: Tensor, positions: Tensor, cache: HeadCache, at: int) -> None:
         """Write the context's keys and values, [n, hidden] at `positions`, to the slots from `at` on."""
@@ -130,59 +149,61 @@ class BlockWeights(Head):
 
     def __init__(self, checkpoint: Checkpoint, target: TargetWeights, device: torch.device):
         self.device, self.dtype = device, draft_dtype(device)
-        config, options = llama_config(checkpoint.config, checkpoint.path), checkpoint.config
-        flash = options.get("dflash_config") or {}
+        config, options = llama_config(checkpoint.config, checkpoint.path), BlockOptions.read(checkpoint)
         hidden = self.hidden_size = config.hidden_size
         checkpoint.match("hidden size", hidden, target.hidden_size)
         checkpoint.match("vocabulary", checkpoint.number("vocab_size", target.vocab_size), target.vocab_size)
-        _refuse_windows(checkpoint)
-        self.feature_layers = _feature_layers(checkpoint, flash, target.layers)
-        self.size = checkpoint.number("block_size", flash.get("block_size"))
-        shifted = bool(flash.get("draft_shift", False)) if "dflash_config" in options else True
-        self.first = 0 if shifted else 1
+        self.feature_layers = options.feature_layers(checkpoint, target.layers)
+        self.size, self.first, self.causal, self.windows = options.size, options.first, options.causal, options.windows
         self.depth = self.size - self.first
-        self.causal = bool(options.get("causal", flash.get("causal_head", False)))
         # DFlash and DSpark draft a chain; JetSpec takes the best paths over the top seven tokens of each depth.
         chain = Static([(0,) * depth for depth in range(1, self.depth + 1)])
-        self.published_growth = Dynamic(self.depth - 1, 7, 128) if flash.get("causal_head", False) else chain
+        self.published_growth = Dynamic(self.depth - 1, 7, 128) if options.jet else chain
         vocab = checkpoint.number("draft_vocab_size", target.vocab_size)
         self.target_ids = checkpoint.target_ids(vocab, target.vocab_size).to(device)
         self.tokens: Integers = self.target_ids.cpu().numpy()
-
-        def take(name: str, *shape: int) -> Tensor:
-            return checkpoint.take(name, *shape).to(device, self.dtype)
-
-        embedding = checkpoint.take_optional("embed_tokens.weight", target.vocab_size, hidden)
-        self.embedding = (target.embedding if embedding is None else embedding).to(device, self.dtype)
-        lm_head = checkpoint.take_optional("lm_head.weight", vocab, hidden)
-        multiplied = [target.lm_head[self.target_ids.cpu()] if lm_head is None else lm_head]
-        self.mask = self._mask(checkpoint, flash)
-        self.fc = Linear(take("fc.weight", hidden, len(self.feature_layers) * hidden))
-        self.hidden_norm = RMSNorm(take("hidden_norm.weight", hidden), config.rms_norm_eps)
+        tensors = checkpoint.tensors_for(device, self.dtype)
+        embedding = checkpoint.optional_matrix("embed_tokens.weight", target.vocab_size, hidden)
+        self.embedding = tensors.joined.table(target.embedding if embedding is None else embedding)
+        lm_head = checkpoint.optional_matrix("lm_head.weight", vocab, hidden)
+        self.mask = self._mask(checkpoint, options.flash)
+        self.fc = Linear(tensors.matrix("fc.weight", hidden, len(self.feature_layers) * hidden))
+        self.hidden_norm = RMSNorm(tensors.vector("hidden_norm.weight", hidden), config.rms_norm_eps)
         self.layers = [
-            BlockLayer(config, checkpoint, index, device, self.dtype)
-            for index in range(checkpoint.number("num_hidden_layers"))
+            BlockLayer(config, tensors.under(f"layers.{i}."), checkpoint, options) for i in range(options.layers)
         ]
-        self.norm = RMSNorm(take("norm.weight", hidden), config.rms_norm_eps)
-        entry = checkpoint.take_optional("entry.weight", hidden, 2 * hidden)
-        self.entry = None if entry is None else Linear(entry.to(device, self.dtype))
+        self.norm = RMSNorm(tensors.vector("norm.weight", hidden), config.rms_norm_eps)
+        entry = checkpoint.optional_matrix("entry.weight", hidden, 2 * hidden)
+        self.entry = None if entry is None else Linear(tensors.joined(entry))
         self.link: Link | None = None
-        rank = options.get("markov_rank") or 0
+        self.candidates = CANDIDATES
+        rank = checkpoint.config.get("markov_rank") or 0
         if rank:
-            self.link = Link(checkpoint, target.vocab_size, vocab, hidden, device)
+            self.link = markov_link(checkpoint, target.vocab_size, vocab, hidden, device)
+        elif options.flash_2 is not None:
+            self.candidates = options.flash_2.candidates
+            self.link = selector(checkpoint, options.flash_2.rank, self.target_ids, target.vocab_size, hidden, device)
         self.confidence: Confidence | None = None
-        if options.get("enable_confidence_head", False):
-            width = hidden + (rank if options.get("confidence_head_with_markov", False) else 0)
-            weight, bias = take("confidence_head.proj.weight", 1, width)[0], take("confidence_head.proj.bias", 1)
+        if checkpoint.config.get("enable_confidence_head", False):
+            width = hidden + (rank if checkpoint.config.get("confidence_head_with_markov", False) else 0)
+            weight = tensors.vector("confidence_head.proj.weight", 1, width)[0]
+            bias = tensors.vector("confidence_head.proj.bias", 1)
             self.confidence = Confidence(weight.to(small_dtype(device)), bias, hidden, target.vocab_size, self.link)
-        if self.link is not None and self.link.gate is not None:
-            multiplied.append(self.link.gate.of_state.T)
-        if self.confidence is not None:
-            multiplied.append(self.confidence.of_state[None])
-        joined = torch.cat([weight.to(device, self.dtype) for weight in multiplied])
-        self.output = Linear(F.pad(joined, (0, 0, 0, -len(joined) % LANES)))
+        lm_head = some_of(target.lm_head, self.target_ids.cpu()) if lm_head is None else lm_head
+        self.output = Linear(tensors.joined(lm_head, *self._more_outputs(vocab)))
         checkpoint.ignore("rotary_emb.inv_freq")
         checkpoint.finish()
+
+    def _more_outputs(self, vocab: int) -> list[Tensor]:
+        """Return what states are multiplied with beside the output matrix, so that all outputs are whole panels."""
+        more = [torch.empty(0, self.hidden_size, device=self.device, dtype=self.dtype)]
+        if self.link is not None and self.link.gate is not None:
+            more.append(self.link.gate.of_state.T)
+        if self.confidence is not None:
+            more.append(self.confidence.of_state[None])
+        joined = torch.cat([weight.to(self.device, self.dtype) for weight in more])
+        padded = F.pad(joined, (0, 0, 0, -(vocab + len(joined)) % LANES))
+        return [padded] if len(padded) else []
 
     def _mask(self, checkpoint: Checkpoint, flash: dict[str, Any]) -> Tensor:
         """Return [hidden]: the embedding of rows whose token is not known."""
@@ -190,9 +211,9 @@ class BlockWeights(Head):
         if own is not None:
             return own.to(self.device, self.dtype)
         token = flash.get("mask_token_id", checkpoint.config.get("mask_token_id"))
-        if not isinstance(token, int) or not 0 <= token < len(self.embedding):
+        if not isinstance(token, int) or not 0 <= token < self.embedding.shape[0]:
             raise checkpoint.error(f"{checkpoint.source}: mask_token_id={token!r} is no token of the target")
-        return self.embedding[token]
+        return rows_of(self.embedding, torch.tensor([token]))[0].to(self.dtype)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Return the target's true features [n, layers, hidden] as context, [n, hidden]."""
@@ -200,8 +221,10 @@ class BlockWeights(Head):
 
     def forward(self, x: Tensor, positions: Tensor, caches: Sequence[HeadCache], at: int, mask: Tensor) -> Tensor:
         """Return the rows' states after `norm`. x: [n, hidden], the rows' embeddings; mask: [n, at + n]."""
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, positions, cache, at, mask)
+        slots = torch.cat([torch.arange(at, device=self.device), positions])
+        for layer, cache, window in zip(self.layers, caches, self.windows, strict=True):
+            near = mask & (slots > positions[:, None] - window) if window else mask
+            x = layer(x, positions, cache, at, near)
         return self.norm(x)
 
     def outputs(self, multiplied: Tensor) -> Outputs:
@@ -223,7 +246,9 @@ class BlockWeights(Head):
     def stack(self) -> AnyStack | None:
         """The program of the device from the rows' inputs to their outputs, None where a stack does not fit."""
         layers = [StackLayer(layer.qkv, layer.decoder, layer.input_norm) for layer in self.layers]
-        return new_stack(StackSpec(layers, self.dtype, self.output, self.entered, self.norm, entry=self.entry))
+        around = [layer.around for layer in self.layers if layer.around is not None]
+        ends = self.output, self.entered, self.norm
+        return new_stack(StackSpec(layers, self.dtype, *ends, entry=self.entry, windows=self.windows, around=around))
 
     @cached_property
     def reader(self) -> ContextReader | CudaReader | None:
@@ -239,40 +264,9 @@ class BlockWeights(Head):
         """Return [rows, inputs]: what rows of blocks start from. context: [rows, hidden], the text's last context
         vector; tokens: [rows], `UNKNOWN` where the mask embedding stands.
         """
-        known = self.embedding.index_select(0, tokens.clamp(min=0))
+        known = rows_of(self.embedding, tokens.clamp(min=0)).to(self.dtype)
         x = torch.where((tokens >= 0)[:, None], known, self.mask)
         return x if self.entry is None else torch.cat([x, context.to(x.dtype)], dim=1)
 
     def new_caches(self, capacity: int) -> list[HeadCache]:
         return [HeadCache(layer.decoder, capacity) for layer in self.layers]
-
-
-def _feature_layers(checkpoint: Checkpoint, flash: dict[str, Any], layers: int) -> tuple[int, ...]:
-    """Return the hidden states that form the context. The files name the layers that output them; -1 is the input."""
-    named = flash.get("target_layer_ids", checkpoint.config.get("target_layer_ids"))
-    if named is None:
-        named = _spread(layers, checkpoint.number("num_hidden_layers"))
-    if not isinstance(named, list) or not named or not all(isinstance(layer, int) for layer in named):
-        raise checkpoint.error(f"{checkpoint.source}: target_layer_ids={named!r} is not a list of layers")
-    if not all(-1 <= layer < layers for layer in named):
-        raise DrafterMismatch(
-            f"target has {layers} layers, the head reads the outputs of {', '.join(map(str, named))} "
-            f"(drafter.path={checkpoint.path}): use the target it was trained for"
-        )
-    return tuple(layer + 1 for layer in named)
-
-
-def _spread(target_layers: int, draft_layers: int) -> list[int]:
-    """Return the layers that JetSpec reads where the file names none."""
-    if draft_layers == 1:
-        return [target_layers // 2]
-    step = (target_layers - 4) / (draft_layers - 1)
-    return [round(1 + index * step) for index in range(draft_layers)]
-
-
-def _refuse_windows(checkpoint: Checkpoint) -> None:
-    config = checkpoint.config
-    if "sliding_attention" in (config.get("layer_types") or ()) and config.get("sliding_window") is not None:
-        raise checkpoint.error("config.json: layer_types with sliding_attention are not supported")
-    if any(name.startswith("candidate_selector.") for name in checkpoint.tensors):
-        raise checkpoint.error("DFlash 2 (candidate_selector) is not supported, DFlash is")

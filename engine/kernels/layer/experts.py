@@ -74,9 +74,11 @@ EXPERTS = record_of(
     "width",
     "normalised",  # 1: the shares of the chosen sum to 1
     "shared",  # 1: the products have scratch that all threads use together
-    floats=("scale",),  # of all shares
+    floats=(
+        "scale",  # of all shares
+        "least",  # added to a sum of sigmoids by which shares are divided
+    ),
 )
-_LEAST = np.float32(1e-6)  # added to a sum of sigmoids by which shares are divided
 _ROWS, _TILES, _X, _OUT = (MATMUL.fields[name][1] for name in ("rows", "tiles", "x", "out"))  # type: ignore[index]
 _RECORD = MATMUL.itemsize
 
@@ -106,7 +108,7 @@ def route_kernel(address: Any) -> None:
             put_float(work.shares + chosen + 4 * rank, share)
             last, last_expert = best, best_expert
         if work.sigmoid != 0:
-            sums = sums + _LEAST if work.normalised != 0 else np.float32(1)
+            sums = sums + work.least if work.normalised != 0 else np.float32(1)
         elif work.normalised == 0:
             sums = np.float32(0)
             for expert in range(work.experts):
@@ -279,7 +281,7 @@ class ExpertRecords:
         fields |= {"shared": common.any(), "logit_count": logits.shape[1]}
         fields |= {"groups": mlp.groups, "top_groups": mlp.top_groups, "counted": mlp.counted}
         fields |= {"sigmoid": mlp.sigmoid, "bias": 0 if mlp.bias is None else mlp.bias.data_ptr(), "scale": mlp.scale}
-        fields |= {"scales": 0 if mlp.scales is None else mlp.scales.data_ptr()}
+        fields |= {"least": mlp.least, "scales": 0 if mlp.scales is None else mlp.scales.data_ptr()}
         fields |= {"shared_out": 0 if shared_out is None else shared_out.data_ptr()}
         fields |= {"shared_gate": shared_out is not None and mlp.shared_gate}
         for name, value in fields.items():

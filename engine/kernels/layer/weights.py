@@ -55,7 +55,8 @@ class ExpertNorms(NamedTuple):
 class ExpertMlp:
     """Some of many gated MLPs for each row. router: hidden to experts and, if there is a shared one, to its gate;
     gate_up, down: of each expert, gated. normalised: the shares of the `top_k` that are chosen sum to 1. sigmoid: a
-    share is the sigmoid of an expert's logit, and not the softmax of all. bias: [experts] float32, added to what
+    share is the sigmoid of an expert's logit, and not the softmax of all; least: added to the sum of those of the
+    chosen, by which they are divided. bias: [experts] float32, added to what
     experts are chosen by. scale: of all shares; scales: [experts] float32, of those of each. groups: experts are chosen
     of the `top_groups` whose `counted` best, one or two, have the largest sum. shared: an MLP of every row, times the
     sigmoid of its gate if `shared_gate`. gated: whether gate_up applies SiLU itself; otherwise the activation comes
@@ -76,6 +77,7 @@ class ExpertMlp:
     groups: int = 1
     top_groups: int = 1
     counted: int = 1
+    least: float = 1e-20
     shared: GatedMlp | None = None
     shared_gate: bool = True
     gated: bool = True

@@ -61,6 +61,11 @@ class StoredMatrix:
             return StoredMatrix(self.kind, self.raw, self.order[start:stop])
         return StoredMatrix(self.kind, self.raw[start:stop])
 
+    def input_slice(self, start: int, stop: int) -> StoredMatrix:
+        """Return the matrix of some inputs. Raises ValueError if they are not whole blocks."""
+        raw = self.raw[:, row_bytes(self.kind, start) : row_bytes(self.kind, stop)]
+        return StoredMatrix(self.kind, np.ascontiguousarray(raw), self.order)
+
     def bytes_of_rows(self) -> Bytes:
         """Return [outputs, row bytes]."""
         return self.raw if self.order is None else self.raw[self.order]

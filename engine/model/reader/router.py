@@ -15,6 +15,7 @@ CORRECTION = "e_score_correction_bias"
 """What is added to an expert's score where experts are chosen, and is no part of its share."""
 _ROWS = 16
 _MOST_GROUPS = 63  # a kernel notes in a word which ones are chosen
+_TINY = -16.0  # a logit whose sigmoid is 1e-7
 
 
 class Routing(NamedTuple):
@@ -25,6 +26,7 @@ class Routing(NamedTuple):
     groups: int = 1
     top_groups: int = 1
     counted: int = 1
+    least: float = 1e-20  # as DeepSeek's routers have it
 
 
 def routing_of(router: Any) -> Routing:
@@ -32,7 +34,8 @@ def routing_of(router: Any) -> Routing:
     OtherStructure if it chooses in a way that no kernel follows.
     """
     if not hasattr(router, "num_group"):
-        return Routing(hasattr(router, "routed_scaling_factor"), bool(getattr(router, "norm_topk_prob", True)))
+        found = Routing(hasattr(router, "routed_scaling_factor"), bool(getattr(router, "norm_topk_prob", True)))
+        return found._replace(least=_least(router)) if found.sigmoid and found.normalised else found
     groups, top_groups = int(router.num_group or 1), int(router.topk_group or 1)
     generator = torch.Generator().manual_seed(0)
     (count, hidden), corrected = router.weight.shape, hasattr(router, CORRECTION)
@@ -49,8 +52,20 @@ def routing_of(router: Any) -> Routing:
         expected = float(router.routed_scaling_factor) * _shares(logits.float(), bias, chosen.shape[1], routing)
         enough = chosen.shape[1] <= of_groups[1] * (count // of_groups[0])
         if enough and torch.allclose(found, expected, rtol=1e-4, atol=1e-6):
-            return routing
+            return routing._replace(least=_least(router)) if sigmoid and normalised else routing
     raise OtherStructure(f"{type(router).__name__}, which chooses experts in a way of its own")
+
+
+def _least(router: Any) -> float:
+    """Return what a router adds to the sum of sigmoids that it divides by: it shows where all of them are tiny."""
+    x, weight = torch.ones(1, router.weight.shape[1]), torch.full(router.weight.shape, _TINY / router.weight.shape[1])
+    given = {name: torch.zeros(part.shape) for name, part in router.named_parameters() if name != "weight"}
+    given |= {name: torch.zeros(part.shape) for name, part in router.named_buffers()}
+    bias = [torch.zeros(len(weight))] if getattr(router, "use_expert_bias", False) else []
+    logits, shares, chosen = functional_call(router, given | {"weight": weight}, (x, *bias))
+    sums = float(logits.double().sigmoid()[0, 0]) * chosen.shape[1]
+    added = sums * (float(router.routed_scaling_factor) / float(shares.double().sum()) - 1)
+    return float(f"{added:.1g}") if added > sums / 1e4 else Routing._field_defaults["least"]
 
 
 def _shares(logits: Tensor, bias: Tensor, top_k: int, routing: Routing) -> Tensor:

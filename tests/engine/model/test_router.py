@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from torch import Tensor
-from transformers import DeepseekV2Config, DeepseekV3Config
+from transformers import DeepseekV2Config, DeepseekV3Config, Lfm2MoeConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 
 from engine.model.reader.router import Routing, routing_of
 from engine.model.structure import OtherStructure
@@ -35,6 +36,15 @@ def test_a_router_is_read_as_it_chooses(router: str, options: dict[str, Any], ex
     )
     assert routing_of(made) == expected
     assert routing_of(made.to("meta")) == expected
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_the_constant_of_a_router_is_that_of_its_family(corrected: bool) -> None:
+    sizes = {"hidden_size": 64, "num_experts": 16, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5}
+    assert routing_of(Lfm2MoeTopKRouter(Lfm2MoeConfig(**sizes, use_expert_bias=corrected))) == Routing(
+        True, True, least=1e-6
+    )
+    assert routing_of(DeepseekV3TopkRouter(DeepseekV3Config(**SIZES | GROUPS))).least == 1e-20
 
 
 def test_a_router_that_chooses_otherwise_is_refused() -> None:

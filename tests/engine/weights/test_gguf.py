@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import regex
 import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoTokenizer
@@ -94,6 +95,11 @@ def test_other_vocabularies_keep_their_words(directory: Callable[..., Path]) -> 
     [
         ("deepseek-v3", ["It", "'s", " ", "123", "45", " ,", "ab", "\u6c49", "cd"]),
         ("glm4", ["It", "'s", " ", "123", "45", " ,", "ab\u6c49cd"]),
+        (
+            "deepseek-llm",
+            ["It", "'", "s", " ", "12345", " ,", "ab", "\u6c49", "cd", "\n", "\n", " \u00df\u00e4", " ;;"],
+        ),
+        ("kimi-k2", ["It's", " ", "123", "45", " ,", "ab", "\u6c49\u5b57", "Cd", "EF", "\n\n", " \u00dfx", " ;;\n"]),
     ],
 )
 def test_vocabularies_of_latent_models_split_text_as_llama_cpp_does(vocabulary: str, words: list[str]) -> None:
@@ -101,6 +107,31 @@ def test_vocabularies_of_latent_models_split_text_as_llama_cpp_does(vocabulary: 
     assert split is not None
     text = "".join(words)
     assert [text[start:end] for _, (start, end) in split.pre_tokenize_str(text)] == words
+
+
+_KIMI_K2 = "|".join(  # as the model's own tokenization_kimi.py has it
+    [
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_kimis_vocabulary_splits_any_text_as_its_own_pattern_does(seed: int) -> None:
+    drawn = random.Random(seed)
+    signs = [*"aB7's ;\n", "LL", "\u00df", "\u01c5", "\u6c49", "\u3005", "\u0301", "\u3042", "\u0664", "\u20ac"]
+    text = "".join(drawn.choices(signs, k=60))
+    split = split_of("kimi-k2")
+    assert split is not None
+    found = [text[start:end] for _, (start, end) in split.pre_tokenize_str(text)]
+    assert found == regex.findall(_KIMI_K2, text, flags=regex.V1)
 
 
 def test_an_unknown_way_of_splitting_text_is_told(

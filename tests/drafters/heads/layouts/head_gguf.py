@@ -25,6 +25,12 @@ _NAMES = {
     "confidence_head.proj": "conf_proj",
     "candidate_selector.hidden_projection": "selector_hidden",
 }
+_WHOLE = {
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+}
+_BASES = {"attention_conv.base_kernel": "attn_conv_base", "mlp_conv.base_kernel": "ffn_conv_base"}
+_FLASH_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _OF_LAYERS = {
     "input_layernorm": "attn_norm",
     "hidden_norm": "attn_norm_2",
@@ -38,6 +44,8 @@ _OF_LAYERS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
 }
 
 
@@ -120,6 +128,10 @@ def _metadata(architecture: str, config: Mapping[str, Any], tensors: Mapping[str
         "tokenizer.ggml.mask_token_id": flash["mask_token_id"],
         "attention.causal": config.get("causal"),
     }
+    made |= {key: flash[key] for key in _FLASH_2 if key in flash}
+    if window := config.get("sliding_window"):
+        slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+        made |= {"attention.sliding_window": window, "attention.sliding_window_pattern": slides}
     if "markov_head.markov_w1.weight" in tensors:
         made |= {"sample_from_anchor": True, "has_confidence_head": "confidence_head.proj.weight" in tensors}
     return made
@@ -137,8 +149,15 @@ def _arrays(
             if architecture == "eagle3" and module.endswith(("q_proj", "k_proj")):
                 heads = config["num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"]
                 tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-            made[f"{_stored_module(module)}.{suffix}"] = tensor.float().contiguous().numpy()
+            stored = _WHOLE.get(name) or _base(name) or f"{_stored_module(module)}.{suffix}"
+            made[stored] = tensor.float().contiguous().numpy()
     return made
+
+
+def _base(name: str) -> str | None:
+    """Return the name of a convolution's base; None for other tensors."""
+    _, index, part = f"{name}..".split(".", 2)
+    return f"blk.{index}.{_BASES[part.rstrip('.')]}" if part.rstrip(".") in _BASES else None
 
 
 def _stored_module(module: str) -> str:

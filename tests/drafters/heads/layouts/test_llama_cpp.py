@@ -39,12 +39,12 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 EAGLE3_CONFIG = LLAMA | {"draft_vocab_size": DRAFT_VOCAB}
 
 
-def drafted(head: Head) -> TokenTree:
-    """The tree that follows a text, its tokens and scores."""
+def drafted(head: Head, hidden: int = HIDDEN) -> TokenTree:
+    """The tree that follows a text, its tokens and scores. hidden: the target's size."""
     drafter = HeadDrafter(head, Adaptive(budget=24), shared_noise=False)
     drafter.start(1, PROMPT, SamplingParams(max_tokens=40, temperature=0.0))
     states = torch.randn(
-        (len(PROMPT), len(head.feature_layers), HIDDEN), generator=torch.Generator().manual_seed(3)
+        (len(PROMPT), len(head.feature_layers), hidden), generator=torch.Generator().manual_seed(3)
     ).bfloat16()
     drafter.observe(1, Verdict(TokenTree.root_only(PROMPT[-1]), [0], [NEXT], bfloat16_bits(states)))
     return drafter.propose(1)
@@ -219,9 +219,9 @@ def test_a_tensor_of_another_kind_or_length_is_refused_by_its_name(
     name: str, wrong: Tensor, problem: str, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_head(tmp_path / "x.gguf", "eagle3", EAGLE3_CONFIG, EAGLE3, scaling=LLAMA3)
-    read = llama_cpp._Head._values
+    read = llama_cpp._Head._read
     monkeypatch.setattr(
-        llama_cpp._Head, "_values", lambda head, read_name: wrong if read_name == name else read(head, read_name)
+        llama_cpp._Head, "_read", lambda head, read_name: wrong if read_name == name else read(head, read_name)
     )
     with pytest.raises(ModelError, match=f"^drafter.path=.*x.gguf: {problem}"):
         Eagle3Head.load(str(file), target)
@@ -260,7 +260,7 @@ def test_metadata_that_no_head_has_is_refused_with_the_key(
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"attention.sliding_window": 128}, "dflash.attention.sliding_window: layers with windows are not"),
+        ({"attention.sliding_window": 128}, "dflash.attention.sliding_window_pattern: is not of 2 layers"),
         ({"embedding_scale": 8.0}, "dflash.embedding_scale: heads of such a family are not read"),
         ({"hidden_activation": "gelu"}, "dflash.hidden_activation: 'gelu' is not supported, silu is"),
         ({"rope.dimension_count": 4}, "dflash.rope.dimension_count: of 8 dimensions of a head, all"),
@@ -276,10 +276,10 @@ def test_a_one_pass_head_of_another_kind_is_refused_with_the_key(
         BlockHead.load(write_head(tmp_path / "x.gguf", "dflash", config, tensors, changes=changes), target)
 
 
-def test_dflash_2_is_refused_by_its_name(tmp_path: Path, target: TargetWeights) -> None:
+def test_dflash_2_without_its_sizes_is_refused_by_the_key(tmp_path: Path, target: TargetWeights) -> None:
     config, tensors = of_block("dflash")
     tensors |= {"candidate_selector.hidden_projection.weight": torch.zeros(4, HIDDEN)}
-    with pytest.raises(ModelError, match=r"x.gguf: DFlash 2 \(selector_hidden\) is not supported, DFlash and DSpark"):
+    with pytest.raises(ModelError, match=r"x.gguf: metadata: conv_kernel_size=None is not a positive count"):
         BlockHead.load(write_head(tmp_path / "x.gguf", "dflash", config, tensors), target)
 
 

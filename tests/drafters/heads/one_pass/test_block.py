@@ -331,7 +331,7 @@ def test_a_draft_vocabulary_is_linked_with_any_token_before_it(
 def test_only_a_rows_candidates_are_linked(
     tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafters.heads.one_pass.block_forward._CANDIDATES", 8)
+    monkeypatch.setattr("drafters.heads.one_pass.block_weights.CANDIDATES", 8)
     head = block(tmp_path, target)
     session = opened(head, features_of(head), TEXT)
     session.root()
@@ -356,7 +356,7 @@ def test_layouts_that_cannot_be_drafted_with_are_refused_by_key(tmp_path: Path, 
     for changes, message in (
         ({"markov_head_type": "rnn"}, "markov_head_type='rnn' is not supported"),
         ({"mask_token_id": None}, "mask_token_id=None"),
-        ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "sliding_attention"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "layer_types names 1 layers of 2"),
         ({"target_layer_ids": "all"}, "is not a list of layers"),
     ):
         path = write_checkpoint(tmp_path / message[:8], "model.safetensors", {**config, **changes}, weights)

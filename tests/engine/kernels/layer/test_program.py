@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import DeepseekV3Config, Lfm2MoeConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Attention
@@ -29,6 +33,7 @@ from engine.kernels.layer.row_kernels import (
 from engine.kernels.layer.weights import ExpertMlp, GatedMlp, Norm
 from engine.kernels.threads import address_of
 from engine.model.kv_pool import KVPool
+from engine.model.reader.router import routing_of
 
 ROWS, HIDDEN, INNER = 13, 64, 96
 TYPES = [torch.float32, torch.bfloat16]
@@ -270,6 +275,29 @@ def test_experts_are_chosen_of_the_groups_whose_best_ones_have_the_largest_sum(
     best = (scores.sum(2) if counted == 2 else scores.amax(2)).argmax(1)
     chosen = program._experts[0]._kept[0].view(-1, 2)[:ROWS]
     assert torch.equal(chosen.sort(1).values, torch.stack([2 * best, 2 * best + 1], 1).to(torch.int32))
+
+
+@multiplied
+@pytest.mark.parametrize("family", ["lfm2", "deepseek"])
+def test_the_shares_of_tiny_scores_are_those_of_transformers(family: str) -> None:
+    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts_per_tok": 2}
+    stock: Any = Lfm2MoeTopKRouter(Lfm2MoeConfig(**sizes, num_experts=6, use_expert_bias=False))
+    if family == "deepseek":
+        stock = DeepseekV3TopkRouter(DeepseekV3Config(**sizes, n_routed_experts=6, n_group=1, topk_group=1))
+    torch.manual_seed(3)
+    stock.weight.data = torch.randn(6, HIDDEN) / 10 - 17 / HIDDEN  # logits near -17
+    mlp, _ = experts_of(torch.float32, 2, True)
+    scale, routing = float(stock.routed_scaling_factor), routing_of(stock)
+    program, x = program_of(torch.float32), 1 + torch.randn(ROWS, HIDDEN) / 10
+    program.norm(None)
+    router = Product(stock.weight.detach())
+    program._experts_of(replace(mlp, router=router, sigmoid=True, scale=scale, least=routing.least))
+    ran(program, ROWS, x)
+    _, shares, chosen = stock(x)
+    expected = torch.zeros(ROWS, 6).scatter(1, chosen, shares.detach())
+    kept, _, of_kept = (part.view(-1, 2)[:ROWS] for part in program._experts[0]._kept)
+    torch.testing.assert_close(torch.zeros(ROWS, 6).scatter(1, kept.long(), of_kept), expected, rtol=1e-3, atol=1e-6)
+    assert (expected.sum(1) < scale / 2).all() == (family == "lfm2")
 
 
 @multiplied
