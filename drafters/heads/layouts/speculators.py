@@ -21,7 +21,7 @@ PREFIXES = {
 }
 """The prefix of a public name and its prefix in the file, by the kind of head."""
 
-DRAFTED = 5
+_DRAFTED = 5
 """Tokens that an engine drafts a round unless it is told otherwise: as deep as `talon train eagle3` unrolls."""
 
 _LAYER = "transformer_layer_config"
@@ -77,7 +77,7 @@ def stored_config(config: Mapping[str, Any], name: str, architectures: list[str]
     layer |= {key: config[key] for key in _OF_LAYER} | {"rope_theta": rope["rope_theta"]}
     if rope["rope_type"] != "default":
         layer["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    greedy = {"proposal_type": "greedy", "speculative_tokens": DRAFTED, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    greedy = {"proposal_type": "greedy", "speculative_tokens": _DRAFTED, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3Speculator"],
         TYPE: "eagle3",
