@@ -77,13 +77,13 @@ def stored_config(config: Mapping[str, Any], name: str, architectures: list[str]
     layer |= {key: config[key] for key in _OF_LAYER} | {"rope_theta": rope["rope_theta"]}
     if rope["rope_type"] != "default":
         layer["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    greedy = {"proposal_type": "greedy", "speculative_tokens": _DRAFTED, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    exact = {"verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3Speculator"],
         TYPE: "eagle3",
         "speculators_config": {
             "algorithm": "eagle3",
-            "proposal_methods": [greedy],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _DRAFTED} | exact],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": name, "architectures": architectures},
         },
