@@ -48,6 +48,8 @@ class Checkpoint:
         self.path, self.method, self.field, self.source = path, method, field, "config.json"
         self.speculator: str | None = None
         """The kind of head in a file of the `speculators` format, None in another layout."""
+        self.codes: dict[str, tuple[Tensor, Tensor]] = {}
+        """Codes of 8 bits and scales of the matrices that the file holds so; `tensors` has their values."""
         self._stored_name: Callable[[str], str] = str
         self.tensors: dict[str, Matrix]
         self.folder = Path(path)
@@ -77,15 +79,17 @@ class Checkpoint:
     def _decoded(self, tensors: dict[str, Tensor]) -> dict[str, Matrix]:
         """Return the tensors, with the bfloat16 values of matrices that are stored in codes of 8 bits (`coded`)."""
         for name in [name for name in tensors if name.endswith(_SCALES)]:
-            scales, codes = tensors.pop(name), tensors.get(name.removesuffix(_SCALES))
+            matrix = name.removesuffix(_SCALES)
+            scales, codes = tensors.pop(name), tensors.get(matrix)
             if codes is None or codes.dtype != torch.int8 or scales.dtype not in (torch.float16, torch.float32):
                 raise self.error(f"tensor {name} belongs to no codes of 8 bits")
             try:
-                tensors[name.removesuffix(_SCALES)] = values_of(codes, scales)
+                tensors[matrix] = values_of(codes, scales)
             except ValueError:
                 raise self.error(
                     f"tensor {name} has shape {list(scales.shape)}, its codes {list(codes.shape)}"
                 ) from None
+            self.codes[matrix] = codes, scales
         return {**tensors}
 
     def number(self, key: str, default: int | None = None) -> int:

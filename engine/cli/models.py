@@ -67,6 +67,31 @@ def check_command(model: Annotated[str, typer.Argument(metavar="FILE", help="A G
             typer.echo(line)
 
 
+@app.command("export")
+def export_command(
+    head: Annotated[str, typer.Argument(metavar="HEAD", help="Folder of the head, as `talon train eagle3` makes it.")],
+    layout: Annotated[
+        str, typer.Option("--as", metavar="LAYOUT", help="speculators: a folder for vLLM. gguf: a file for llama.cpp.")
+    ],
+    target: Annotated[
+        str,
+        typer.Option(help="What it drafts for. speculators: a directory or hub id. gguf: a GGUF file, or a name."),
+    ],
+    out: Annotated[Path, typer.Option(help="The folder or file to make.")],
+) -> None:
+    """Write an EAGLE-3 head so that vLLM or llama.cpp drafts with it; print the command that does.
+
+    The weights stay the same numbers, and Talon reads both layouts too (`--set drafter.path=OUT`). Heads of other
+    methods have parts that neither layout holds, and are refused.
+
+    Example: talon models export models/smollm2-135m/eagle3 --as gguf --target smollm2-135m --out eagle3.gguf
+    """
+    from drafters.head_export import export_head
+
+    with one_line_errors():
+        typer.echo(export_head(head, layout, target, out))
+
+
 @app.command("families")
 def families_command() -> None:
     """Print the families that were tried: which run lean, from which files. It is the table of docs/models.md."""

@@ -65,7 +65,7 @@ _FLASH_2 = {
     "output_multiplier": "logit_scale",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-_SIZES = {
+SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count",
@@ -73,6 +73,7 @@ _SIZES = {
     "num_hidden_layers": "block_count",
     "max_position_embeddings": "context_length",
 }
+"""Keys of a file by those of a configuration."""
 _UNKNOWN = ("embedding_scale", "attention.scale", "attention.value_scale", "hyper_connection.count")
 """Keys that change what a head computes, of families whose heads are not read."""
 _D2T, _T2D, _FACTORS, _BIAS = "d2t", "t2d", "rope_freqs.weight", "conf_proj.bias"
@@ -178,7 +179,7 @@ class _Head:
                 raise self._error(key, "heads of such a family are not read")
         if (activation := self._key("hidden_activation", "silu")) != "silu":
             raise self._error("hidden_activation", f"{shown(activation)} is not supported, silu is")
-        config: dict[str, Any] = {name: self._count(key) for name, key in _SIZES.items()}
+        config: dict[str, Any] = {name: self._count(key) for name, key in SIZES.items()}
         head_dim = self._key("attention.key_length") or config["hidden_size"] // config["num_attention_heads"]
         if self._key("rope.dimension_count", head_dim) != head_dim:
             raise self._error("rope.dimension_count", f"of {head_dim} dimensions of a head, all have to be rotated")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.quant.layouts import STEP
@@ -20,9 +21,16 @@ def nearest(weight: Tensor) -> StoredMatrix:
     codes, scales = nearest_codes(weight)
     if scales.dtype != torch.float16:
         return StoredMatrix.of_numbers(weight)
+    return StoredMatrix("Q8_0", q8_0_rows(codes, scales))
+
+
+def q8_0_rows(codes: Tensor, scales: Tensor) -> NDArray[np.uint8]:
+    """Return [outputs, bytes], the rows as GGUF's Q8_0 stores them. scales: float16, as `nearest_codes` returns
+    them.
+    """
     blocks = codes.numpy().reshape(*scales.shape, STEP).view(np.uint8)
     raw = np.concatenate([scales.numpy()[..., None].view(np.uint8), blocks], axis=2)
-    return StoredMatrix("Q8_0", raw.reshape(len(weight), -1))
+    return raw.reshape(len(codes), -1)
 
 
 def nearest_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
