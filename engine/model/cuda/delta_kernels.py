@@ -24,7 +24,7 @@ from engine.kernels.simd import LANES
 from engine.kernels.state.windows import window_bytes
 from engine.model.cuda.device_walk import HELD, MOST_KEPT, NOWHERE, most_levels
 
-_PROGRAMS = 4  # programs for each multiprocessor
+_PROGRAMS, _SMALL_PROGRAMS = 4, 16  # for each multiprocessor, of four warps and of one
 _FEW_PROGRAMS = 3  # programs where there is no GPU
 _PART = 256  # channels of a window that a program copies
 _UNFUSED = {"enable_fp_fusion": False}
@@ -56,6 +56,20 @@ class LayerStates(NamedTuple):
 
 
 @triton.jit
+def _input_of(
+    inputs, store, windows, rows, row, slot, oldest,
+    STRIDE: tl.constexpr, CHANNELS: tl.constexpr, SLOT: tl.constexpr, WINDOW_AT: tl.constexpr,
+    STORE_ROW: tl.constexpr, ROW_AT: tl.constexpr,
+):  # fmt: skip
+    """Return where a row's inputs are: a new row's, a kept one's, or, for row -1, in place `oldest` of the state's
+    window.
+    """
+    place = tl.load(rows + 4 * row + 1, mask=row >= 0, other=0).to(tl.int64)
+    held = tl.where(place >= 0, inputs + place * STRIDE, store + ~place * STORE_ROW + ROW_AT)
+    return tl.where(row < 0, windows + slot * SLOT + WINDOW_AT + oldest * CHANNELS, held)
+
+
+@triton.jit
 def _convolved(
     inputs, store, windows, taps, rows, row, channel,
     STRIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr,
@@ -63,36 +77,17 @@ def _convolved(
 ):  # fmt: skip
     """Return SiLU of the convolution of WIDTH channels, [WIDTH] float32. windows: the states, as numbers of a row."""
     channels = channel + tl.arange(0, WIDTH)
-    summed = tl.zeros([WIDTH], tl.float32)
-    for back in tl.static_range(TAPS):
-        x = _ancestor_input(
-            inputs, store, windows, rows, row, back, channels, channels < CHANNELS,
-            STRIDE, CHANNELS, TAPS, SLOT, WINDOW_AT, STORE_ROW, ROW_AT,
-        )  # fmt: skip
-        summed += x.to(tl.float32) * tl.load(taps + (TAPS - 1 - back) * CHANNELS + channels)
-    return summed / (1.0 + tl.exp(-summed))
-
-
-@triton.jit
-def _ancestor_input(
-    inputs, store, windows, rows, row, back: tl.constexpr, channels, there,
-    STRIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
-    SLOT: tl.constexpr, WINDOW_AT: tl.constexpr, STORE_ROW: tl.constexpr, ROW_AT: tl.constexpr,
-):  # fmt: skip
-    """Return these channels of the input of a row's ancestor, so many rows before it: a new row, a kept one, or one in
-    the window of the state.
-    """
     slot = tl.load(rows + 4 * row + 3).to(tl.int64)
-    at, oldest = row, row * 0 + TAPS - 2
-    for _ in tl.static_range(back):
-        oldest = tl.where(at < 0, oldest - 1, oldest)
-        at = tl.load(rows + 4 * at, mask=at >= 0, other=-1)
-    place = tl.load(rows + 4 * at + 1, mask=at >= 0, other=0).to(tl.int64)
-    new, kept = there & (at >= 0) & (place >= 0), there & (at >= 0) & (place < 0)
-    x = tl.load(inputs + place * STRIDE + channels, mask=new, other=0.0)
-    x = tl.where(kept, tl.load(store + ~place * STORE_ROW + ROW_AT + channels, mask=kept, other=0.0), x)
-    window = windows + slot * SLOT + WINDOW_AT + oldest * CHANNELS + channels
-    return tl.where(at < 0, tl.load(window, mask=there & (at < 0), other=0.0), x)
+    summed = tl.zeros([WIDTH], tl.float32)
+    oldest = TAPS - 2
+    for back in tl.static_range(TAPS):
+        place = _input_of(
+            inputs, store, windows, rows, row, slot, oldest, STRIDE, CHANNELS, SLOT, WINDOW_AT, STORE_ROW, ROW_AT
+        )
+        summed += tl.load(place + channels).to(tl.float32) * tl.load(taps + (TAPS - 1 - back) * CHANNELS + channels)
+        oldest = tl.where(row < 0, oldest - 1, oldest)
+        row = tl.load(rows + 4 * row, mask=row >= 0, other=-1)
+    return summed / (1.0 + tl.exp(-summed))
 
 
 @triton.jit
@@ -297,13 +292,18 @@ def keep_windows(
         there = channels < CHANNELS
         for save in range(tl.load(segments + 4 * segment + 2), tl.load(segments + 4 * segment + 3)):
             row, slot = tl.load(saves + 2 * save), tl.load(saves + 2 * save + 1).to(tl.int64)
+            read = tl.load(rows + 4 * row + 3).to(tl.int64)
             window = tl.zeros([TAPS_FILLED, PART], inputs.dtype.element_ty)
+            oldest = TAPS - 2
             for back in tl.static_range(TAPS - 1):
-                x = _ancestor_input(
-                    inputs, store, windows, rows, row, back, channels, there,
-                    STRIDE, CHANNELS, TAPS, SLOT, WINDOW_AT, STORE_ROW, ROW_AT,
+                place = _input_of(
+                    inputs, store, windows, rows, row, read, oldest,
+                    STRIDE, CHANNELS, SLOT, WINDOW_AT, STORE_ROW, ROW_AT,
                 )  # fmt: skip
+                x = tl.load(place + channels, mask=there, other=0.0)
                 window = tl.where(tap == TAPS - 2 - back, x[None, :], window)
+                oldest = tl.where(row < 0, oldest - 1, oldest)
+                row = tl.load(rows + 4 * row, mask=row >= 0, other=-1)
             tl.debug_barrier()  # threads store what others have read
             goal = windows + slot * SLOT + WINDOW_AT + tap * CHANNELS + channels[None, :]
             tl.store(goal, window, mask=(tap < TAPS - 1) & there[None, :])
@@ -314,7 +314,8 @@ def run_delta(net: DeltaNet, inputs: Tensor, gates: Tensor, places: LayerStates,
     walk: see `walk_tensor`. Rows that it does not know become zeros.
     """
     rows, (taps, channels), device = len(inputs), net.taps.shape, inputs.device
-    width, walked, programs = inputs.itemsize, rows + MOST_KEPT, _programs(device)
+    width, walked = inputs.itemsize, rows + MOST_KEPT
+    programs, small = _programs(device, _PROGRAMS), _programs(device, _SMALL_PROGRAMS)
     keys = inputs.new_empty(walked, net.key_heads, 2, net.key_dim, dtype=torch.float32)
     values = inputs.new_empty(walked, net.value_heads, net.value_dim, dtype=torch.float32)
     factors = inputs.new_empty(walked, net.key_heads + 2 * net.value_heads, dtype=torch.float32)
@@ -326,31 +327,32 @@ def run_delta(net: DeltaNet, inputs: Tensor, gates: Tensor, places: LayerStates,
         "STRIDE": inputs.stride(0), "CHANNELS": channels, "TAPS": taps, "SLOT": windows.stride(0),
         "WINDOW_AT": places.state_at // width, "STORE_ROW": store.stride(0), "ROW_AT": places.row_at // width,
     }  # fmt: skip
-    heads = {"VALUE_HEADS": net.value_heads, "VALUE_DIM": net.value_dim, "PROGRAMS": programs}
+    heads = {"VALUE_HEADS": net.value_heads, "VALUE_DIM": net.value_dim}
     of_keys = {"KEY_HEADS": net.key_heads, "KEY_DIM": net.key_dim}
     scale = 1 / math.sqrt(net.key_dim)
-    enter_rows[(programs,)](
+    enter_rows[(small,)](
         inputs, gates, net.taps, net.decay, net.dt_bias, windows, store, walk, keys, values, factors, scale,
-        num_warps=1, **of_inputs, **heads, **of_keys, **_UNFUSED,
+        PROGRAMS=small, num_warps=1, **of_inputs, **heads, **of_keys, **_UNFUSED,
     )  # fmt: skip
     walk_states[(programs,)](
         keys, values, factors, found, places.states.view(torch.float32), scratch, walk,
         COLUMNS=LANES, SLOT=places.states.stride(0) // 4,
         STATE_AT=(places.state_at + window_bytes(channels, taps, width)) // 4, LEVELS=levels, HELD=HELD,
-        NOWHERE=NOWHERE, num_warps=4, **heads, **of_keys, **_UNFUSED,
+        NOWHERE=NOWHERE, PROGRAMS=programs, num_warps=4, **heads, **of_keys, **_UNFUSED,
     )  # fmt: skip
-    leave_rows[(programs,)](
-        found, inputs, net.norm, walk, out, net.epsilon, STRIDE=inputs.stride(0), CHANNELS=channels, num_warps=1,
-        **heads, **_UNFUSED,
+    leave_rows[(small,)](
+        found, inputs, net.norm, walk, out, net.epsilon, STRIDE=inputs.stride(0), CHANNELS=channels, PROGRAMS=small,
+        num_warps=1, **heads, **_UNFUSED,
     )  # fmt: skip
-    keep_windows[(programs,)](
-        inputs, windows, store, walk, PART=_PART, TAPS_FILLED=triton.next_power_of_2(taps - 1), PROGRAMS=programs,
+    keep_windows[(small,)](
+        inputs, windows, store, walk, PART=_PART, TAPS_FILLED=triton.next_power_of_2(taps - 1), PROGRAMS=small,
         num_warps=1, **of_inputs, **_UNFUSED,
     )  # fmt: skip
     return out
 
 
-def _programs(device: torch.device) -> int:
+def _programs(device: torch.device, each: int) -> int:
+    """Return how many programs the device runs at once. each: of them, for each multiprocessor."""
     if device.type != "cuda":
         return _FEW_PROGRAMS
-    return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+    return each * torch.cuda.get_device_properties(device).multi_processor_count

@@ -105,3 +105,27 @@ def cut(request: StateRows, begin: int, end: int) -> StateRows:
     parents = [max(-1, parent - trunk) for parent in request.parents[trunk : kept + end]]
     drafted = [*request.kept[trunk:], *request.stored[:begin]]
     return StateRows(drafted, parents, request.stored[begin:end], 0, request.slots[-1:], [])
+
+
+def slice_of(walked: Sequence[StateRows], spans: Sequence[tuple[int, int]], first: int, end: int) -> list[StateRows]:
+    """Return what a forward over some rows of a batch is told. spans: each request's first row and one past its
+    last.
+    """
+    return [
+        cut(request, max(first, begin) - begin, min(end, stop) - begin)
+        for request, (begin, stop) in zip(walked, spans, strict=True)
+        if begin < end and stop > first
+    ]
+
+
+def fitting_end(walked: Sequence[StateRows], spans: Sequence[tuple[int, int]], first: int, end: int) -> int:
+    """Return `end`, or where an earlier request's rows end, so that a forward from `first` on has no more kept rows
+    than there is room for.
+    """
+    room = MOST_KEPT
+    for request, (begin, stop) in zip(walked, spans, strict=False):
+        if begin < end and stop > first:
+            room -= len(request.kept) + (max(0, first - begin) if request.stored else 0)
+            if room < 0 and begin > first:
+                return begin
+    return end
