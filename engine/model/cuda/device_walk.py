@@ -58,7 +58,8 @@ def walk_tensor(requests: Sequence[StateRows], size: int) -> Tensor:
         for end, slot in zip(request.ends, request.slots[1:], strict=True):
             saves += first + end - 1, slot
         segments += begins[0], len(steps) // _OF_STEP, begins[1], len(saves) // _OF_SAVE
-    found = torch.zeros(_HEADER + _OF_SEGMENT * size + (size + MOST_KEPT) * (_OF_ROW + _OF_STEP + _OF_SAVE)).int()
+    room = _HEADER + _OF_SEGMENT * size + (size + MOST_KEPT) * (_OF_ROW + _OF_STEP + _OF_SAVE)
+    found = torch.zeros(room, dtype=torch.int32)
     header, at = [len(requests), len(rows) // _OF_ROW], _HEADER
     for part in (segments, rows, steps, saves):
         found[at : at + len(part)] = torch.tensor(part, dtype=torch.int32)

@@ -31,7 +31,7 @@ from engine.model.reader.mixers import head_sizes
 from engine.model.rotary import hold_frequencies
 from engine.model.runner import Chosen, Runner
 from engine.model.stock import NAME, StockForward, Unsupported
-from engine.model.structure import DecoderStructure, OtherStructure
+from engine.model.structure import AttentionStructure, DecoderStructure, GatedDeltaStructure, OtherStructure
 from engine.model.trial.probe import ModelProbe
 from engine.model.trial.proof import Proof, ProvedModel
 from engine.model.trial.stock_logits import LayeredStock, WholeStock, passed_rules
@@ -86,8 +86,8 @@ class ForwardChoice:
         if has_states(self.model.config):
             raise ModelError(
                 f"model={self.name}: {self.model.config.model_type} has layers with a state, which the lean decoder "
-                f"alone can take back to before a draft, and it does not run here ({chosen}); use a model whose "
-                "layers all attend"
+                f"alone can take back to before a draft, and it does not run here ({chosen}); use "
+                + ("device=cpu" if self.accelerated else "a model whose layers all attend")
             )
         return Chosen(self._masked(trial), chosen, chosen if self.device.type == "cpu" else "")
 
@@ -267,11 +267,14 @@ class ForwardChoice:
         """Return the forward that `make` makes on CUDA for a model with layers that have a state, or why there is
         none.
         """
-        if trial.beyond is not None:
-            return "beside windows such layers run on a CPU"
         heads, kv_heads, _ = head_sizes(self.model.config.get_text_config())
         try:
             self.structure = describe(self.model)
+            mixers = [mixer for layer in self.structure.layers for mixer in (layer.mixer, layer.beside)]
+            if not all(isinstance(mixer, AttentionStructure | GatedDeltaStructure | None) for mixer in mixers):
+                return "of such layers a GPU runs gated delta nets alone"
+            if trial.beyond is not None:
+                return "beside windows such layers run on a CPU"
             pool, rules = self._make_pool(), passed_rules(self.model)
             runner = self._runner(make(self.model, pool, heads // kv_heads, rules, self.context), pool)
         except torch.OutOfMemoryError as error:

@@ -126,6 +126,8 @@ def launch_lean(shape: Shape, pool: KVPool) -> None:
     x = torch.zeros(2, _HIDDEN, dtype=shape.dtype)
     layer_kernels.normed(x.float(), x, Norm(torch.zeros(_HIDDEN), 1e-6))
     layer_kernels.gated(x)
+    attended = torch.zeros(2, shape.kv_heads * shape.groups, shape.head_dim, dtype=shape.dtype)
+    layer_kernels.opened(attended, torch.zeros(2, 2 * width, dtype=shape.dtype))
     noise_kernels.noisy_scores(torch.zeros(2, 5000), torch.zeros(5000, dtype=torch.int64), [(1, 2, 0.5)] * 2)
     noise_kernels.likeliest(torch.zeros(2, 5000, dtype=shape.dtype), torch.zeros(5000, dtype=torch.int64), 10)
     launch_draws(shape, pool)
@@ -162,7 +164,7 @@ def launch_delta(dtype: torch.dtype) -> None:
 
 def main() -> None:
     places = [(triton_attention, name) for name in ("_attend_texts", "_attend_rows")]
-    places += [(layer_kernels, name) for name in ("enter", "norm", "gate")]
+    places += [(layer_kernels, name) for name in ("enter", "norm", "gate", "open_gates")]
     places += [(delta_kernels, name) for name in ("enter_rows", "walk_states", "leave_rows", "keep_windows")]
     places += [(noise_kernels, name) for name in ("draw_parts", "join_parts", "score_noisily", "rank")]
     places += [(walk_kernels, name) for name in ("walk", "move", "gather")] + [(growth_kernel, "_select")]
