@@ -42,7 +42,7 @@ class LeanLayers:
         self._norm = norm_of(base.norm)
         nets = accumulate((hasattr(layer, "linear_attn") for layer in base.layers), initial=0)
         layers = [_LeanLayer(layer, before) for layer, before in zip(base.layers, nets, strict=False)]
-        for at, layer in enumerate(one for one in layers if one.delta is None):
+        for at, layer in enumerate(one for one in layers if one.delta_net is None):
             layer.keys_at = at
             made = ((1 + layer.gated) * self.heads + 2 * pool.shape.kv_heads) * pool.shape.head_dim
             if layer.outputs["qkv"] != made:
@@ -56,7 +56,7 @@ class LeanLayers:
             raise OtherStructure("rotation of more than a head")
         for layer in layers:  # not before, because it changes where the model's matrices lie
             layer.join()
-        self._layers, self._rules, self._head = layers, rules, model.lm_head
+        self._layers, self._rules, self._head = layers, dict(rules), model.lm_head
 
     @property
     def linears(self) -> list[nn.Linear]:
@@ -80,11 +80,11 @@ class LeanLayers:
             x = normed(residual, delta, layer.input_norm, added=index > 0)
             if index in feature_layers:
                 states[index] = residual.to(x.dtype, copy=True)  # it is added to in place
-            if layer.delta is None:
+            if layer.delta_net is None:
                 mixed = self._attended(layer, self._rules[index], x, rows, attention)
             else:
                 assert walk is not None and self.pool.layer_states is not None
-                mixed = layer.delta(x, layer.products, self.pool.layer_states, walk)
+                mixed = layer.delta_net(x, layer.products, self.pool.layer_states, walk)
             delta = layer.products["out"](mixed)
             x = normed(residual, delta, layer.inner_norm)
             delta = layer.products["down"](gated(layer.products["gate_up"](x)))
@@ -107,7 +107,7 @@ class LeanLayers:
 
 class _LeanLayer:
     """One layer: its norms as float32, and its products, which exist once they are joined. index: among the layers with
-    a state. delta: None if the layer attends; its keys and values are then those of the layer `keys_at` of the pool.
+    a state. delta_net: None if the layer attends; its keys and values are then those of the layer `keys_at` of the pool.
     """
 
     def __init__(self, layer: Any, index: int):
@@ -117,8 +117,8 @@ class _LeanLayer:
         self.keys_at = 0
         self.norms: Tensor | None = None  # [2, head_dim]: of queries and keys
         self.epsilon, self.gated = 0.0, False  # of these norms; whether each head has a gate
-        self.delta = LeanDelta(layer.linear_attn, index) if name == "linear_attn" else None
-        parts = self._attention(layer.self_attn) if self.delta is None else self.delta.parts
+        self.delta_net = LeanDelta(layer.linear_attn, index) if name == "linear_attn" else None
+        parts = self._attention(layer.self_attn) if self.delta_net is None else self.delta_net.parts
         self._parts = parts | {"gate_up": [mlp.gate_proj, mlp.up_proj], "down": [mlp.down_proj]}
         for linears in self._parts.values():
             if any(type(linear) is not nn.Linear for linear in linears):

@@ -144,8 +144,8 @@ def lean_layers_forward(config: Any) -> None:
             layer.input_norm, layer.inner_norm = moved(layer.input_norm), moved(layer.inner_norm)
             layer.norms = None if layer.norms is None else on_device(layer.norms)
             move(nn.ModuleDict(layer.products))
-            if layer.delta is not None:
-                layer.delta.net = DeltaNet(*map(move, layer.delta.net))
+            if layer.delta_net is not None:
+                layer.delta_net.net = DeltaNet(*map(move, layer.delta_net.net))
         forward.lean, cache = lean, KVCache(forward.pool)
         cache.reserve(40)
         text = Segment.of_text([*range(30)], cache, "all")
