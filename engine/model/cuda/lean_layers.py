@@ -107,7 +107,7 @@ class LeanLayers:
 
 class _LeanLayer:
     """One layer: its norms as float32, and its products, which exist once they are joined. index: among the layers with
-    a state. delta_net: None if the layer attends; its keys and values are then those of the layer `keys_at` of the pool.
+    a state. delta_net: None if the layer attends; its keys and values are then those of layer `keys_at` of the pool.
     """
 
     def __init__(self, layer: Any, index: int):
