@@ -63,7 +63,8 @@ class StatePool:
     @property
     def addresses(self) -> tuple[int, int]:
         """Where the states and the kept rows are."""
-        return self.states.data_ptr(), self.store.data_ptr()
+        states, store = (int(part.data_ptr()) for part in (self.states, self.store))
+        return states, store
 
     def has_free(self, count: int = 1) -> bool:
         """Return whether `count` slots can be taken, including those of snapshots that no request uses."""

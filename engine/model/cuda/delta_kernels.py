@@ -355,4 +355,4 @@ def _programs(device: torch.device, each: int) -> int:
     """Return how many programs the device runs at once. each: of them, for each multiprocessor."""
     if device.type != "cuda":
         return _FEW_PROGRAMS
-    return each * torch.cuda.get_device_properties(device).multi_processor_count
+    return each * int(torch.cuda.get_device_properties(device).multi_processor_count)

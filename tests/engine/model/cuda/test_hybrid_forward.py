@@ -19,6 +19,7 @@ from engine.core.errors import ModelError
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.kernels.state.walk import StateRows
+from engine.model import cuda_products
 from engine.model.cuda import cuda_forward, device_walk
 from engine.model.cuda.cuda_forward import CudaForward
 from engine.model.cuda.device_walk import fitting_end
@@ -29,7 +30,7 @@ from tests.engine.model.cuda.test_cuda_forward import DEVICE, accelerated, multi
 from tests.engine.test_exact import decoded
 from tests.engine.tiny_hybrids import _SIZES, KINDS
 
-PROMPT, SAMPLING = text(7, 10), SamplingParams(max_tokens=8)
+PROMPT, SAMPLING = text(4, 10), SamplingParams(max_tokens=5)
 TREE = TokenTree.from_lists([1, 2, 3, 4, 5], [-1, 0, 0, 2, 3], [1.0] * 5)
 
 
@@ -53,7 +54,8 @@ def target() -> Iterator[Target]:
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         use_small_sizes(patch)
         multiply_by_rows(patch)
-        patch.setattr(probe, "_TOKENS", 10)
+        patch.setattr(cuda_products, "SIZES", (4, 8))
+        patch.setattr(probe, "_TOKENS", 8)
         patch.setattr(device_walk, "MOST_KEPT", 32)
         yield accelerated(build("qwen3.5"))
 
@@ -67,7 +69,7 @@ def test_drafts_do_not_change_the_text_of_a_hybrid_with_the_cuda_forward(target:
 
 
 def test_requests_of_a_hybrid_do_not_see_each_other(target: Target) -> None:
-    caches, texts, alone = [target.open_cache(60) for _ in range(2)], (PROMPT, PROMPT[:3]), []
+    caches, texts, alone = [target.open_cache(60) for _ in range(2)], (PROMPT, PROMPT[:2]), []
     for cache, tokens in zip(caches, texts, strict=True):
         target.prefill(cache, tokens)
         alone.append(target.verify(cache, TREE)[0])
