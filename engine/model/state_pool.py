@@ -78,7 +78,7 @@ class StatePool:
     @property
     def memory(self) -> int:
         """Bytes at most of the states, and of the store."""
-        return self.slots * self.shape.slot_bytes + self.store.nbytes
+        return self.slots * self.shape.slot_bytes + int(self.store.nbytes)
 
     # Slots.
 

@@ -209,7 +209,7 @@ class CudaForward:
         before.release()
         return tuple(found)
 
-    def _slice_of(self, batch: Batch, first: int, walked: Sequence[StateRows]) -> tuple[int, int]:
+    def _slice_of(self, batch: Batch, first: int, walked: Sequence[StateRows] = ()) -> tuple[int, int]:
         """Return where the next forward over the batch's rows from `first` on ends, and how many rows it has: as many
         as the largest size holds, and attention and walks over states have room for.
         """
