@@ -172,5 +172,9 @@ def test_a_program_that_holds_the_latest_state_takes_every_node_with_that_of_its
 
 def test_a_comb_needs_few_states_in_scratch() -> None:
     """At each node of its spine, the branch that is not the largest comes first."""
-    parents = [-1, *(at // 3 * 3 if at % 3 < 2 else at for at in range(299))]
+    parents, spine = [-1], 0
+    for _ in range(50):
+        row = len(parents)
+        parents += [spine, spine, row + 1]
+        spine = row
     assert steps_of(StateRows([], parents, [], 0, [1], []))[1] <= 3
