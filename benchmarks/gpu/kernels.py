@@ -1,5 +1,5 @@
 """Compares the Triton attention with float64, and a row's bits alone, in a tree with others, and over three chunks;
-times it, and a graph's smallest kernels.
+times it, and a graph's smallest kernels. Then gated delta nets (`.delta`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from engine.model.cuda.triton_attention import CHUNK, DeviceRows, TritonAttentio
 from engine.model.kv_cache import KVCache
 from engine.model.kv_pool import KVPool
 
+from . import delta
 from .candidates import plus_one
 from .findings import Record, tried
 from .times import replay_us
@@ -48,6 +49,7 @@ def run(device: str) -> Iterator[Record]:
         for length in (512, 4096, 16384):
             for kind in ("chain", "tree"):
                 yield tried(f"llama 8B, 64 rows behind {length}, {kind}", _time, length, kind)
+    yield from delta.run(device)
 
 
 class _Texts:

@@ -72,7 +72,7 @@ class KVPool:
         """Write full blocks to a folder from now on, and read those of the same identity back. On a CPU alone."""
         self.saved = SavedBlocks(folder, identity, [kept for part in self.parts for kept in (part.keys, part.values)])
         if self.layer_states is not None:
-            self.layer_states.saved = SavedStates(folder, self.layer_states.states)
+            self.layer_states.saved = SavedStates(folder, self.layer_states.states.numpy())
 
     @property
     def part(self) -> KVPart:

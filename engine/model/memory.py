@@ -96,7 +96,7 @@ def pool_of(
                 f"verifier.kv_memory: {room / 1e6:.0f} MB have no room for keys and values beside {slots} states of "
                 f"{states.slot_bytes / 1e6:.1f} MB; set {-(-needed // 10**6)} MB or more"
             )
-        layer_states = StatePool(states, slots)
+        layer_states = StatePool(states, slots, device)
         room -= layer_states.memory
     return KVPool(shapes, max(1, room // block_bytes), device, layer_states)
 

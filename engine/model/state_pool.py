@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 from engine.core.errors import OutOfBlocks
 from engine.core.state_shape import StateShape
@@ -27,36 +28,43 @@ SLOTS_EACH = 2
 ROWS = 64
 """Rows of the store at first. It grows where the trees that are verified together have more nodes."""
 _LINE = 64  # bytes of a cache line
+_CPU = torch.device("cpu")
 
 
-def _zeros(count: int, size: int) -> NDArray[np.uint8]:
+def _zeros(count: int, size: int, device: torch.device) -> Tensor:
     """Return [count, size] zeros that begin at a cache line: vectors that cross two lines take a kernel twice
     the time.
     """
+    if device.type != "cpu":
+        return torch.zeros(count, size, dtype=torch.uint8, device=device)
     whole = np.zeros(count * size + _LINE, np.uint8)
     start = -whole.ctypes.data % _LINE
-    return whole[start : start + count * size].reshape(count, size)
+    return torch.from_numpy(whole[start : start + count * size].reshape(count, size))
 
 
 class StatePool:
-    """A pool of `slots` slots beside the empty one. A slot takes memory when it is first written."""
+    """A pool of `slots` slots beside the empty one. On a CPU a slot takes memory when it is first written.
 
-    def __init__(self, shape: StateShape, slots: int):
+    states: [slots + 1, bytes] uint8; store: [rows, bytes] uint8, the kept rows.
+    """
+
+    def __init__(self, shape: StateShape, slots: int, device: torch.device = _CPU):
         self.shape, self.slots = shape, slots
-        self.states = _zeros(slots + 1, shape.slot_bytes)
+        self.states = _zeros(slots + 1, shape.slot_bytes, device)
         self.saved: SavedStates | None = None
         self._free = list(range(slots, 0, -1))
         self._references = [0] * (slots + 1)
         self._snapshots: OrderedDict[int, int] = OrderedDict()  # by the number of the text; used longest ago first
         self._lasting: set[int] = set()
         self.kept = 0  # snapshots ever kept
-        self._store = np.zeros((ROWS, shape.row_bytes), np.uint8)
+        self.store = _zeros(ROWS, shape.row_bytes, device)
         self._free_rows = list(range(ROWS - 1, -1, -1))
 
     @property
     def addresses(self) -> tuple[int, int]:
         """Where the states and the kept rows are."""
-        return int(self.states.ctypes.data), int(self._store.ctypes.data)
+        states, store = (int(part.data_ptr()) for part in (self.states, self.store))
+        return states, store
 
     def has_free(self, count: int = 1) -> bool:
         """Return whether `count` slots can be taken, including those of snapshots that no request uses."""
@@ -70,7 +78,7 @@ class StatePool:
     @property
     def memory(self) -> int:
         """Bytes at most of the states, and of the store."""
-        return self.slots * self.shape.slot_bytes + self._store.nbytes
+        return self.slots * self.shape.slot_bytes + int(self.store.nbytes)
 
     # Slots.
 
@@ -154,8 +162,8 @@ class StatePool:
     def take_rows(self, count: int) -> list[int]:
         """Take so many rows of the store."""
         while len(self._free_rows) < count:
-            rows = len(self._store)
-            self._store = np.concatenate([self._store, np.zeros_like(self._store)])
+            rows = len(self.store)
+            self.store = torch.cat([self.store, torch.zeros_like(self.store)])
             self._free_rows = [*range(2 * rows - 1, rows - 1, -1), *self._free_rows]
         return [self._free_rows.pop() for _ in range(count)]
 

@@ -65,6 +65,6 @@ def _probe(target: Target) -> bytes:
     for kept in [one for part in target.pool.parts for one in (part.keys, part.values)]:
         digest.update(kept[:, cache.block_table.tolist()].float().numpy().tobytes())
     if target.pool.layer_states is not None:
-        digest.update(target.pool.layer_states.states[cache.state.slot])
+        digest.update(target.pool.layer_states.states[cache.state.slot].numpy())
     cache.release()
     return digest.digest()

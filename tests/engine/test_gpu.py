@@ -11,6 +11,7 @@ import torch
 from engine import Engine, SamplingParams
 from engine.model.target import Target
 from tests.conftest import save_tiny_llama
+from tests.engine.tiny_hybrids import save_tiny_hybrid
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 both_types = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -21,9 +22,11 @@ SAMPLINGS = [
 ]
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    return save_tiny_llama(tmp_path, hidden_size=256, num_hidden_layers=4, intermediate_size=704)
+@pytest.fixture(params=["llama", "qwen3.5"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "llama":
+        return save_tiny_llama(tmp_path, hidden_size=256, num_hidden_layers=4, intermediate_size=704)
+    return save_tiny_hybrid(tmp_path, request.param)
 
 
 @both_types

@@ -179,7 +179,8 @@ def _tables(requests: Sequence[StateRows]) -> tuple[list[int], list[int], list[i
 def steps_of(request: StateRows) -> tuple[list[tuple[int, int, int]], int]:
     """Return each row after its parent, with where the state before it is and where the state after it goes: ~slot, or
     a level of the scratch, or LEAF. A row that needs the state after another, and whose step is the first to do so,
-    comes right after it. Returns also the number of levels.
+    comes right after it. The largest branch of a node comes last and takes the place of the node's state, so a tree of
+    n rows needs no more than log2(n) + 1 levels. Returns also the number of levels.
     """
     steps, place, part = list[tuple[int, int, int]](), ~request.slots[0], 0
     for row in range(request.trunk):
@@ -188,13 +189,15 @@ def steps_of(request: StateRows) -> tuple[list[tuple[int, int, int]], int]:
         steps.append((row, place, goal))
         place = goal
     below: dict[int, list[int]] = {}
-    for row in range(request.trunk, len(request.parents)):
+    sizes = [1] * (len(request.parents) + 1)  # of subtrees; the last one is that of the stored state, row -1
+    for row in range(len(request.parents) - 1, request.trunk - 1, -1):
         below.setdefault(request.parents[row], []).append(row)
+        sizes[request.parents[row]] += sizes[row]
     todo, levels = list[tuple[int, int, int, int]](), 0
 
     def take(node: int, place: int, free: int) -> None:
         """Take the rows below a node, whose state is at `place`. free: the first level that holds no state."""
-        children = below.get(node, [])
+        children = sorted(below.get(node, []), key=lambda row: (sizes[row], row))
         steps.extend((row, place, LEAF) for row in children if row not in below)
         inner = [row for row in children if row in below]
         for row in inner[:0:-1]:  # the last one may overwrite the state of its parent in scratch

@@ -1,6 +1,7 @@
 """Forwards with exact attention on CUDA: of a few numbers of rows, captured as CUDA graphs.
 
-Models of the common structure run lean (`engine.model.cuda.lean_layers`), others as the stock forward.
+Models of the common structure run lean (`engine.model.cuda.lean_layers`), others as the stock forward. Those of whose
+layers some are gated delta nets run lean alone.
 
 A GPU library picks a kernel, and with it the order of summation, by the shapes that it is given. So forwards have few
 shapes: a batch is padded to the next of a few sizes, and a larger one is run in slices. Only sizes that were found to
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from engine.core.batch import BLOCK_SIZE, Batch, Segment
-from engine.core.errors import first_line
-from engine.core.tree import TokenTree
+from engine.core.errors import StateLost, first_line
 from engine.device import uploaded
 from engine.kernels.attention.attention import Rule
+from engine.kernels.state.walk import StateRows
 from engine.model import cuda_products
+from engine.model.cuda.device_walk import fitting_end, slice_of, walk_tensor
 from engine.model.cuda.graphs import CaptureOwner, Recorded, shared_memory
 from engine.model.cuda.lean_layers import LeanLayers
 from engine.model.cuda.padded_rows import PaddedRows, longs, table_ends
@@ -36,6 +38,7 @@ from engine.model.stock import NoCache, Unsupported, attending
 from engine.model.structure import OtherStructure
 
 _PROBES = 16  # rows compared between sizes
+_ROW_TENSORS = len(PaddedRows._fields)
 _LISTED = 1 << 18  # blocks and ancestors that a forward's rows may list: of more rows, some go together
 
 
@@ -54,33 +57,70 @@ class CudaForward:
         self.recorded: dict[tuple[int, tuple[int, ...]], Recorded] = {}
         self._memory, self._owner = shared_memory(pool.keys.device), CaptureOwner()
         self._slice: PaddedRows | None = None  # the one being run
+        self._store: Tensor | None = None  # the kept rows that the captured forwards read
 
     @classmethod
     def tried(cls, model: Any, pool: KVPool, q_per_kv: int) -> CudaForward:
         """Make a forward that has run once. Raises Unsupported if it does not run at all."""
-        cache = KVCache(pool)
+        forward = cls(model, pool, q_per_kv)
+        forward._try_once()
+        return forward
+
+    @classmethod
+    def lean_alone(cls, model: Any, pool: KVPool, q_per_kv: int, rules: dict[int, Rule], context: int) -> CudaForward:
+        """Make a forward of a model that lean layers alone can run, once it has run. rules: of the layers that attend.
+        context: positions served. Raises OtherStructure, or AttributeError if a part is missing, for another model, and
+        Unsupported if it does not run.
+        """
+        forward = cls(model, pool, q_per_kv)
+        forward.lean = LeanLayers(model, pool, q_per_kv, rules, context)
+        forward._try_once()
+        return forward
+
+    def _try_once(self) -> None:
+        cache = KVCache(self.pool)
         cache.reserve(2)
         batch = Batch.of([Segment.of_text([0, 0], cache)])
-        forward = cls(model, pool, q_per_kv)
         try:
-            forward.attention.choose_products()
-            forward(batch)
+            self.attention.choose_products()
+            self(batch)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # Triton, its compiler and the driver have errors of their own
             raise Unsupported(first_line(error)) from error
         cache.release()
-        return forward
 
     def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """See `engine.model.forward.Forward`."""
+        """See `engine.model.forward.Forward`. Raises StateLost if a forward over layers with a state is interrupted;
+        nothing is lost before it runs.
+        """
+        if self.pool.layer_states is None:
+            return self._run_slices(batch, feature_layers, [])
+        requests = [segment.cache.state for segment in batch.segments]
+        walked = [state.rows(segment) for state, segment in zip(requests, batch.segments, strict=True)]
+        if self._store is not self.pool.layer_states.store:  # it has grown
+            self.recorded.clear()
+            self._store = self.pool.layer_states.store
+        try:
+            found = self._run_slices(batch, feature_layers, walked)
+        except Exception as error:  # some layers may have replayed rows and others not
+            raise StateLost(f"a forward over layers with a state was interrupted: {first_line(error)}") from error
+        for state in requests:
+            state.end()
+        return found
+
+    def _run_slices(
+        self, batch: Batch, feature_layers: Sequence[int], walked: Sequence[StateRows]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the batch in forwards of few shapes. walked: of each request, if layers have a state."""
         logits: list[Tensor] = []
         features: list[Tensor] = []
         first = 0
         while first < len(batch):
-            end, size = self._slice_of(batch, first)
+            end, size = self._slice_of(batch, first, walked)
             rows = PaddedRows.of(batch, first, end, size, self.attention)
-            found, *asked = self._forward(rows, tuple(feature_layers))
+            walk = walk_tensor(slice_of(walked, batch.spans, first, end), size) if walked else None
+            found, *asked = self._forward(rows, tuple(feature_layers), walk)
             chosen = batch.chosen[(batch.chosen >= first) & (batch.chosen < end)] - first
             # copies, because the next slice's results reuse these tensors
             logits.append(found.index_select(0, *uploaded([longs(chosen)], found.device)))
@@ -93,8 +133,7 @@ class CudaForward:
         text, room = KVCache(self.pool), min(context, self.pool.free * BLOCK_SIZE)
         for size in [size for size in self.sizes if size <= room]:
             text.reserve(size)
-            tree = TokenTree.chain(0, [0] * (size - 1), [1.0] * (size - 1))
-            self(Batch.of([Segment.of_tree(tree, text)]), feature_layers)
+            self(Batch.of([Segment.of_text([0] * size, text, "all")]), feature_layers)
         text.release()
 
     def take_lean(self, context: int) -> bool:
@@ -163,38 +202,40 @@ class CudaForward:
         expected = logits(cuda_products.SLICE, 0)
         try:
             found = [size for size in sizes if size == cuda_products.SLICE or agrees(size)]
-        except torch.OutOfMemoryError:  # with the usual size there is enough memory
+        except (torch.OutOfMemoryError, StateLost):  # with the usual size there is enough memory
             found = [cuda_products.SLICE]
         self.sizes = usual
         text.release()
         before.release()
         return tuple(found)
 
-    def _slice_of(self, batch: Batch, first: int) -> tuple[int, int]:
+    def _slice_of(self, batch: Batch, first: int, walked: Sequence[StateRows] = ()) -> tuple[int, int]:
         """Return where the next forward over the batch's rows from `first` on ends, and how many rows it has: as many
-        as the largest size holds, and attention has room for.
+        as the largest size holds, and attention and walks over states have room for.
         """
         end = min(first + self.sizes[-1], len(batch))
         begins = batch.ancestor_ptr[first : end + 1]
         chunks = np.cumsum(self.attention.chunks_of(batch.prefix_lens[first:end], np.diff(begins)))
         listed = table_ends(batch)[first:end] - batch.table_of[first] + begins[1:] - begins[0]
         fitting = int(min(np.searchsorted(chunks, self.attention.capacity, "right"), np.searchsorted(listed, _LISTED)))
-        end = min(end, first + max(1, fitting))
+        end = fitting_end(walked, batch.spans, first, min(end, first + max(1, fitting)))
         return end, next(size for size in self.sizes if size >= end - first)
 
-    def _forward(self, rows: PaddedRows, feature_layers: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def _forward(self, rows: PaddedRows, feature_layers: tuple[int, ...], walk: Tensor | None) -> tuple[Tensor, ...]:
         """Return all logits, [rows, vocab], and [rows, layers, hidden] features if layers are given."""
         key = len(rows.tokens), feature_layers
         if key not in self.recorded:
             work, device = partial(self._run, feature_layers), self.pool.keys.device
             self.recorded[key] = Recorded(work, device, self._memory, self._owner, _LISTED)
-        return self.recorded[key](*rows)
+            if walk is not None:  # what is captured runs several times, and a state is replayed in place once
+                self.recorded[key](torch.zeros_like(walk), *rows)
+        return self.recorded[key](*rows) if walk is None else self.recorded[key](walk, *rows)
 
     def _run(self, feature_layers: tuple[int, ...], *rows: Tensor) -> tuple[Tensor, ...]:
         """Run a forward over tensors on the device: the part that a CUDA graph captures."""
-        self._slice = PaddedRows(*rows)
+        walk, self._slice = rows[:-_ROW_TENSORS], PaddedRows(*rows[-_ROW_TENSORS:])
         if self.lean is not None:
-            return self.lean(self._slice, self.attention, feature_layers)
+            return self.lean(self._slice, self.attention, feature_layers, *walk)
         with attending(self):
             out = self.model(
                 input_ids=self._slice.tokens[None],

@@ -3,7 +3,7 @@
 Rows are independent: a row's result is the same bits whatever the other rows. Numbers are summed in float32 and rounded
 once, when they are stored. `engine.kernels.fused` has the same steps for CPUs.
 
-`normed`, `gated` and `entered` launch them, for the layers of a target and of a draft head.
+`normed`, `gated`, `entered` and `opened` launch them, for the layers of a target and of a draft head.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -63,8 +63,23 @@ def gate(gate_up, out, INNER: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def open_gates(attended, qkv, out, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr):
+    """Compute out = attended * sigmoid(gate). attended, out: [rows, heads * head_dim]; qkv: see `enter`, rows of WIDE
+    numbers.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    dim = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    there = dim < HEADS * HEAD_DIM
+    x = tl.load(attended + row * (HEADS * HEAD_DIM) + dim, mask=there, other=0.0).to(tl.float32)
+    place = row * WIDE + (dim // HEAD_DIM * 2 + 1) * HEAD_DIM + dim % HEAD_DIM
+    gate = tl.load(qkv + place, mask=there, other=0.0).to(tl.float32)
+    found = x / (1.0 + tl.exp(-gate))
+    tl.store(out + row * (HEADS * HEAD_DIM) + dim, found.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
 def enter(
-    qkv,  # [rows, (q_per_kv + 2) * kv_heads * head_dim]: queries, keys, values
+    qkv,  # [rows, (heads * query_parts + 2 * kv_heads) * head_dim]: queries, keys, values
     norms,  # [2, head_dim] float32: of queries, and of keys
     cos_sin,  # [positions, rotated] float32: cosines of half of the rotated dimensions, then sines
     positions,  # [rows]
@@ -83,6 +98,7 @@ def enter(
     ROTATED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NORMED: tl.constexpr,
+    QUERY_PARTS: tl.constexpr,  # 2: a head's query is followed by its gate
 ):
     """Normalise and rotate one head's query or key, or take its value; write it to its place."""
     row = tl.program_id(0).to(tl.int64)
@@ -90,7 +106,8 @@ def enter(
     is_query = head < HEADS
     is_value = head >= HEADS + KV_HEADS
     source = tl.where(is_query, row, tl.load(sources + row))
-    x_at = qkv + (source * (HEADS + 2 * KV_HEADS) + head) * HEAD_DIM
+    part = tl.where(is_query, head * QUERY_PARTS, head + HEADS * (QUERY_PARTS - 1))
+    x_at = qkv + (source * (HEADS * QUERY_PARTS + 2 * KV_HEADS) + part) * HEAD_DIM
     dim = tl.arange(0, HEAD_FILLED)
     there = dim < HEAD_DIM
     half: tl.constexpr = ROTATED // 2
@@ -137,16 +154,35 @@ def gated(gate_up: Tensor) -> Tensor:
     return out
 
 
+def opened(attended: Tensor, qkv: Tensor) -> Tensor:
+    """Return what attention gives, [rows, heads, head_dim], times the sigmoid of the gates that follow each head's
+    query in qkv; as [rows, heads * head_dim].
+    """
+    rows, heads, head_dim = attended.shape
+    out = attended.new_empty(rows, heads * head_dim)
+    sizes = {"HEADS": heads, "HEAD_DIM": head_dim, "WIDE": qkv.shape[1], "TILE": _GATE_TILE}
+    open_gates[(rows, triton.cdiv(heads * head_dim, _GATE_TILE))](attended, qkv, out, **sizes, **_UNFUSED)
+    return out
+
+
 def entered(
-    pool: KVPool, layer: int, qkv: Tensor, places: Places, cos_sin: Tensor, norms: Tensor | None, epsilon: float
+    pool: KVPool,
+    layer: int,
+    qkv: Tensor,
+    places: Places,
+    cos_sin: Tensor,
+    norms: Tensor | None,
+    epsilon: float,
+    gated: bool = False,
 ) -> Tensor:
     """Return queries [rows, heads, head_dim]; keys and values go to the layer's part of the pool.
 
     qkv: [rows, (heads + 2 * kv_heads) * head_dim], heads may be 0. cos_sin: [positions, rotated] float32, cosines of
     half of the rotated dimensions, then sines. norms: [2, head_dim] float32, of each head's query and key, or None.
+    gated: each head's query is followed by its gate, which is not read.
     """
     shape, rows = pool.shape, len(qkv)
-    heads = qkv.shape[1] // shape.head_dim - 2 * shape.kv_heads
+    heads = (qkv.shape[1] // shape.head_dim - 2 * shape.kv_heads) // (1 + gated)
     queries = qkv.new_empty(rows, heads, shape.head_dim)
     enter[(rows, heads + 2 * shape.kv_heads)](
         qkv,
@@ -168,6 +204,7 @@ def entered(
         ROTATED=cos_sin.shape[1],
         BLOCK_SIZE=BLOCK_SIZE,
         NORMED=norms is not None,
+        QUERY_PARTS=1 + gated,
         num_warps=1,
         **_UNFUSED,
     )

@@ -15,6 +15,7 @@ import torch
 
 from engine.config import Activations, KVType
 from engine.core.errors import ConfigError, ModelError, first_line
+from engine.kernels.attention.attention import Rule
 from engine.kernels.gemm.product import pack_linears
 from engine.kernels.pointwise import PointwiseOperations
 from engine.model.cuda_products import allow_split_sums, exact_sizes, forbid_split_sums, hold_split_sums
@@ -30,7 +31,7 @@ from engine.model.reader.mixers import head_sizes
 from engine.model.rotary import hold_frequencies
 from engine.model.runner import Chosen, Runner
 from engine.model.stock import NAME, StockForward, Unsupported
-from engine.model.structure import DecoderStructure, OtherStructure
+from engine.model.structure import AttentionStructure, DecoderStructure, GatedDeltaStructure, OtherStructure
 from engine.model.trial.probe import ModelProbe
 from engine.model.trial.proof import Proof, ProvedModel
 from engine.model.trial.stock_logits import LayeredStock, WholeStock, passed_rules
@@ -85,8 +86,8 @@ class ForwardChoice:
         if has_states(self.model.config):
             raise ModelError(
                 f"model={self.name}: {self.model.config.model_type} has layers with a state, which the lean decoder "
-                f"alone can take back to before a draft, and it does not run here ({chosen}); use a model whose "
-                "layers all attend"
+                f"alone can take back to before a draft, and it does not run here ({chosen}); use "
+                + ("device=cpu" if self.accelerated else "a model whose layers all attend")
             )
         return Chosen(self._masked(trial), chosen, chosen if self.device.type == "cpu" else "")
 
@@ -131,7 +132,7 @@ class ForwardChoice:
         if self.model.dtype not in (torch.float32, torch.bfloat16):
             return f"its type is {name_of(self.model.dtype)}"
         if self.accelerated:
-            return "layers with a state run on a CPU" if has_states(self.model.config) else self._try_cuda(trial)
+            return self._try_cuda(trial)
         if self.device.type != "cpu":
             return f"exact attention is not there for {self.device.type} yet"
         if has_states(self.model.config) or self._has_own_keys() or self._is_latent():
@@ -231,15 +232,19 @@ class ForwardChoice:
             from engine.model.cuda.cuda_forward import CudaForward
         except ImportError:
             return "exact attention on CUDA needs Triton: pip install triton"
-        runner = self._try_attention(CudaForward.tried, trial)
+        if has_states(self.model.config):
+            runner = self._try_states(CudaForward.lean_alone, trial)
+        else:
+            runner = self._try_attention(CudaForward.tried, trial)
         if isinstance(runner, str):
             return runner
-        if (other := _other_matrix(self.model)) is not None:
-            return Chosen(runner, f"{other} is multiplied in a way of its own")
         forward = runner.forward
         assert isinstance(forward, CudaForward)
-        if forward.take_lean(self.context) and not trial.agrees_anywhere(runner):
-            forward.drop_lean()
+        if forward.lean is None:
+            if (other := _other_matrix(self.model)) is not None:
+                return Chosen(runner, f"{other} is multiplied in a way of its own")
+            if forward.take_lean(self.context) and not trial.agrees_anywhere(runner):
+                forward.drop_lean()
         usual = forward.sizes
         found = exact_sizes(forward.linears, forward.possible)
         if len(found) > 1:
@@ -255,6 +260,33 @@ class ForwardChoice:
         if not (inexact or self.draft):
             hold_split_sums(forward)
         return Chosen(runner, inexact)
+
+    def _try_states(
+        self, make: Callable[[Any, KVPool, int, dict[int, Rule], int], Forward], trial: ModelProbe
+    ) -> Runner | str:
+        """Return the forward that `make` makes on CUDA for a model with layers that have a state, or why there is
+        none.
+        """
+        heads, kv_heads, _ = head_sizes(self.model.config.get_text_config())
+        try:
+            self.structure = describe(self.model)
+            mixers = [mixer for layer in self.structure.layers for mixer in (layer.mixer, layer.beside)]
+            if not all(isinstance(mixer, AttentionStructure | GatedDeltaStructure | None) for mixer in mixers):
+                return "of such layers a GPU runs gated delta nets alone"
+            if trial.beyond is not None:
+                return "beside windows such layers run on a CPU"
+            pool, rules = self._make_pool(), passed_rules(self.model)
+            runner = self._runner(make(self.model, pool, heads // kv_heads, rules, self.context), pool)
+        except torch.OutOfMemoryError as error:
+            raise self._no_room(error) from error
+        except (OtherStructure, Unsupported, AttributeError) as error:  # a part of the structure is missing
+            return first_line(error)
+        return runner if trial.agrees_anywhere(runner) else "its logits differ from those of the lean layers"
+
+    def _no_room(self, error: Exception) -> ModelError:
+        return ModelError(
+            f"verifier.kv_memory: the GPU has no room for the pool beside the model ({first_line(error)}); lower it"
+        )
 
     def _try_attention(self, make: Callable[[Any, KVPool, int], Forward], trial: ModelProbe) -> Runner | str:
         """Return the stock forward that `make` makes with our attention; or why it failed, with the model's own
@@ -273,9 +305,7 @@ class ForwardChoice:
                 return runner
             reason = "its logits differ with exact attention"
         except torch.OutOfMemoryError as error:
-            raise ModelError(
-                f"verifier.kv_memory: the GPU has no room for the pool beside the model ({first_line(error)}); lower it"
-            ) from error
+            raise self._no_room(error) from error
         except (Unsupported, ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
             reason = f"its attention cannot be replaced ({first_line(error)})"
         self.model.set_attn_implementation(usual)

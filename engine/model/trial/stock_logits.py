@@ -61,7 +61,7 @@ def passed_rules(model: Any) -> dict[int, Rule]:
     """Return the attention rules that the attention layers of a model in memory pass to our function."""
     rules: dict[int, Rule] = {}
     with _talons_attention(model), attending(_Observer(rules)):
-        model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
+        model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
     return rules
 
 

@@ -25,15 +25,20 @@ from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
 from engine.model import stock
-from engine.model.cuda import layer_kernels
+from engine.model.cuda import delta_kernels, layer_kernels
 from engine.model.cuda.cuda_forward import CudaForward
+from engine.model.cuda.delta_kernels import DeltaNet
+from engine.model.cuda.device_walk import walk_tensor
 from engine.model.cuda.lean_layers import LeanLayers
 from engine.model.cuda.padded_rows import PaddedRows
 from engine.model.cuda.triton_attention import TritonAttention
+from engine.model.decoder_layer import state_shape
 from engine.model.kv_cache import KVCache
 from engine.model.kv_pool import KVPool
 from engine.model.masked import MaskedForward
 from engine.model.masked_cache import MaskedCache
+from engine.model.reader.decoder import describe
+from engine.model.state_pool import StatePool
 
 COMMON = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -62,6 +67,15 @@ CONFIGS = {
     "gpt_oss": transformers.GptOssConfig(**SHORT, num_local_experts=4, num_experts_per_tok=2),
     "qwen3 moe": transformers.Qwen3MoeConfig(**SHORT, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
 }
+HYBRID = transformers.Qwen3_5TextConfig(
+    **SHORT,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+)
+"""A model that lean layers alone run."""
 ROWS = 4
 _setup_privateuseone_for_python_backend("gpux")
 DEVICE = torch.device("gpux:0")
@@ -113,24 +127,31 @@ def moved(norm: Norm) -> Norm:
 def lean_layers_forward(config: Any) -> None:
     """Run what `CudaForward` captures with lean layers, but for the kernels."""
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    shape = KVShape(3, kv_heads, getattr(config, "head_dim", None) or 16, torch.bfloat16)
+    heads, kv_heads, structure = config.num_attention_heads, config.num_key_value_heads, describe(model)
+    shape, states = KVShape(*structure.key_sizes[0], torch.bfloat16), state_shape(structure, torch.bfloat16)
     rules = dict.fromkeys(range(3), Rule(0.1))
+
+    def pool_on(device: torch.device) -> KVPool:
+        return KVPool(shape, 60, device, None if states is None else StatePool(states, 8, device))
+
     with torch.inference_mode():
-        lean = LeanLayers(model, KVPool(shape, 60), heads // kv_heads, rules, 64)
+        lean = LeanLayers(model, pool_on(torch.device("cpu")), heads // kv_heads, rules, 64)
     move(model)
     with MODE, torch.inference_mode():
-        forward = CudaForward(model, KVPool(shape, 60, DEVICE), heads // kv_heads)
+        forward = CudaForward(model, pool_on(DEVICE), heads // kv_heads)
         lean.pool, lean._cos_sin, lean._norm = forward.pool, on_device(lean._cos_sin), moved(lean._norm)
         for layer in lean._layers:
             layer.input_norm, layer.inner_norm = moved(layer.input_norm), moved(layer.inner_norm)
             layer.norms = None if layer.norms is None else on_device(layer.norms)
             move(nn.ModuleDict(layer.products))
+            if layer.delta_net is not None:
+                layer.delta_net.net = DeltaNet(*map(move, layer.delta_net.net))
         forward.lean, cache = lean, KVCache(forward.pool)
         cache.reserve(40)
-        batch = Batch.of([Segment.of_text([*range(30)], cache, "all")])
-        rows = PaddedRows.of(batch, 0, 30, 64, forward.attention)
-        assert_on_device(forward._run((0, 2), *map(on_device, rows)))
+        text = Segment.of_text([*range(30)], cache, "all")
+        rows = PaddedRows.of(Batch.of([text]), 0, 30, 64, forward.attention)
+        walk = [] if cache.state is None else [walk_tensor([cache.state.rows(text)], 64)]
+        assert_on_device(forward._run((0, 2), *map(on_device, [*walk, *rows])))
 
 
 def masked_forward(config: Any) -> None:
@@ -187,14 +208,17 @@ def replace(module: ModuleType, **names: Any) -> None:
 
 def main() -> None:
     TritonAttention.__call__ = lambda self, rows, layer, rule, query: torch.empty_like(query)
-    replace(layer_kernels, norm=NotLaunched(), enter=NotLaunched(), gate=NotLaunched())
+    kernels = {name: NotLaunched() for name in ("norm", "enter", "gate", "open_gates")}
+    replace(layer_kernels, **kernels)
+    walked = {name: NotLaunched() for name in ("enter_rows", "walk_states", "leave_rows", "keep_windows")}
+    replace(delta_kernels, **walked)
     replace(stock, _window=host_window)
     attempt("host sync", host_sync)
     attempt("mixed devices", mixed_devices)
     for name, config in CONFIGS.items():
         attempt(f"target {name}", target_forward, config, (0, 2))
-    for name in ("llama", "qwen3"):
-        attempt(f"lean {name}", lean_layers_forward, CONFIGS[name])
+    for name, config in (("llama", CONFIGS["llama"]), ("qwen3", CONFIGS["qwen3"]), ("qwen3.5", HYBRID)):
+        attempt(f"lean {name}", lean_layers_forward, config)
     attempt("target without features", target_forward, CONFIGS["llama"], ())
     for name in ("llama", "gpt_neox"):
         attempt(f"masked {name}", masked_forward, CONFIGS[name])

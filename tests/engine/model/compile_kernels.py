@@ -30,7 +30,8 @@ from drafters.heads.growth.growth_kernel import TreeLayer
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
-from engine.model.cuda import layer_kernels, noise_kernels, triton_attention, walk_kernels
+from engine.model.cuda import delta_kernels, layer_kernels, noise_kernels, triton_attention, walk_kernels
+from engine.model.cuda.delta_kernels import DeltaNet, LayerStates
 from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
 from engine.model.kv_pool import KVPool
 
@@ -125,10 +126,13 @@ def launch_lean(shape: Shape, pool: KVPool) -> None:
     x = torch.zeros(2, _HIDDEN, dtype=shape.dtype)
     layer_kernels.normed(x.float(), x, Norm(torch.zeros(_HIDDEN), 1e-6))
     layer_kernels.gated(x)
+    attended = torch.zeros(2, shape.kv_heads * shape.groups, shape.head_dim, dtype=shape.dtype)
+    layer_kernels.opened(attended, torch.zeros(2, 2 * width, dtype=shape.dtype))
     noise_kernels.noisy_scores(torch.zeros(2, 5000), torch.zeros(5000, dtype=torch.int64), [(1, 2, 0.5)] * 2)
     noise_kernels.likeliest(torch.zeros(2, 5000, dtype=shape.dtype), torch.zeros(5000, dtype=torch.int64), 10)
     launch_draws(shape, pool)
     launch_growth()
+    launch_delta(shape.dtype)
 
 
 def launch_draws(shape: Shape, pool: KVPool) -> None:
@@ -148,9 +152,20 @@ def launch_growth() -> None:
     growth_kernel.select(tokens, prob, above, slots, 2, 10, 64)
 
 
+def launch_delta(dtype: torch.dtype) -> None:
+    """Launch what a gated delta net of the largest files launches."""
+    key_heads, value_heads, size, channels = 16, 32, 128, 8192
+    vectors = torch.zeros(4, channels), torch.zeros(value_heads), torch.zeros(value_heads), torch.zeros(size)
+    net = DeltaNet(*vectors, 1e-6, key_heads, value_heads, size, size)
+    states, store = torch.zeros(1, 1 << 22, dtype=torch.uint8), torch.zeros(1, 1 << 15, dtype=torch.uint8)
+    inputs, gates = torch.zeros(2, channels + 4096, dtype=dtype), torch.zeros(2, 2 * value_heads, dtype=dtype)
+    delta_kernels.run_delta(net, inputs, gates, LayerStates(states, store, 0, 0), torch.zeros(64, dtype=torch.int32))
+
+
 def main() -> None:
     places = [(triton_attention, name) for name in ("_attend_texts", "_attend_rows")]
-    places += [(layer_kernels, name) for name in ("enter", "norm", "gate")]
+    places += [(layer_kernels, name) for name in ("enter", "norm", "gate", "open_gates")]
+    places += [(delta_kernels, name) for name in ("enter_rows", "walk_states", "leave_rows", "keep_windows")]
     places += [(noise_kernels, name) for name in ("draw_parts", "join_parts", "score_noisily", "rank")]
     places += [(walk_kernels, name) for name in ("walk", "move", "gather")] + [(growth_kernel, "_select")]
     kernels = [Compiled(getattr(*place)) for place in places]

@@ -33,7 +33,7 @@ def test_reading_a_result_or_mixing_devices_is_seen(errors: dict[str, str]) -> N
     assert "DataDependentOutput" in errors["host sync"] and "DeviceMismatch" in errors["mixed devices"]
 
 
-@pytest.mark.parametrize(("kind", "count"), [("target", 15), ("lean", 2), ("masked", 2)])
+@pytest.mark.parametrize(("kind", "count"), [("target", 15), ("lean", 3), ("masked", 2)])
 def test_captured_work_neither_waits_for_the_host_nor_mixes_devices(
     kind: str, count: int, errors: dict[str, str]
 ) -> None:

@@ -143,7 +143,7 @@ def test_everything_is_returned_on_release() -> None:
     tree(state, 40, [0, 2])
     tree(state, 42)
     state.release()
-    assert pool.has_free(pool.slots) and len(pool._free_rows) == len(pool._store)
+    assert pool.has_free(pool.slots) and len(pool._free_rows) == len(pool.store)
 
 
 def test_the_snapshot_used_longest_ago_makes_room_and_those_in_use_stay() -> None:
@@ -175,9 +175,9 @@ def test_a_snapshot_that_is_to_last_is_not_replaced() -> None:
 def test_the_store_of_rows_grows_and_keeps_what_it_holds() -> None:
     pool = new_pool()
     [row] = pool.take_rows(1)
-    pool._store[row] = 7
+    pool.store[row] = 7
     more = pool.take_rows(500)
-    assert len({row, *more}) == 501 and max(more) < len(pool._store) and (pool._store[row] == 7).all()
+    assert len({row, *more}) == 501 and max(more) < len(pool.store) and (pool.store[row] == 7).all()
 
 
 def test_the_pools_memory_is_that_of_its_states_and_of_its_store() -> None:
