@@ -91,7 +91,15 @@ ROPES: dict[str, dict[str, Any]] = {
     },
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
 }
-_OWN_ROTARY = {"CohereConfig", "Gemma3TextConfig", "GlmConfig", "LlamaConfig", "MiniCPM3Config", "Ministral3Config", "PhiConfig"}
+_OWN_ROTARY = {
+    "CohereConfig",
+    "Gemma3TextConfig",
+    "GlmConfig",
+    "LlamaConfig",
+    "MiniCPM3Config",
+    "Ministral3Config",
+    "PhiConfig",
+}
 """Families that rotate in ways of their own: in pairs, by kinds of layers, a part of the dimensions, with a scale."""
 QUERY_SCALE = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": ORIGINAL}
 TREE = TokenTree.from_lists([5, 1, 2, 3, 4], [-1, 0, 0, 1, 3], [1.0] * 5)
