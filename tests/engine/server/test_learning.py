@@ -68,7 +68,8 @@ def learners() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         try:
-            if "-c" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+            program = " ".join(child.cmdline())
+            if " -c " in program and "multiprocessing" not in program and child.status() != psutil.STATUS_ZOMBIE:
                 found.append(child)
         except psutil.NoSuchProcess:
             continue
