@@ -433,7 +433,7 @@ def decoded(target: Target, prompt: Sequence[int], sampling: SamplingParams, tru
 
 
 @every_family
-def test_a_family_is_exact_in_both_types(family: str, dtype: str) -> None:
+def test_a_family_is_exact(family: str, dtype: str) -> None:
     target = target_of(family, dtype)
     assert target.exact, target.inexact_reason
     assert isinstance(target.forward, StockForward if family in STOCK else LeanDecoder)

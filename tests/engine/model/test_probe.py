@@ -149,7 +149,7 @@ def _grid() -> Iterator[Any]:
             yield pytest.param(family, rope, marks=[pytest.mark.slow] * slow)
 
 
-@pytest.mark.parametrize(("family", "rope"), _grid())
+@pytest.mark.parametrize(("family", "rope"), [*_grid()])
 def test_texts_up_to_the_served_length_are_the_stock_forwards_plain_and_drafted(family: str, rope: str) -> None:
     model = build(family, rope)
     untouched, target = deepcopy(model), Target.of_model(model, family, kv_memory=1 << 22)
