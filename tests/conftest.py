@@ -172,8 +172,10 @@ def _one_thread() -> None:
 
 
 SERVERS = "tests/engine/server/"
-LONG = (SERVERS, "tests/faults/", "tests/test_", "tests/engine/weights/", "tests/engine/frontend/", "tests/engine/cli/")
-"""What begins first: whole folders of one process, and files whose tests start processes."""
+KERNELS = ("tests/engine/kernels/quant/", "tests/engine/kernels/attention/")
+STARTS = ("tests/faults/", "tests/test_", "tests/engine/weights/", "tests/engine/frontend/", "tests/engine/cli/")
+LONG = (SERVERS, *KERNELS, "tests/engine/model/cuda/test_cuda_forward", *STARTS)
+"""What begins first: whole folders of one process, the longest files, and files whose tests start processes."""
 
 
 @pytest.hookimpl(optionalhook=True)

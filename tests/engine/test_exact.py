@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -316,8 +316,27 @@ STATES |= {
 }
 OWN_KEYS = {"gemma4", "gemma4 with inputs of layers", "gemma4 whose keys are values", "gemma4 with experts"}
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-every_family = pytest.mark.parametrize("family", FAMILIES)
-both_types = pytest.mark.parametrize("dtype", TYPES)
+IN_BOTH = {"llama", "gemma2", "gemma4 with inputs of layers", "gpt-oss", "qwen3.5", "lfm2", "granite 4 with experts"}
+IN_BOTH |= {"deepseek v3", "phi with norms of heads"}
+"""Families that run in both types in any case: each kind of layer, and the stock forward."""
+
+
+def in_types(left_out: Collection[str] = ()) -> pytest.MarkDecorator:
+    """Parametrise by the families and a type: each runs in one, every second in float32; `IN_BOTH` in both, and all of
+    them with -m slow.
+    """
+    return pytest.mark.parametrize(
+        ("family", "dtype"),
+        [
+            pytest.param(family, dtype, marks=[pytest.mark.slow] * (family not in IN_BOTH and (number - at) % 2))
+            for number, family in enumerate(FAMILIES)
+            for at, dtype in enumerate(TYPES)
+            if family not in left_out
+        ],
+    )
+
+
+every_family = in_types()
 THREADS = (1, 2)
 LENGTH = 48  # of the texts; windows are shorter
 
@@ -414,8 +433,7 @@ def decoded(target: Target, prompt: Sequence[int], sampling: SamplingParams, tru
 
 
 @every_family
-@both_types
-def test_a_family_is_exact_in_both_types(family: str, dtype: str) -> None:
+def test_a_family_is_exact(family: str, dtype: str) -> None:
     target = target_of(family, dtype)
     assert target.exact, target.inexact_reason
     assert isinstance(target.forward, StockForward if family in STOCK else LeanDecoder)
@@ -423,7 +441,6 @@ def test_a_family_is_exact_in_both_types(family: str, dtype: str) -> None:
 
 
 @every_family
-@both_types
 def test_a_prompt_has_the_same_logits_in_chunks_of_any_size(family: str, dtype: str) -> None:
     for threads in THREADS:
         torch.set_num_threads(threads)
@@ -432,7 +449,6 @@ def test_a_prompt_has_the_same_logits_in_chunks_of_any_size(family: str, dtype: 
 
 
 @every_family
-@both_types
 def test_a_chain_has_the_logits_of_its_tokens_alone(family: str, dtype: str) -> None:
     target, text, split = target_of(family, dtype), text_of(family, dtype), LENGTH - 10
     held = target.new_cache(LENGTH)
@@ -443,7 +459,6 @@ def test_a_chain_has_the_logits_of_its_tokens_alone(family: str, dtype: str) -> 
 
 
 @every_family
-@both_types
 def test_every_node_of_a_bushy_tree_has_the_logits_of_its_path_alone(family: str, dtype: str) -> None:
     target, text, split = target_of(family, dtype), text_of(family, dtype), LENGTH - 8
     tree, spine = with_siblings(text[split], text[split + 1 :], random.Random(2))
@@ -461,7 +476,6 @@ def test_every_node_of_a_bushy_tree_has_the_logits_of_its_path_alone(family: str
 
 
 @every_family
-@both_types
 def test_a_tree_grown_level_by_level_has_the_logits_of_the_whole(family: str, dtype: str) -> None:
     target, text, split = target_of(family, dtype), text_of(family, dtype), LENGTH - 6
     tree, spine = with_siblings(text[split], text[split + 1 :], random.Random(3))
@@ -474,7 +488,6 @@ def test_a_tree_grown_level_by_level_has_the_logits_of_the_whole(family: str, dt
 
 
 @every_family
-@both_types
 def test_requests_in_one_forward_have_the_logits_that_each_has_alone(family: str, dtype: str) -> None:
     """Trees of three requests beside chunks of two prompts, one of them at its beginning."""
     target, text, expected = target_of(family, dtype), text_of(family, dtype), alone(family, dtype)
@@ -499,7 +512,6 @@ def test_requests_in_one_forward_have_the_logits_that_each_has_alone(family: str
 
 
 @every_family
-@both_types
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafted_text_is_plain_text_and_right_drafts_are_accepted(family: str, dtype: str, temperature: float) -> None:
     target, prompt = target_of(family, dtype), text_of(family, dtype)[:20]
@@ -508,10 +520,7 @@ def test_drafted_text_is_plain_text_and_right_drafts_are_accepted(family: str, d
     assert decoded(target, prompt, sampling, plain) == plain
 
 
-@pytest.mark.parametrize(
-    "family", sorted(FAMILIES.keys() - EXPERTS - STATES - OWN_KEYS - MLA - {"apertus"})
-)  # the stock forward's experts are not exact, nor is xIELU of torch's operations
-@both_types
+@in_types(EXPERTS | STATES | OWN_KEYS | MLA | {"apertus"})  # of which the stock forward's operations are not exact
 def test_transformers_own_generate_gives_the_text_of_the_stock_forward(
     family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 import zmq
@@ -180,5 +181,5 @@ async def test_a_taken_port_is_told_in_one_line_and_nothing_is_left(tiny: str, k
 
 
 def children() -> list[int]:
-    """Processes this one has started."""
-    return [int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+    """Processes that this one and its own have started."""
+    return [child.pid for child in psutil.Process().children(recursive=True)]

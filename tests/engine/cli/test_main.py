@@ -24,7 +24,8 @@ def restore_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-WHILE = ["pydantic", "typer", "zmq", "engine.cli.main", "numpy", "torch", "transformers.utils.generic"]
+WHILE = ["pydantic", "engine.cli.main", "torch", "transformers.utils.generic"]
+WHILE += [pytest.param(library, marks=pytest.mark.slow) for library in ("typer", "zmq", "numpy")]
 
 
 @pytest.mark.parametrize("imported", WHILE)

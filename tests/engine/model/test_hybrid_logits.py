@@ -27,7 +27,7 @@ from engine.model.structure import OtherStructure
 from engine.model.target import Target
 from tests.engine.test_exact import COMMON, STATES, VOCABULARY, build, read
 
-LENGTH, PROMPT = 150, 130
+LENGTH, PROMPT = 100, 84
 TEXT = [random.Random(1).randrange(VOCABULARY) for _ in range(LENGTH)]
 TREE = TokenTree.from_lists([5, 1, 2, 3, 4, 6], [-1, 0, 0, 1, 3, 1], [1.0] * 6)
 NO_STEPS = {"granite 4 of Mamba-2 alone"}  # transformers cannot tell how long its cache is, and takes whole texts alone

@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
+from engine.answer import Result
 from engine.config import Config
 from engine.core.batch import Segment
 from engine.core.errors import ConfigError
@@ -134,17 +135,25 @@ def test_a_files_pass_is_remembered_for_each_type_of_keys(folder: str) -> None:
     assert torch.equal(logits_of(again, (20,)), logits_of(again))
 
 
+ASKED = [(prompt, SamplingParams(max_tokens=40, temperature=t, seed=3)) for t in (0.0, 1.0) for prompt in PROMPTS]
+OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "verifier.kv_type": "q8_0"}
+
+
+@pytest.fixture(scope="module")
+def plain(folder: str) -> list[Result]:
+    async def answers() -> list[Result]:
+        async with tiny_engine(folder, folder, "none", **OPTIONS) as engine:
+            return [await engine.generate(*asked) for asked in ASKED]
+
+    return asyncio.run(answers())
+
+
 @pytest.mark.parametrize("method", ["suffix", "pld", "lookahead", "sps"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_drafts_batches_and_preemption_change_no_text(folder: str, method: str, temperature: float) -> None:
-    sampling = SamplingParams(max_tokens=40, temperature=temperature, seed=3)
-    options = {"dtype": "bfloat16", "verifier.kv_type": "q8_0"}
-    async with tiny_engine(folder, folder, "none", **options) as engine:
-        plain = [await engine.generate(prompt, sampling) for prompt in PROMPTS]
-    small = options | {"verifier.kv_memory": 1 << 16, "drafter.budget": 4}
+async def test_drafts_batches_and_preemption_change_no_text(folder: str, plain: list[Result], method: str) -> None:
+    small = OPTIONS | {"verifier.kv_memory": 1 << 16, "drafter.budget": 4}
     async with tiny_engine(folder, folder, method, **small) as engine:
-        alone = [await engine.generate(prompt, sampling) for prompt in PROMPTS]
-        together = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in PROMPTS))
+        alone = [await engine.generate(*asked) for asked in ASKED]
+        together = await asyncio.gather(*(engine.generate(*asked) for asked in ASKED))
     assert plain[0].metrics.kv_type == "q8_0" and plain[0].metrics.exact
     texts = [result.token_ids for result in plain]
     assert [result.token_ids for result in alone] == texts

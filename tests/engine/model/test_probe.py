@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -90,6 +91,16 @@ ROPES: dict[str, dict[str, Any]] = {
     },
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
 }
+_OWN_ROTARY = {
+    "CohereConfig",
+    "Gemma3TextConfig",
+    "GlmConfig",
+    "LlamaConfig",
+    "MiniCPM3Config",
+    "Ministral3Config",
+    "PhiConfig",
+}
+"""Families that rotate in ways of their own: in pairs, by kinds of layers, a part of the dimensions, with a scale."""
 QUERY_SCALE = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": ORIGINAL}
 TREE = TokenTree.from_lists([5, 1, 2, 3, 4], [-1, 0, 0, 1, 3], [1.0] * 5)
 
@@ -129,10 +140,16 @@ def stock(model: Any, text: list[int]) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize(
-    ("family", "rope"),
-    [(family, rope) for family in COMMON_STRUCTURE for rope in ROPES if rope not in _WITHOUT.get(family, ())],
-)
+def _grid() -> Iterator[Any]:
+    """Yield families and scalings: each family with one, in turn, `_OWN_ROTARY` with all, and all with -m slow."""
+    for number, family in enumerate(COMMON_STRUCTURE):
+        ropes = [rope for rope in ROPES if rope not in _WITHOUT.get(family, ())]
+        for at, rope in enumerate(ropes):
+            slow = family not in _OWN_ROTARY and number % len(ropes) != at
+            yield pytest.param(family, rope, marks=[pytest.mark.slow] * slow)
+
+
+@pytest.mark.parametrize(("family", "rope"), [*_grid()])
 def test_texts_up_to_the_served_length_are_the_stock_forwards_plain_and_drafted(family: str, rope: str) -> None:
     model = build(family, rope)
     untouched, target = deepcopy(model), Target.of_model(model, family, kv_memory=1 << 22)

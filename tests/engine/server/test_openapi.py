@@ -35,13 +35,16 @@ CASES = [
     if route[0] == "POST" or mode == "positive"  # nothing is wrong with a path
 ]
 generated = settings(
-    max_examples=40, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate],
+    deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("examples", [20, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
-def test_no_request_makes_the_server_fail(server: ServerProcess, method: str, path: str, mode: str) -> None:
+def test_no_request_makes_the_server_fail(
+    server: ServerProcess, method: str, path: str, mode: str, examples: int
+) -> None:
     """mode: as the document wants it, or not."""
     schemathesis = pytest.importorskip("schemathesis")  # not above: it takes seconds, in each of pytest's processes
     from schemathesis.checks import not_a_server_error
@@ -50,7 +53,7 @@ def test_no_request_makes_the_server_fail(server: ServerProcess, method: str, pa
     conforming = (checks.status_code_conformance, checks.content_type_conformance, checks.response_schema_conformance)
     operation = schemathesis.openapi.from_url(f"{server.url}/openapi.json")[path][method]
 
-    @generated
+    @settings(generated, max_examples=examples)
     @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode)))
     def holds(case: Any) -> None:
         if isinstance(case.body, dict):  # most reach the engine, and none keeps it busy
