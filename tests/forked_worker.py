@@ -1,8 +1,9 @@
 """A worker's process forked from one that has imported what workers need, which takes two seconds of a core.
 
 It runs the same `main` in a session of its own, with the pipes, the folder and the environment that it would get from
-`subprocess`. So tests can start and kill many. Whole processes are started by the tests of `tests/engine/frontend`, by
-servers, examples, and all tests that are marked slow.
+`subprocess`, but for what libraries read from the environment while they are imported. So tests can start and kill
+many. Whole processes are started by the tests of `tests/engine/frontend`, by servers, examples, and all tests that are
+marked slow.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ForkedWorker:
         read, write = multiprocessing.Pipe(duplex=False)
         files = [read, *(Connection(os.dup(number), readable=False) for number in (1, 2))]
         make = multiprocessing.get_context("forkserver").Process
-        self._process = make(target=_work, args=(command[3], os.getcwd(), env, files))
+        self._process = make(target=_work, args=(command[3], os.getcwd(), env, files), daemon=True)
         self._process.start()
         for file in files:
             file.close()

@@ -39,8 +39,8 @@ def write_eagle3(
     writer = gguf.GGUFWriter(path, _ARCHITECTURE)
     _add_metadata(writer, config)
     for key, field in gguf.GGUFReader(target).fields.items():
-        if key.startswith("tokenizer."):
-            writer.add_key_value(key, field.contents(), field.types[0], field.types[1] if field.types[1:] else None)
+        if key.startswith("tokenizer.") and (value := field.contents()) != []:  # gguf writes no empty array
+            writer.add_key_value(key, value, field.types[0], field.types[1] if field.types[1:] else None)
     for name, tensor in tensors.items():
         if name == "d2t":
             writer.add_tensor(name, (tensor.long() + torch.arange(len(tensor))).numpy())  # the target's ids

@@ -221,7 +221,8 @@ class BlockWeights(Head):
 
     def forward(self, x: Tensor, positions: Tensor, caches: Sequence[HeadCache], at: int, mask: Tensor) -> Tensor:
         """Return the rows' states after `norm`. x: [n, hidden], the rows' embeddings; mask: [n, at + n]."""
-        slots = torch.cat([torch.arange(at, device=self.device), positions])
+        first = positions[0] - at  # more than 0 if hidden states of the text's beginning were lost
+        slots = torch.cat([torch.arange(at, device=self.device) + first, positions])
         for layer, cache, window in zip(self.layers, caches, self.windows, strict=True):
             near = mask & (slots > positions[:, None] - window) if window else mask
             x = layer(x, positions, cache, at, near)

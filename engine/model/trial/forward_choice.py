@@ -279,7 +279,7 @@ class ForwardChoice:
             runner = self._runner(make(self.model, pool, heads // kv_heads, rules, self.context), pool)
         except torch.OutOfMemoryError as error:
             raise self._no_room(error) from error
-        except (OtherStructure, Unsupported, AttributeError) as error:  # a part of the structure is missing
+        except (OtherStructure, Unsupported, AttributeError, RuntimeError) as error:  # or a part of it is missing
             return first_line(error)
         return runner if trial.agrees_anywhere(runner) else "its logits differ from those of the lean layers"
 
