@@ -115,7 +115,7 @@ def _make(checkpoint: Checkpoint, target: _Served) -> _Public:
         "eagle_aux_hidden_state_layer_ids": list(head.feature_layers),
     }
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    return _Public(config, kept, checkpoint.codes, head.layer.rotary.module.inv_freq)
+    return _Public(config, kept, checkpoint.codes(), head.layer.rotary.module.inv_freq)
 
 
 def _write_speculators(head: _Public, target: _Served, out: Path) -> str:

@@ -48,8 +48,6 @@ class Checkpoint:
         self.path, self.method, self.field, self.source = path, method, field, "config.json"
         self.speculator: str | None = None
         """The kind of head in a file of the `speculators` format, None in another layout."""
-        self.codes: dict[str, tuple[Tensor, Tensor]] = {}
-        """Codes of 8 bits and scales of the matrices that the file holds so; `tensors` has their values."""
         self._stored_name: Callable[[str], str] = str
         self.tensors: dict[str, Matrix]
         self.folder = Path(path)
@@ -62,7 +60,8 @@ class Checkpoint:
         found = [folder / name for name in files if (folder / name).is_file()]
         if not found:
             raise self.error(f"has none of {', '.join(files)}")
-        self.tensors = self._decoded(read_tensors(found[0], field))
+        self._file = found[0]
+        self.tensors = self._decoded(read_tensors(self._file, field))
         self.speculator = self.config.get(speculators.TYPE)
         if self.speculator is not None:
             self._read_as_public()
@@ -79,18 +78,24 @@ class Checkpoint:
     def _decoded(self, tensors: dict[str, Tensor]) -> dict[str, Matrix]:
         """Return the tensors, with the bfloat16 values of matrices that are stored in codes of 8 bits (`coded`)."""
         for name in [name for name in tensors if name.endswith(_SCALES)]:
-            matrix = name.removesuffix(_SCALES)
-            scales, codes = tensors.pop(name), tensors.get(matrix)
+            scales, codes = tensors.pop(name), tensors.get(name.removesuffix(_SCALES))
             if codes is None or codes.dtype != torch.int8 or scales.dtype not in (torch.float16, torch.float32):
                 raise self.error(f"tensor {name} belongs to no codes of 8 bits")
             try:
-                tensors[matrix] = values_of(codes, scales)
+                tensors[name.removesuffix(_SCALES)] = values_of(codes, scales)
             except ValueError:
                 raise self.error(
                     f"tensor {name} has shape {list(scales.shape)}, its codes {list(codes.shape)}"
                 ) from None
-            self.codes[matrix] = codes, scales
         return {**tensors}
+
+    def codes(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Read the codes of 8 bits and the scales of the matrices that a folder's file holds so; `tensors` has their
+        values.
+        """
+        stored = read_tensors(self._file, self.field)
+        matrices = [name.removesuffix(_SCALES) for name in stored if name.endswith(_SCALES)]
+        return {name: (stored[name], stored[name + _SCALES]) for name in matrices}
 
     def number(self, key: str, default: int | None = None) -> int:
         """Return a size or count from the config."""

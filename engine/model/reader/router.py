@@ -30,12 +30,15 @@ class Routing(NamedTuple):
 
 
 def routing_of(router: Any) -> Routing:
-    """Return how a router chooses. One that knows no groups is told by its attributes, and proved. Raises
-    OtherStructure if it chooses in a way that no kernel follows.
-    """
+    """Return how a router chooses. Raises OtherStructure if it chooses in a way that no kernel follows."""
+    found = _choosing_of(router)
+    return found._replace(least=_least(router)) if found.sigmoid and found.normalised else found
+
+
+def _choosing_of(router: Any) -> Routing:
+    """Return all but `least`. A router that knows no groups is told by its attributes, and proved."""
     if not hasattr(router, "num_group"):
-        found = Routing(hasattr(router, "routed_scaling_factor"), bool(getattr(router, "norm_topk_prob", True)))
-        return found._replace(least=_least(router)) if found.sigmoid and found.normalised else found
+        return Routing(hasattr(router, "routed_scaling_factor"), bool(getattr(router, "norm_topk_prob", True)))
     groups, top_groups = int(router.num_group or 1), int(router.topk_group or 1)
     generator = torch.Generator().manual_seed(0)
     (count, hidden), corrected = router.weight.shape, hasattr(router, CORRECTION)
@@ -52,7 +55,7 @@ def routing_of(router: Any) -> Routing:
         expected = float(router.routed_scaling_factor) * _shares(logits.float(), bias, chosen.shape[1], routing)
         enough = chosen.shape[1] <= of_groups[1] * (count // of_groups[0])
         if enough and torch.allclose(found, expected, rtol=1e-4, atol=1e-6):
-            return routing._replace(least=_least(router)) if sigmoid and normalised else routing
+            return routing
     raise OtherStructure(f"{type(router).__name__}, which chooses experts in a way of its own")
 
 

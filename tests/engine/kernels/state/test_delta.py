@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.state.delta import ChannelGates, GatedDelta
+from tests.engine.kernels.state.delta_layer import delta_layer
 from tests.engine.kernels.state.layer_run import HIDDEN, LayerRun, Matrix, rows
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS = 2, 4, 32, 48, 4
@@ -19,23 +20,7 @@ TYPES = [torch.float32, torch.bfloat16]
 
 
 def new_layer(dtype: torch.dtype, key_head_of: Sequence[int] = (0, 0, 1, 1)) -> GatedDelta:
-    torch.manual_seed(0)
-    return GatedDelta(
-        inputs=Matrix((torch.randn(CHANNELS + MADE, HIDDEN) * 0.3).to(dtype)),
-        gates=Matrix((torch.randn(2 * VALUE_HEADS, HIDDEN) * 0.3).to(dtype)),
-        out=Matrix(torch.randn(HIDDEN, MADE)),
-        taps=torch.randn(TAPS, CHANNELS) * 0.5,
-        decay=-torch.rand(VALUE_HEADS) * 4,
-        dt_bias=torch.randn(VALUE_HEADS),
-        norm=torch.rand(VALUE_DIM) + 0.5,
-        epsilon=1e-6,
-        key_heads=KEY_HEADS,
-        value_heads=VALUE_HEADS,
-        key_dim=KEY_DIM,
-        value_dim=VALUE_DIM,
-        key_head_of=torch.tensor(key_head_of, dtype=torch.int32),
-        width=dtype.itemsize,
-    )
+    return delta_layer(dtype, key_head_of, KEY_DIM, VALUE_DIM, TAPS)
 
 
 def new_channel_layer(dtype: torch.dtype) -> GatedDelta:

@@ -18,7 +18,8 @@ from engine.kernels.state.walk import StateRows, steps_of
 from engine.model.cuda import device_walk
 from engine.model.cuda.delta_kernels import DeltaNet, LayerStates, run_delta
 from engine.model.cuda.device_walk import HELD, NOWHERE, cut, held_steps, most_levels, walk_tensor
-from tests.engine.kernels.state.layer_run import HIDDEN, LayerRun, Matrix, rows
+from tests.engine.kernels.state.delta_layer import delta_layer
+from tests.engine.kernels.state.layer_run import HIDDEN, LayerRun, rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TYPES = [torch.float32, torch.bfloat16]
@@ -33,23 +34,7 @@ def _few_kept_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def new_layer(dtype: torch.dtype) -> GatedDelta:
-    torch.manual_seed(0)
-    return GatedDelta(
-        inputs=Matrix((torch.randn(CHANNELS + MADE, HIDDEN) * 0.3).to(dtype)),
-        gates=Matrix((torch.randn(2 * VALUE_HEADS, HIDDEN) * 0.3).to(dtype)),
-        out=Matrix(torch.randn(HIDDEN, MADE)),
-        taps=torch.randn(TAPS, CHANNELS) * 0.5,
-        decay=-torch.rand(VALUE_HEADS) * 4,
-        dt_bias=torch.randn(VALUE_HEADS),
-        norm=torch.rand(VALUE_DIM) + 0.5,
-        epsilon=1e-6,
-        key_heads=KEY_HEADS,
-        value_heads=VALUE_HEADS,
-        key_dim=KEY_DIM,
-        value_dim=VALUE_DIM,
-        key_head_of=torch.zeros(VALUE_HEADS, dtype=torch.int32),
-        width=dtype.itemsize,
-    )
+    return delta_layer(dtype, [0] * VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS)
 
 
 class DeviceRun:
