@@ -179,6 +179,26 @@ def test_the_convolutions_of_bfloat16_rows_are_those_of_torch(
 
 
 @torch.inference_mode()
+def test_where_states_were_lost_a_window_has_the_latest_that_are_there(
+    tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_checkpoint(tmp_path, "model.safetensors", *made("windows"))
+
+    def logits() -> Tensor:
+        head, features = BlockHead.load(path, target), features_of_shape()
+        session = head.open([], 64, 0)
+        session.commit(0, features[:4], TEXT[1:5])
+        session.root()
+        session.commit(4 + 2 * WINDOW, features[4:], TEXT[5:])
+        head.begin([(session, [[]])])
+        return session.blocks[0].forward.outputs.logits
+
+    found = logits()
+    monkeypatch.setattr("drafters.heads.one_pass.block_weights.new_stack", lambda spec: None)
+    torch.testing.assert_close(found, logits(), atol=1e-4, rtol=1e-3)
+
+
+@torch.inference_mode()
 def test_blocks_of_one_forward_do_not_see_each_other(tmp_path: Path, target: TargetWeights) -> None:
     config, weights = made("two taps")
     head = BlockHead.load(write_checkpoint(tmp_path, "model.safetensors", config, weights), target)
