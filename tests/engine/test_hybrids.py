@@ -219,7 +219,7 @@ async def test_a_turn_that_lacks_the_end_of_the_earlier_prompt_reads_little_agai
 
 
 async def test_a_third_prompt_begins_where_the_second_parted_from_the_first(delta: str) -> None:
-    prompts = [[*PROMPT[:70], *(end,) * 30] for end in (5, 6, 7)]
+    prompts = [[*PROMPT[:70], *(end,) * 230] for end in (5, 6, 7)]
     async with await Engine.start({"model": delta}, method="none", transport="inproc", **THREADS) as engine:
         results = [await engine.generate(prompt, SAMPLED) for prompt in prompts]
     plain = [(await answers(delta, None, (prompt, SAMPLED), name="none"))[0] for prompt in prompts]
