@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from http.client import HTTPResponse
+from itertools import islice
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
@@ -24,7 +25,7 @@ from engine.core.errors import ConfigError
 
 _START_S, _ANSWER_S, _STOP_S = 900.0, 900.0, 20.0
 _WORD_TOKENS, _LETTERS = 5, 8  # a space and four pairs of letters
-_ANSWER = 24  # tokens of a whole answer
+_ANSWER, _ABORTED = 48, 24  # tokens of a whole answer, pieces of one that is cut off
 
 
 class SecondTurn(msgspec.Struct):
@@ -104,10 +105,11 @@ class Server:
         return self._second([*chat, {"role": "assistant", "content": message.get("content") or "yes"}])
 
     def aborted_turn(self, tokens: int) -> SecondTurn:
-        """Hang up at the beginning of an answer, and ask something else."""
+        """Hang up in the middle of an answer, and ask something else."""
         chat = [{"role": "user", "content": _words(tokens, seed=2)}]
-        with self._ask(chat, 10 * _ANSWER, stream=True) as reply:
-            next(line for line in reply if _has_text(line))
+        with self._ask(chat, 20 * _ANSWER, stream=True) as reply:
+            for _ in islice(filter(_has_text, reply), _ABORTED):
+                pass
         time.sleep(1.0)  # until the server has noticed
         return self._second(chat)
 
