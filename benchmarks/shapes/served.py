@@ -18,13 +18,12 @@ from string import ascii_lowercase
 from typing import Any
 
 import msgspec
-import psutil
 
 from engine.core.child_environment import child_environment
 from engine.core.errors import ConfigError
 
 _START_S, _ANSWER_S, _STOP_S = 900.0, 900.0, 20.0
-_WORD_TOKENS, _LETTERS = 5, 8  # a space and four pairs of letters
+_WORD_TOKENS, _LETTERS = 6, 8  # a space, and letters in pairs and alone
 _ANSWER, _ABORTED = 48, 24  # tokens of a whole answer, pieces of one that is cut off
 
 
@@ -130,11 +129,13 @@ class Server:
 
     def memory_mb(self) -> float:
         """Return the proportional set size of the server and its children."""
-        root, total = psutil.Process(self._process.pid), 0
-        for process in [root, *root.children(recursive=True)]:
+        total, processes = 0, [self._process.pid]
+        for process in processes:
             with suppress(OSError):  # it has ended
-                lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+                lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
                 total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+                for children in Path(f"/proc/{process}/task").glob("*/children"):
+                    processes += map(int, children.read_text().split())
         return total * 1024 / 1e6
 
 

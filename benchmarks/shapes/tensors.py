@@ -52,7 +52,7 @@ def metadata_of(shape: Shape) -> dict[str, Any]:
         found |= {"expert_feed_forward_length": shape.inner}
     if shape.shared:
         found |= {"expert_shared_feed_forward_length": shape.shared}
-    return found | shape.more
+    return found | dict(shape.more)
 
 
 def tensors_of(shape: Shape) -> Iterator[FileTensor]:
