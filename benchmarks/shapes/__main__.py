@@ -49,7 +49,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the file and for shapes.jsonl.")] = Path("out-shapes"),
     layers: Annotated[int | None, typer.Option(help="Only the first ones.", show_default="all", min=1)] = None,
     tokens: Annotated[int, typer.Option(help="Of a chat's first turn.", min=100, max=8000)] = 2000,
-    repeats: Annotated[int, typer.Option(help="ForwardFigures of each kind.", min=1)] = 7,
+    repeats: Annotated[int, typer.Option(help="Forwards of each kind.", min=1)] = 7,
     bench: Annotated[Path | None, typer.Option("--llama-bench", help="Its program, to compare with.")] = None,
     server: Annotated[Path | None, typer.Option("--llama-server", help="Its program, to compare with.")] = None,
     set_: SetOption = None,
