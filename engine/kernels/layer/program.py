@@ -34,11 +34,12 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention.attention import Attention, LayerKeys
+from engine.kernels.attention.enter import ENTER, enter_kernel
 from engine.kernels.attention.kv_codes import enter_codes_kernel
-from engine.kernels.fused import ENTER, GATE, NORM, Activation, enter_kernel, gate_kernel, norm_kernel
 from engine.kernels.gemm.matmul import NO_SCRATCH, Matmul, Multiplies, add_product, give_scratch, row_words
 from engine.kernels.gemm.matmul_kernels import MATMUL
 from engine.kernels.gemm.onednn import filled
+from engine.kernels.layer.activation import GATE, Activation, gate_kernel
 from engine.kernels.layer.experts import (
     ExpertRecords,
     combine_kernel,
@@ -48,6 +49,7 @@ from engine.kernels.layer.experts import (
     route_kernel,
 )
 from engine.kernels.layer.heads import COPY, HeadRecords, copy_kernel, heads_kernel
+from engine.kernels.layer.norm import NORM, norm_kernel
 from engine.kernels.layer.row_kernels import (
     CLIP,
     LAYER_INPUTS,

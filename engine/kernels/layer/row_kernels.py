@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray, njit
 
 from engine.kernels.exponential import exp
-from engine.kernels.fused import record_of
+from engine.kernels.records import record_of
 from engine.kernels.simd import (
     FLOAT32,
     LANES,

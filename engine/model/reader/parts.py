@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.kernels.fused import Activation
+from engine.kernels.layer.activation import Activation
 from engine.kernels.simd import LANES
 from engine.model.structure import LinearStructure, NormStructure, OtherStructure, Picked
 

@@ -18,9 +18,9 @@ from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Attention
-from engine.kernels.fused import GATE, Activation, gate_kernel
 from engine.kernels.gemm.matmul import Matmul, units
 from engine.kernels.gemm.product import Product
+from engine.kernels.layer.activation import GATE, Activation, gate_kernel
 from engine.kernels.layer.program import LayerProgram
 from engine.kernels.layer.row_kernels import (
     CAP,
