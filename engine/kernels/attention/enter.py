@@ -99,7 +99,7 @@ def pad(work: Any, x: int) -> None:
 
 @njit
 def value_of(work: Any, x: int, kv_head: int) -> Any:
-    """The address of a head's value in a row of `qkv`."""
+    """Return the address of a head's value in a row of `qkv`."""
     heads = (work.q_per_kv + (0 if work.values_are_keys != 0 else 1)) * work.kv_heads
     return x + (heads + kv_head) * work.head_dim * work.width
 
@@ -118,7 +118,7 @@ def put_queries(work: Any, unit: int, row: int, x: int, room: int) -> None:
 
 @njit
 def rotated(work: Any, row: int, x: int, weight: int, out: int) -> None:
-    """One head's query or key, normalised if there is a weight, rotated by its position: [dims] float32."""
+    """Write one head's query or key, normalised if there is a weight, rotated by its position: [dims] float32."""
     normalised(work, x, weight if work.norms_last == 0 else 0, out)
     _rotate(work, row, out)
     if work.norms_last != 0:
@@ -127,7 +127,7 @@ def rotated(work: Any, row: int, x: int, weight: int, out: int) -> None:
 
 @njit
 def normalised(work: Any, x: int, weight: int, out: int) -> None:
-    """One head's numbers, normalised if there is a weight: [dims] float32."""
+    """Write one head's numbers, normalised if there is a weight: [dims] float32."""
     whole = work.head_dim // LANES * LANES
     for i in range(0, whole, LANES):
         store(numbers_at(x + i * work.width, work.width), out + 4 * i, FLOAT32)

@@ -30,13 +30,13 @@ from engine.kernels.threads import kernel, num_threads, thread_id
 
 @njit
 def _key_place(i: int, lane: int, vnni: int) -> Any:
-    """The index of a key's dimension i within a block's keys."""
+    """Return the index of a key's dimension i within a block's keys."""
     return i // 2 * 2 * LANES + lane * 2 + i % 2 if vnni != 0 else i * LANES + lane
 
 
 @njit
 def _value_place(i: int, lane: int, vnni: int, dims: int) -> Any:
-    """The index of a value's dimension i within a block's values."""
+    """Return the index of a value's dimension i within a block's values."""
     if vnni != 0:
         return i // LANES * LANES * LANES + lane // 2 * 2 * LANES + i % LANES * 2 + lane % 2
     return lane * dims + i

@@ -50,8 +50,8 @@ _GELU = np.float32(2 * (2 / np.pi) ** 0.5), np.float32(2 * (2 / np.pi) ** 0.5 * 
 
 @kernel(GATE)
 def gate_kernel(address: Any) -> None:
-    """out = act(gate) * up, where act(x) = x / (1 + exp(-y)): y is x for SiLU, _GELU[0] * x + _GELU[1] * x^3 for GELU,
-    since (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 * u)).
+    """Write out = act(gate) * up, where act(x) = x / (1 + exp(-y)): y is x for SiLU, _GELU[0] * x + _GELU[1] * x^3 for
+    GELU, since (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 * u)).
     """
     work = carray(address, 1)[0]
     one = splat(np.float32(1))
@@ -96,7 +96,7 @@ _HALF, _ROOT_HALF = np.float32(0.5), np.float32(0.5**0.5)
 
 @njit
 def _erf_gelu(x: Any) -> Any:
-    """max(x, 0) - |x| * (1 - erf(|x| / sqrt(2))) / 2, which cancels nothing where x is negative."""
+    """Return max(x, 0) - |x| * (1 - erf(|x| / sqrt(2))) / 2, which cancels nothing where x is negative."""
     size = maximum(x, multiply(x, splat(np.float32(-1))))
     u = multiply(size, splat(_ROOT_HALF))
     t = divide(splat(np.float32(1)), fma(u, splat(_ERF_AT), splat(np.float32(1))))

@@ -48,9 +48,9 @@ NORM = record_of(
 
 @kernel(NORM)
 def norm_kernel(address: Any) -> None:
-    """residual = scale * (residual + delta_scale * delta), or norm(delta, delta_weight) in place of that delta;
-    out = norm(residual, weight), where norm(x, w) = x / sqrt(mean(x^2) + epsilon) * w, of x less its mean if centred,
-    and the bias is added.
+    """Set residual = scale * (residual + delta_scale * delta), or norm(delta, delta_weight) in place of that delta;
+    write out = norm(residual, weight), where norm(x, w) = x / sqrt(mean(x^2) + epsilon) * w, of x less its mean if
+    centred, and the bias is added.
     """
     work = carray(address, 1)[0]
     for i in range(thread_id(), work.count, num_threads()):

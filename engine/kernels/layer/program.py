@@ -80,7 +80,7 @@ class _Records:
         self.all, self._used = np.zeros(most, kind), 0
 
     def add(self, **fields: float) -> int:
-        """The address of a new record with these fields."""
+        """Return the address of a new record with these fields."""
         record = self.all[self._used]
         for name, value in fields.items():
             record[name] = value
@@ -129,7 +129,7 @@ class LayerProgram:
         self._scratch, self._scratch_of_products, self._threads = torch.zeros(0, dtype=torch.float32), list[Tensor](), 0
 
     def buffer(self, name: str, width: int, times: int = 1) -> Tensor:
-        """The buffer of that name, made when it is first named. times: its rows for each row of the batch."""
+        """Return the buffer of that name, made when it is first named. times: its rows for each row of the batch."""
         if name not in self.buffers:
             self.buffers[name] = torch.zeros(times * self.capacity, width, dtype=self._dtype)
         return self.buffers[name]
@@ -137,11 +137,11 @@ class LayerProgram:
     # The steps, in order.
 
     def embed(self, embedding: Tensor | TiledMatrix, scale: float) -> None:
-        """residual = scale * the tokens' rows of the embedding, [vocab, hidden]."""
+        """Add a step: residual = scale * the tokens' rows of the embedding, [vocab, hidden]."""
         self._embed(embedding, scale, self.residual)
 
     def _embed(self, embedding: Tensor | TiledMatrix, scale: float, goal: Tensor) -> None:
-        """goal, float32 = scale * the tokens' rows of an embedding that is as wide."""
+        """Add a step: goal, float32 = scale * the tokens' rows of an embedding that is as wide."""
         numbers = embedding.tiles if isinstance(embedding, TiledMatrix) else embedding
         ends = {"embedding": numbers.data_ptr(), "residual": goal.data_ptr()}
         sizes, kernel = {"hidden": goal.shape[1], "width": numbers.itemsize}, embed_kernel()
@@ -175,7 +175,7 @@ class LayerProgram:
         return len(self._layer_norms)
 
     def norm(self, norm: Norm | None, goal: str = "x") -> None:
-        """residual += delta, if there is one by now; x = the norm of the residual, or the residual itself."""
+        """Add a step: residual += delta, if there is one by now; x = the norm of the residual, or the residual itself."""
         hidden, fields, self._delta = self.residual.shape[1], {"scale": 1.0} | self._delta, {}
         if norm is not None:
             fields |= {"weight": self._address(norm.weight), "epsilon": norm.epsilon, "centred": norm.centred}
@@ -184,15 +184,15 @@ class LayerProgram:
         self.add(norm_kernel(), self._norms.add(hidden=hidden, width=self._dtype.itemsize, **ends, **fields))
 
     def delta(self, norm: Norm | None = None, scale: float = 1.0, whole_scale: float = 1.0) -> None:
-        """Not a step of its own: the next norm adds `delta` to the residual, its norm, or so many times it, and
-        multiplies the sum by `whole_scale`.
+        """Let the next norm add `delta` to the residual, its norm, or so many times it, and multiply the sum by
+        `whole_scale`.
         """
         self._delta = {"delta": self.buffers["delta"].data_ptr(), "delta_scale": scale, "scale": whole_scale}
         if norm is not None:
             self._delta |= {"delta_weight": self._address(norm.weight), "epsilon": norm.epsilon}
 
     def product(self, product: Multiplies, source: str, goal: str, outputs: int) -> None:
-        """goal [rows, outputs] = product(source)."""
+        """Add a step: goal [rows, outputs] = product(source)."""
         self._products.add()
         x, out = self.buffers[source], self.buffer(goal, outputs)
 
@@ -233,7 +233,7 @@ class LayerProgram:
         self.add(row_norm_kernel(), self._row_norms.add(epsilon=norm.epsilon, **fields))
 
     def attend(self, of: LayerKeys) -> str:
-        """The attention of the queries to the layer's keys and values. Returns the name of the buffer that has it."""
+        """Add the attention of the queries to the layer's keys and values. Returns the name of the buffer that has it."""
         attention, shape = of.attention, of.attention.pool.shape
         columns = attention.q_per_kv * shape.kv_heads * shape.head_dim
         out = self.buffer(name := f"attended {columns}", columns)
@@ -241,7 +241,7 @@ class LayerProgram:
         return name
 
     def by_heads(self, matrices: Sequence[Matmul], source: Tensor, goal: Tensor) -> None:
-        """goal [rows, heads, outputs] = each head of source [rows, heads, inputs] times its own matrix."""
+        """Add steps: goal [rows, heads, outputs] = each head of source [rows, heads, inputs] times its own matrix."""
         heads, inputs, outputs = len(matrices), matrices[0].inputs, matrices[0].outputs
         x = self.buffer(f"{inputs} of heads", inputs, heads).unflatten(0, (heads, -1))
         made = self.buffer(f"{outputs} made of heads", outputs, heads).unflatten(0, (heads, -1))
@@ -251,7 +251,7 @@ class LayerProgram:
         self.copy(made.transpose(0, 1), goal)
 
     def copy(self, source: Tensor, goal: Tensor) -> None:
-        """goal = source. Both: parts of buffers, [rows, heads, numbers], of which 16 divides the last."""
+        """Add a step: goal = source. Both: parts of buffers, [rows, heads, numbers], of which 16 divides the last."""
         fields = {"heads": source.shape[1], "size": source.shape[2] * source.itemsize, "width": source.itemsize}
         for name, part in (("source", source), ("goal", goal)):
             row, head, _ = (stride * part.itemsize for stride in part.stride())
@@ -272,7 +272,7 @@ class LayerProgram:
         self.add(row_gate_kernel(), self._row_gates.add(**fields))
 
     def step(self, kernel: Kernel, records: np.ndarray[Any, Any]) -> None:
-        """A step of a layer with a state. records: one, which the program keeps."""
+        """Add a step of a layer with a state. records: one, which the program keeps."""
         self._others.append(records)
         self._steps.add(kernel, address_of(records))
 
@@ -287,8 +287,8 @@ class LayerProgram:
         scale: float = 1.0,
         amounts: Sequence[float] = (0.0, 0.0),
     ) -> None:
-        """goal = act(scale * gate) * up. gate: the name of a buffer that begins with it. up: an address, rows so far
-        apart. amounts: of XIELU.
+        """Add a step: goal = act(scale * gate) * up. gate: the name of a buffer that begins with it. up: an address,
+        rows so far apart. amounts: of XIELU.
         """
         x, out = self.buffers[gate], self.buffer(goal, inner)
         fields = {"gate": x.data_ptr(), "gate_stride": x.stride(0) * x.itemsize, "up": up, "up_stride": up_stride}
@@ -297,8 +297,8 @@ class LayerProgram:
         self._steps.add(gate_kernel(), record)
 
     def _act_on_units(self, mlp: ExpertMlp, both: Tensor, inner: Tensor) -> None:
-        """inner = act(gate) * up of the packed rows of experts, or act(gate). both: [units, 2 * inner], or [units,
-        inner].
+        """Add a step: inner = act(gate) * up of the packed rows of experts, or act(gate). both: [units, 2 * inner], or
+        [units, inner].
         """
         stride, self._units_each = both.stride(0) * both.itemsize, mlp.top_k
         fields = {"gate": both.data_ptr(), "gate_stride": stride, "up_stride": stride, "out": inner.data_ptr()}
@@ -308,8 +308,8 @@ class LayerProgram:
         self._steps.add(gate_kernel(), record)
 
     def experts(self, mlp: ExpertMlp, records: ExpertRecords, made: Tensor, inner: Tensor) -> None:
-        """The experts that each row chooses, from the choice to their sum. made: what `gate_up` gives, and inner: what
-        `down` gets, [units, numbers].
+        """Add the experts that each row chooses, from the choice to their sum. made: what `gate_up` gives, and inner:
+        what `down` gets, [units, numbers].
         """
         self._experts.append(records)
         for kernel in (route_kernel, pack_kernel, gather_kernel):
@@ -321,7 +321,7 @@ class LayerProgram:
         self.add(combine_kernel(), records.up)
 
     def head(self, product: Multiplies, outputs: int) -> None:
-        """The last step: `run_to_head` returns product(x)."""
+        """Add the last step: `run_to_head` returns product(x)."""
         self._products.add()
         self._end, self._out = len(self._steps), self._out.new_empty(0, outputs)
         add_product(
@@ -330,11 +330,11 @@ class LayerProgram:
         )  # fmt: skip
 
     def add(self, kernel: Kernel, record: int) -> None:
-        """A step of a small kernel."""
+        """Add a step of a small kernel."""
         self._steps.add(kernel, record, FEW_ROWS)
 
     def _address(self, weight: Tensor) -> int:
-        """The address of a weight that the program keeps."""
+        """Return the address of a weight that the program keeps."""
         self._kept_alive.append(weight)
         address: int = weight.data_ptr()
         return address
@@ -379,8 +379,8 @@ class LayerProgram:
         self._cos_sin[: len(self._tables)] = addresses[0] if len(addresses) == 1 else np.take(addresses, self._tables)
 
     def keep(self, layers: Sequence[int]) -> Tensor | None:
-        """[rows, layers, hidden], to be filled with the inputs of these layers, each named once; the layer number past
-        the last is left out. None for no layers.
+        """Return [rows, layers, hidden], to be filled with the inputs of these layers, each named once; the layer
+        number past the last is left out. None for no layers.
         """
         self._kept[:] = 0
         if not layers:

@@ -92,8 +92,8 @@ DELTA = record_of(
 
 @kernel(DELTA)
 def delta_inputs_kernel(address: Any) -> None:
-    """The convolution, for each row and head: q and k of a key head, or v and the gates of a value head. What is to be
-    kept of rows is copied to the store, and the window of each state that is stored is written.
+    """Run the convolution, for each row and head: q and k of a key head, or v and the gates of a value head. What is to
+    be kept of rows is copied to the store, and the window of each state that is stored is written.
     """
     work = carray(address, 1)[0]
     heads, places = work.key_heads + work.value_heads, window_room(work.walk, thread_id())
@@ -121,7 +121,7 @@ def delta_inputs_kernel(address: Any) -> None:
 
 @njit
 def _channels_of(work: Any, head: int) -> Any:
-    """The first channels that a unit reads, of both parts, and how many each has."""
+    """Return the first channels that a unit reads, of both parts, and how many each has."""
     if head < work.key_heads:
         return head * work.key_dim, (work.key_heads + head) * work.key_dim, work.key_dim
     first = 2 * work.key_heads * work.key_dim + (head - work.key_heads) * work.value_dim
@@ -133,27 +133,27 @@ def _channels_of(work: Any, head: int) -> Any:
 
 @njit
 def _keys_of(work: Any, head: int, row: int) -> Any:
-    """The address of a row's q, then k, of a key head."""
+    """Return the address of a row's q, then k, of a key head."""
     return scratch_of(work.walk) + 8 * work.key_dim * (head * row_count(work.walk) + row)
 
 
 @njit
 def _values_of(work: Any, head: int, row: int) -> Any:
-    """The address of a row's v, and then o, of a value head."""
+    """Return the address of a row's v, and then o, of a value head."""
     keys = 8 * work.key_heads * work.key_dim * row_count(work.walk)
     return scratch_of(work.walk) + keys + 4 * work.value_dim * (head * row_count(work.walk) + row)
 
 
 @njit
 def _alike_of(work: Any, head: int, row: int) -> Any:
-    """The address of a row's k^T q of a key head."""
+    """Return the address of a row's k^T q of a key head."""
     rows = row_count(work.walk)
     return scratch_of(work.walk) + 4 * (work.channels + 2 * work.value_heads) * rows + 4 * (head * rows + row)
 
 
 @njit
 def _decays_of(work: Any, head: int, row: int) -> Any:
-    """The address of a row's k of a key head, and then of the share that each of its channels keeps."""
+    """Return the address of a row's k of a key head, and then of the share that each of its channels keeps."""
     rows = row_count(work.walk)
     before = 4 * (work.channels + 2 * work.value_heads + work.key_heads) * rows
     return scratch_of(work.walk) + before + 8 * work.key_dim * (head * rows + row)
@@ -161,7 +161,7 @@ def _decays_of(work: Any, head: int, row: int) -> Any:
 
 @njit
 def _enter_key(work: Any, places: int, head: int, row: int) -> None:
-    """q and k of a key head, of length 1; q is then scaled. Also k^T q."""
+    """Write q and k of a key head, of length 1; q is then scaled. Also k^T q."""
     query, to_key = _keys_of(work, head, row), 4 * work.key_dim
     for part in range(2):
         channel, goal = (part * work.key_heads + head) * work.key_dim, query + part * to_key
@@ -211,7 +211,7 @@ def _enter_value(work: Any, places: int, head: int, row: int) -> None:
 
 @njit
 def _enter_gates(work: Any, row: int, head: int) -> None:
-    """exp(g) and beta of a value head, by float64 for a row's bits to be those of one function."""
+    """Write exp(g) and beta of a value head, by float64 for a row's bits to be those of one function."""
     gates = input_of(work.walk, row, work.gates, work.gate_count * work.width, _kept_gates(work))
     b, place = np.float64(number_at(gates + head * work.width, work.width)), gates_of(work, head, row)
     if work.forget == 0:
@@ -223,13 +223,13 @@ def _enter_gates(work: Any, row: int, head: int) -> None:
 
 @njit
 def _kept_gates(work: Any) -> Any:
-    """Where the gates are in a kept row."""
+    """Return where the gates are in a kept row."""
     return work.row_at + work.channels * work.width
 
 
 @njit
 def _kept_forget(work: Any) -> Any:
-    """Where what channels forget is in a kept row."""
+    """Return where what channels forget is in a kept row."""
     return _kept_gates(work) + work.gate_count * work.width
 
 
@@ -301,7 +301,7 @@ def _advance(
     before: int, state: int, key_before: int, decay_before: Any, delta_before: Any, query: int, key: int, value: int,
     alike: Any, decay: Any, beta: Any, count: int,
 ) -> Any:  # fmt: skip
-    """One row reads 16 columns of a state, [count, 16], and writes o in the place of v. Returns the row's d.
+    """Let one row read 16 columns of a state, [count, 16], and write o in the place of v. Returns the row's d.
 
     before: unless it is 0, the state is first made of the one there, the row before (key_before, decay_before) and
     that row's d. alike: k^T q, so that o = exp(g) S^T q + k^T q d of the state before the row.
@@ -341,7 +341,7 @@ def _advance(
 
 @njit
 def _update(before: int, state: int, key: int, decay: Any, delta: Any, count: int) -> None:
-    """The state after a row, of the one before it."""
+    """Make the state after a row of the one before it."""
     kept = splat(decay)
     for i in range(0, 4 * count, 4):
         s = multiply(load(before + 16 * i, FLOAT32), kept)
@@ -350,7 +350,7 @@ def _update(before: int, state: int, key: int, decay: Any, delta: Any, count: in
 
 @njit
 def _update_channels(before: int, state: int, key: int, delta: Any, count: int) -> None:
-    """The same where channels keep shares of their own, which lie after the key."""
+    """Do the same where channels keep shares of their own, which lie after the key."""
     for i in range(0, 4 * count, 4):
         s = multiply(load(before + 16 * i, FLOAT32), splat(float_at(key + 4 * count + i)))
         store(fma(splat(float_at(key + i)), delta, s), state + 16 * i, FLOAT32)
@@ -358,7 +358,7 @@ def _update_channels(before: int, state: int, key: int, delta: Any, count: int) 
 
 @kernel(DELTA)
 def delta_out_kernel(address: Any) -> None:
-    """out = RMSNorm(o) * w * SiLU(z), or the sigmoid of z, for each row and value head."""
+    """Write out = RMSNorm(o) * w * SiLU(z), or the sigmoid of z, for each row and value head."""
     work, one = carray(address, 1)[0], splat(np.float32(1))
     made = work.value_heads * work.value_dim
     for unit in range(thread_id(), row_count(work.walk) * work.value_heads, num_threads()):
