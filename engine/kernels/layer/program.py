@@ -175,7 +175,7 @@ class LayerProgram:
         return len(self._layer_norms)
 
     def norm(self, norm: Norm | None, goal: str = "x") -> None:
-        """Add a step: residual += delta, if there is one by now; x = the norm of the residual, or the residual itself."""
+        """Add a step: residual += delta, if there is one; x = the norm of the residual, or the residual itself."""
         hidden, fields, self._delta = self.residual.shape[1], {"scale": 1.0} | self._delta, {}
         if norm is not None:
             fields |= {"weight": self._address(norm.weight), "epsilon": norm.epsilon, "centred": norm.centred}
@@ -233,7 +233,7 @@ class LayerProgram:
         self.add(row_norm_kernel(), self._row_norms.add(epsilon=norm.epsilon, **fields))
 
     def attend(self, of: LayerKeys) -> str:
-        """Add the attention of the queries to the layer's keys and values. Returns the name of the buffer that has it."""
+        """Add the attention of the queries to the layer's keys and values. Returns the name of its buffer."""
         attention, shape = of.attention, of.attention.pool.shape
         columns = attention.q_per_kv * shape.kv_heads * shape.head_dim
         out = self.buffer(name := f"attended {columns}", columns)
