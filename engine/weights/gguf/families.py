@@ -196,7 +196,7 @@ def _values(file: GgufFile, tensor: GgufTensor, processor: TensorProcessor, shap
         raise Unreadable(f"{tensor.name} is stored in another shape")
     values = torch.from_numpy(np.ascontiguousarray(made.weights))
     if not values.to(torch.bfloat16).isfinite().all():
-        raise ModelError(f"model={file.path}: tensor {tensor.name} holds NaN or infinity; get the file again")
+        raise ModelError(f"{file.field}: tensor {tensor.name} holds NaN or infinity; get the file again")
     return values
 
 

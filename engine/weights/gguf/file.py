@@ -42,11 +42,11 @@ _SAME = ("general.architecture", "general.name", "split.tensors.count")  # the s
 
 class GgufFile:
     """The GGUF file, or files, of one model. parts: at least one, in their order. metadata: scalars and strings as they
-    are, an array as its length.
+    are, an array as its length. key: the one that names the file, for errors.
     """
 
-    def __init__(self, parts: Sequence[GgufHeader]):
-        self.parts = parts
+    def __init__(self, parts: Sequence[GgufHeader], key: str = "model"):
+        self.parts, self.key = parts, key
         self.metadata: dict[str, Any] = parts[0].metadata
         numbered = ((i, tensor) for i, part in enumerate(parts) for tensor in part.tensors)
         self.tensors: list[GgufTensor] = [replace(tensor, part=i) if i else tensor for i, tensor in numbered]
@@ -55,6 +55,11 @@ class GgufFile:
     def path(self) -> Path:
         """The file, or the first part."""
         return self.parts[0].path
+
+    @property
+    def field(self) -> str:
+        """How errors begin that are about it."""
+        return f"{self.key}={self.path}"
 
     @property
     def architecture(self) -> str:
@@ -102,7 +107,7 @@ class GgufFile:
             stop = min(done + _AT_ONCE, len(view))
             while done < stop:
                 if not (count := os.preadv(part.content.fileno(), [view[done:stop]], at + done)):
-                    raise ModelError(f"model={part.path}: the GGUF file was cut short while it was read; get it again")
+                    raise self._cut(part)
                 done += count
 
         with ThreadPoolExecutor(cores()) as threads:  # starts no threads for an empty list
@@ -117,8 +122,11 @@ class GgufFile:
         part, size = self.parts[tensor.part], tensor.size // tensor.shape[1]
         found = [os.pread(part.content.fileno(), size, part.start + tensor.offset + row * size) for row in rows]
         if any(len(row) < size for row in found):
-            raise ModelError(f"model={part.path}: the GGUF file was cut short while it was read; get it again")
+            raise self._cut(part)
         return np.frombuffer(b"".join(found), np.uint8).reshape(len(found), size)
+
+    def _cut(self, part: GgufHeader) -> ModelError:
+        return ModelError(f"{self.key}={part.path}: the GGUF file was cut short while it was read; get it again")
 
     @property
     def kind(self) -> str:
@@ -149,7 +157,7 @@ def read_gguf(path: Path, field: str) -> GgufFile:
 
     Raises ModelError if a file does not exist, is not a GGUF file, is cut short, or is of another model than the first.
     """
-    paths = parts_of(path)
+    paths, key = parts_of(path), re.split("[= ]", field, maxsplit=1)[0]
     if len(paths) == 1:
         whole = read_header(path, field)
         if isinstance(count := whole.metadata.get("split.count"), int) and count > 1:
@@ -157,7 +165,7 @@ def read_gguf(path: Path, field: str) -> GgufFile:
                 f"{field}: is one of {count} parts, whose names have to end in -00001-of-{count:05d}.gguf and so on; "
                 "rename them, or join them with llama-gguf-split --merge"
             )
-        return _checked(GgufFile([whole]), field)
+        return _checked(GgufFile([whole], key), field)
     parts: list[GgufHeader] = []
     for number, name in enumerate(paths, 1):
         if not name.exists():
@@ -172,7 +180,7 @@ def read_gguf(path: Path, field: str) -> GgufFile:
                 other = f"{key} is {shown(part.metadata[key])}, and {shown(first.metadata.get(key))} in the first part"
                 raise _foreign(field, name, other)
         parts.append(part)
-    return _checked(GgufFile(parts), field)
+    return _checked(GgufFile(parts, key), field)
 
 
 def _checked(file: GgufFile, field: str) -> GgufFile:

@@ -331,6 +331,12 @@ FAMILIES = {
            "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 16,
            "rope.scaling.yarn_log_multiplier": 0.0707},
     ),
+    "youtu": Family(  # whose layers are all dense
+        "YoutuConfig",
+        _LATENT,
+        "deepseek2",
+        _OF_LATENT | {"leading_dense_block_count": 3, "expert_feed_forward_length": 192, "expert_shared_count": 0},
+    ),
     "kimi linear": Family(
         "KimiLinearConfig",
         {name: value for name, value in (_LATENT | _GROUPED).items() if name not in ("n_routed_experts",
