@@ -24,12 +24,12 @@ from ..measure.profile import loaded
 from ..report.about import machine
 from ..report.out_folder import results_in
 from ..report.tables import Table
-from .forwards import Forwards, llama_bench, time_forwards
+from .forwards import ForwardFigures, llama_bench, time_forwards
 from .random_file import write_random
 from .served import Served, serve
 from .shape import SHAPES, shape_of
 
-Figures = tuple[Served | None, Forwards | None]
+Figures = tuple[Served | None, ForwardFigures | None]
 
 
 class Measured(msgspec.Struct):
@@ -49,7 +49,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the file and for shapes.jsonl.")] = Path("out-shapes"),
     layers: Annotated[int | None, typer.Option(help="Only the first ones.", show_default="all", min=1)] = None,
     tokens: Annotated[int, typer.Option(help="Of a chat's first turn.", min=100, max=8000)] = 2000,
-    repeats: Annotated[int, typer.Option(help="Forwards of each kind.", min=1)] = 7,
+    repeats: Annotated[int, typer.Option(help="ForwardFigures of each kind.", min=1)] = 7,
     bench: Annotated[Path | None, typer.Option("--llama-bench", help="Its program, to compare with.")] = None,
     server: Annotated[Path | None, typer.Option("--llama-server", help="Its program, to compare with.")] = None,
     set_: SetOption = None,
@@ -96,7 +96,7 @@ def table(row: Measured) -> Table:
     return Table(title, ("", *row.figures), rows)
 
 
-def _of_forwards(show: Callable[[Forwards], str]) -> Callable[..., str]:
+def _of_forwards(show: Callable[[ForwardFigures], str]) -> Callable[..., str]:
     return lambda _, forwards: "-" if forwards is None else show(forwards)
 
 

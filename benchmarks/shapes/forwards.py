@@ -21,7 +21,7 @@ _ROOM = 2048  # positions
 _PATH = (0, 1, 3, 7)  # accepted of a tree in which each node has two children
 
 
-class Forwards(msgspec.Struct):
+class ForwardFigures(msgspec.Struct):
     """Milliseconds of a plain token and of trees by their nodes, the replay of what was accepted before included, and
     tokens a second of a prompt of 512.
     """
@@ -31,7 +31,7 @@ class Forwards(msgspec.Struct):
     tree_ms: dict[int, float] = {}
 
 
-def time_forwards(target: Target, repeats: int) -> Forwards:
+def time_forwards(target: Target, repeats: int) -> ForwardFigures:
     """Take medians of `repeats` forwards; the first of each kind does not count."""
     tokens = [(7 + 31 * i) % target.vocab_size for i in range(_PROMPT)]
     cache = target.new_cache(_ROOM)
@@ -52,14 +52,14 @@ def time_forwards(target: Target, repeats: int) -> Forwards:
 
     token_s, trees = seconds(lambda: tree(1)), {nodes: seconds(lambda: tree(nodes)) for nodes in _TREES}  # noqa: B023
     target.release(cache)
-    return Forwards(1e3 * token_s, _PROMPT / seconds(prompt), {nodes: 1e3 * s for nodes, s in trees.items()})
+    return ForwardFigures(1e3 * token_s, _PROMPT / seconds(prompt), {nodes: 1e3 * s for nodes, s in trees.items()})
 
 
-def llama_bench(program: Path, file: Path, threads: int, repeats: int) -> Forwards:
+def llama_bench(program: Path, file: Path, threads: int, repeats: int) -> ForwardFigures:
     """Run `llama-bench` on the same prompt and on 32 plain tokens."""
     command = [str(program), "-m", str(file), "-t", str(threads), "-p", str(_PROMPT), "-n", "32", "-o", "json"]
     done = subprocess.run([*command, "-r", str(repeats)], capture_output=True, text=True)
     if done.returncode:
         raise ConfigError(f"--llama-bench {program}: {(done.stderr.strip().splitlines() or ['it failed'])[-1]}")
     rates = {bool(row["n_gen"]): row["avg_ts"] for row in json.loads(done.stdout)}
-    return Forwards(1e3 / rates[True], rates[False])
+    return ForwardFigures(1e3 / rates[True], rates[False])

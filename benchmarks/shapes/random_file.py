@@ -18,14 +18,16 @@ from tokenizers import pre_tokenizers
 
 from ..report.progress import progress_bar
 from .shape import Shape
-from .tensors import Tensor, metadata_of, tensors_of
+from .tensors import FileTensor, metadata_of, tensors_of
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant <think> {% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant <think> let me see what is asked {% endif %}"
 )
-"""Opens an answer with a thought, which later turns do not repeat, as templates of reasoning models do."""
+"""Opens an answer with a thought of more tokens than a block of the prefix cache has. Later turns do not repeat it, as
+templates of reasoning models do not.
+"""
 _BLOCKS = 1 << 16  # different blocks of a type
 
 
@@ -71,7 +73,7 @@ def write_random(shape: Shape, path: Path, console: Console, seed: int = 0) -> N
     writer.close()
 
 
-def type_of(tensor: Tensor) -> Type:
+def type_of(tensor: FileTensor) -> Type:
     """Return the type of a tensor, as Q4_K_M mixes them; rows that no block of 256 divides are in 8 bits."""
     if tensor.kind in ("numbers", "norm", "decay"):
         return Type.F32
@@ -82,7 +84,7 @@ def type_of(tensor: Tensor) -> Type:
     return Type.Q6_K if tensor.kind == "fine" else Type.Q4_K
 
 
-def _stored_shape(tensor: Tensor) -> tuple[int, ...]:
+def _stored_shape(tensor: FileTensor) -> tuple[int, ...]:
     """Return the shape in bytes, of a tensor in blocks; in numbers otherwise."""
     if (kind := type_of(tensor)) is Type.F32:
         return tensor.shape
@@ -90,7 +92,7 @@ def _stored_shape(tensor: Tensor) -> tuple[int, ...]:
     return *tensor.shape[:-1], tensor.shape[-1] // numbers * size
 
 
-def _random(tensor: Tensor, numbers: np.random.Generator) -> NDArray[Any]:
+def _random(tensor: FileTensor, numbers: np.random.Generator) -> NDArray[Any]:
     kind, size = type_of(tensor), _stored_shape(tensor)
     if kind is not Type.F32:
         blocks = _blocks(kind)

@@ -12,19 +12,19 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from http.client import HTTPResponse
+from itertools import islice
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
 import msgspec
-import psutil
 
 from engine.core.child_environment import child_environment
 from engine.core.errors import ConfigError
 
 _START_S, _ANSWER_S, _STOP_S = 900.0, 900.0, 20.0
-_WORD_TOKENS, _LETTERS = 5, 8  # a space and four pairs of letters
-_ANSWER = 24  # tokens of a whole answer
+_WORD_TOKENS, _LETTERS = 6, 8  # a space, and letters in pairs and alone
+_ANSWER, _ABORTED = 48, 24  # tokens of a whole answer, pieces of one that is cut off
 
 
 class SecondTurn(msgspec.Struct):
@@ -104,10 +104,11 @@ class Server:
         return self._second([*chat, {"role": "assistant", "content": message.get("content") or "yes"}])
 
     def aborted_turn(self, tokens: int) -> SecondTurn:
-        """Hang up at the beginning of an answer, and ask something else."""
+        """Hang up in the middle of an answer, and ask something else."""
         chat = [{"role": "user", "content": _words(tokens, seed=2)}]
-        with self._ask(chat, 10 * _ANSWER, stream=True) as reply:
-            next(line for line in reply if _has_text(line))
+        with self._ask(chat, 20 * _ANSWER, stream=True) as reply:
+            for _ in islice(filter(_has_text, reply), _ABORTED):
+                pass
         time.sleep(1.0)  # until the server has noticed
         return self._second(chat)
 
@@ -128,11 +129,13 @@ class Server:
 
     def memory_mb(self) -> float:
         """Return the proportional set size of the server and its children."""
-        root, total = psutil.Process(self._process.pid), 0
-        for process in [root, *root.children(recursive=True)]:
+        total, processes = 0, [self._process.pid]
+        for process in processes:
             with suppress(OSError):  # it has ended
-                lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+                lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
                 total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+                for children in Path(f"/proc/{process}/task").glob("*/children"):
+                    processes += map(int, children.read_text().split())
         return total * 1024 / 1e6
 
 

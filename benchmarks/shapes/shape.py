@@ -68,7 +68,13 @@ class Shape:
 def _qwen(architecture: str = "qwen35", **numbers: Any) -> Shape:
     """Return a shape of Qwen3.5: every fourth layer attends, the others are gated delta nets."""
     more = {"full_attention_interval": 4, "rope.dimension_sections": [11, 11, 10, 0]}
-    common = {"head_dim": 256, "vocabulary": 248_320, "attends": every_fourth, "groups": 16, "rope_part": 4}
+    common: dict[str, Any] = {
+        "head_dim": 256,
+        "vocabulary": 248_320,
+        "attends": every_fourth,
+        "groups": 16,
+        "rope_part": 4,
+    }
     return Shape(architecture, more=MappingProxyType(more), **common | numbers)
 
 

@@ -11,7 +11,7 @@ _TAPS = 4  # rows that a convolution reads
 Kind = Literal["matrix", "fine", "experts", "numbers", "norm", "decay"]
 
 
-class Tensor(NamedTuple):
+class FileTensor(NamedTuple):
     """kind: a matrix in blocks, `fine` where Q4_K_M has more bits; or float32: `numbers` around 0, a norm's factors, or
     a state's decay.
     """
@@ -52,27 +52,27 @@ def metadata_of(shape: Shape) -> dict[str, Any]:
         found |= {"expert_feed_forward_length": shape.inner}
     if shape.shared:
         found |= {"expert_shared_feed_forward_length": shape.shared}
-    return found | shape.more
+    return found | dict(shape.more)
 
 
-def tensors_of(shape: Shape) -> Iterator[Tensor]:
+def tensors_of(shape: Shape) -> Iterator[FileTensor]:
     """Yield all tensors, in the order of a file."""
     table = shape.vocabulary, shape.hidden
-    yield Tensor("token_embd.weight", table, "fine" if shape.tied else "matrix")
+    yield FileTensor("token_embd.weight", table, "fine" if shape.tied else "matrix")
     if not shape.tied:
-        yield Tensor("output.weight", table, "fine")
-    yield Tensor("output_norm.weight", (shape.hidden,), "norm")
+        yield FileTensor("output.weight", table, "fine")
+    yield FileTensor("output_norm.weight", (shape.hidden,), "norm")
     for layer in range(shape.layers):
         eighth = shape.layers // 8  # llama.cpp gives more bits to the first and last layers, and to a third of the rest
         fine = layer < eighth or layer >= shape.layers - eighth or (layer - eighth) % 3 == 2
         for name, size, kind in _layer(shape, layer):
-            yield Tensor(f"blk.{layer}.{name}", size, "matrix" if kind == "fine" and not fine else kind)
+            yield FileTensor(f"blk.{layer}.{name}", size, "matrix" if kind == "fine" and not fine else kind)
 
 
-def _layer(shape: Shape, layer: int) -> Iterator[Tensor]:
+def _layer(shape: Shape, layer: int) -> Iterator[FileTensor]:
     after = "ffn_norm" if shape.architecture == "granitehybrid" else "post_attention_norm"
     for norm in ("attn_norm", after):
-        yield Tensor(f"{norm}.weight", (shape.hidden,), "norm")
+        yield FileTensor(f"{norm}.weight", (shape.hidden,), "norm")
     if shape.attends(layer):
         yield from _attention(shape)
     elif shape.architecture == "granitehybrid":
@@ -82,62 +82,62 @@ def _layer(shape: Shape, layer: int) -> Iterator[Tensor]:
     yield from _experts(shape) if shape.experts else _mlp(shape.hidden, shape.inner)
 
 
-def _mlp(hidden: int, inner: int, ending: str = "") -> Iterator[Tensor]:
-    yield Tensor(f"ffn_gate{ending}.weight", (inner, hidden), "matrix")
-    yield Tensor(f"ffn_up{ending}.weight", (inner, hidden), "matrix")
-    yield Tensor(f"ffn_down{ending}.weight", (hidden, inner), "fine")
+def _mlp(hidden: int, inner: int, ending: str = "") -> Iterator[FileTensor]:
+    yield FileTensor(f"ffn_gate{ending}.weight", (inner, hidden), "matrix")
+    yield FileTensor(f"ffn_up{ending}.weight", (inner, hidden), "matrix")
+    yield FileTensor(f"ffn_down{ending}.weight", (hidden, inner), "fine")
 
 
-def _attention(shape: Shape) -> Iterator[Tensor]:
+def _attention(shape: Shape) -> Iterator[FileTensor]:
     rows, kv_rows = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     gated = shape.architecture.startswith("qwen35")
-    yield Tensor("attn_q.weight", (rows * (1 + gated), shape.hidden), "matrix")
-    yield Tensor("attn_k.weight", (kv_rows, shape.hidden), "matrix")
-    yield Tensor("attn_v.weight", (kv_rows, shape.hidden), "fine")
-    yield Tensor("attn_output.weight", (shape.hidden, rows), "matrix")
+    yield FileTensor("attn_q.weight", (rows * (1 + gated), shape.hidden), "matrix")
+    yield FileTensor("attn_k.weight", (kv_rows, shape.hidden), "matrix")
+    yield FileTensor("attn_v.weight", (kv_rows, shape.hidden), "fine")
+    yield FileTensor("attn_output.weight", (shape.hidden, rows), "matrix")
     if gated:
-        yield Tensor("attn_q_norm.weight", (shape.head_dim,), "norm")
-        yield Tensor("attn_k_norm.weight", (shape.head_dim,), "norm")
+        yield FileTensor("attn_q_norm.weight", (shape.head_dim,), "norm")
+        yield FileTensor("attn_k_norm.weight", (shape.head_dim,), "norm")
     if shape.architecture == "gpt-oss":
-        yield Tensor("attn_sinks.weight", (shape.heads,), "numbers")
+        yield FileTensor("attn_sinks.weight", (shape.heads,), "numbers")
         for name, size in {"q": rows, "k": kv_rows, "v": kv_rows, "output": shape.hidden}.items():
-            yield Tensor(f"attn_{name}.bias", (size,), "numbers")
+            yield FileTensor(f"attn_{name}.bias", (size,), "numbers")
 
 
-def _delta_net(shape: Shape) -> Iterator[Tensor]:
+def _delta_net(shape: Shape) -> Iterator[FileTensor]:
     channels = 2 * shape.groups * shape.state_dim + shape.state_inner
-    yield Tensor("attn_qkv.weight", (channels, shape.hidden), "matrix")
-    yield Tensor("attn_gate.weight", (shape.state_inner, shape.hidden), "matrix")
+    yield FileTensor("attn_qkv.weight", (channels, shape.hidden), "matrix")
+    yield FileTensor("attn_gate.weight", (shape.state_inner, shape.hidden), "matrix")
     for name in ("ssm_beta", "ssm_alpha"):
-        yield Tensor(f"{name}.weight", (shape.state_heads, shape.hidden), "matrix")
-    yield Tensor("ssm_out.weight", (shape.hidden, shape.state_inner), "matrix")
-    yield Tensor("ssm_conv1d.weight", (channels, _TAPS), "numbers")
-    yield Tensor("ssm_dt.bias", (shape.state_heads,), "numbers")
-    yield Tensor("ssm_a", (shape.state_heads,), "decay")
-    yield Tensor("ssm_norm.weight", (shape.state_head_dim,), "norm")
+        yield FileTensor(f"{name}.weight", (shape.state_heads, shape.hidden), "matrix")
+    yield FileTensor("ssm_out.weight", (shape.hidden, shape.state_inner), "matrix")
+    yield FileTensor("ssm_conv1d.weight", (channels, _TAPS), "numbers")
+    yield FileTensor("ssm_dt.bias", (shape.state_heads,), "numbers")
+    yield FileTensor("ssm_a", (shape.state_heads,), "decay")
+    yield FileTensor("ssm_norm.weight", (shape.state_head_dim,), "norm")
 
 
-def _mamba(shape: Shape) -> Iterator[Tensor]:
+def _mamba(shape: Shape) -> Iterator[FileTensor]:
     channels = shape.state_inner + 2 * shape.groups * shape.state_dim
-    yield Tensor("ssm_in.weight", (shape.state_inner + channels + shape.state_heads, shape.hidden), "matrix")
-    yield Tensor("ssm_out.weight", (shape.hidden, shape.state_inner), "matrix")
-    yield Tensor("ssm_conv1d.weight", (channels, _TAPS), "numbers")
-    yield Tensor("ssm_conv1d.bias", (channels,), "numbers")
-    yield Tensor("ssm_dt.bias", (shape.state_heads,), "numbers")
-    yield Tensor("ssm_a", (shape.state_heads, 1), "decay")
-    yield Tensor("ssm_d", (shape.state_heads, 1), "norm")
-    yield Tensor("ssm_norm.weight", (shape.state_inner,), "norm")
+    yield FileTensor("ssm_in.weight", (shape.state_inner + channels + shape.state_heads, shape.hidden), "matrix")
+    yield FileTensor("ssm_out.weight", (shape.hidden, shape.state_inner), "matrix")
+    yield FileTensor("ssm_conv1d.weight", (channels, _TAPS), "numbers")
+    yield FileTensor("ssm_conv1d.bias", (channels,), "numbers")
+    yield FileTensor("ssm_dt.bias", (shape.state_heads,), "numbers")
+    yield FileTensor("ssm_a", (shape.state_heads, 1), "decay")
+    yield FileTensor("ssm_d", (shape.state_heads, 1), "norm")
+    yield FileTensor("ssm_norm.weight", (shape.state_inner,), "norm")
 
 
-def _experts(shape: Shape) -> Iterator[Tensor]:
-    yield Tensor("ffn_gate_inp.weight", (shape.experts, shape.hidden), "numbers")
+def _experts(shape: Shape) -> Iterator[FileTensor]:
+    yield FileTensor("ffn_gate_inp.weight", (shape.experts, shape.hidden), "numbers")
     own = shape.architecture == "gpt-oss"
     for name, size, kind in _mlp(shape.hidden, shape.inner, "_exps"):
-        yield Tensor(name, (shape.experts, *size), "experts" if own else kind)
+        yield FileTensor(name, (shape.experts, *size), "experts" if own else kind)
         if own:
-            yield Tensor(name.replace("weight", "bias"), (shape.experts, size[0]), "numbers")
+            yield FileTensor(name.replace("weight", "bias"), (shape.experts, size[0]), "numbers")
     if own:
-        yield Tensor("ffn_gate_inp.bias", (shape.experts,), "numbers")
+        yield FileTensor("ffn_gate_inp.bias", (shape.experts,), "numbers")
     if shape.shared:
-        yield Tensor("ffn_gate_inp_shexp.weight", (shape.hidden,), "numbers")
+        yield FileTensor("ffn_gate_inp_shexp.weight", (shape.hidden,), "numbers")
         yield from _mlp(shape.hidden, shape.shared, "_shexp")

@@ -174,9 +174,6 @@ class RequestState:
         self.saved += snapshots
         self.wanted -= {one.position for one in snapshots}
 
-    def _lasts(self, position: int) -> bool:
-        return position in self.wanted or (self.prompt_end is not None and stays(position))
-
     def _settle(self) -> None:
         """Take the states of the forward under way as the request's."""
         if not self._goals:
@@ -184,7 +181,7 @@ class RequestState:
         end, slot = self._goals[-1]
         if end % BLOCK_SIZE == 0:
             self.pool.hold(slot)
-        self._add([Snapshot(at, goal, self._lasts(at)) for at, goal in self._goals if at % BLOCK_SIZE == 0])
+        self._add([Snapshot(at, goal, at in self.wanted) for at, goal in self._goals if at % BLOCK_SIZE == 0])
         if self.slot not in [goal for _, goal in self._goals]:
             self.pool.give(self.slot)
         self.pool.give_rows(self._kept)

@@ -37,8 +37,8 @@ _CPU = torch.device("cpu")
 
 def stays(position: int, *ends: int) -> bool:
     """Return whether the snapshot at a position stays in a text with these ends: of its prompt, and of what follows.
-    The larger the power of two that divides a position, the longer it stays: d positions before an end, the nearest
-    snapshot is fewer than max(BLOCK_SIZE, 2 * d) positions earlier, and everywhere fewer than SPACING.
+    The larger the power of two that divides a position, the longer it stays: wherever another text parts from this one,
+    d positions before an end, a snapshot is fewer than max(BLOCK_SIZE, 2 * d) positions earlier, and than SPACING.
     """
     aligned = position & -position
     return aligned >= SPACING or any(0 <= end - position <= 2 * aligned for end in ends)

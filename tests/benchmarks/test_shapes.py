@@ -91,7 +91,7 @@ def test_the_command_writes_a_file_and_measures_it_beside_another_server(
     assert (row["shape"], row["weights"], row["layers"]) == ("tiny", "random weights", 4)
     for served, forwards in row["figures"].values():
         for turn in (served["whole"], served["aborted"]):
-            assert turn["tokens"] > 400 and 0 < turn["read"] < 80 and turn["seconds"] > 0
+            assert turn["tokens"] > 300 and 0 < turn["read"] < 160 and turn["seconds"] > 0
         assert served["memory_mb"] > 100 and min(served["start_s"]) > 0
         assert forwards is None or (forwards["token_ms"] > 0 and [*forwards["tree_ms"]] == ["8", "16", "32"])
     assert row["figures"]["llama.cpp"][1] is None and "second turn" in done.output

@@ -95,8 +95,8 @@ def test_wherever_a_turn_parts_from_an_earlier_text_it_reads_little_of_it_again(
     """At most twice what follows in the earlier text, counted from the end of its prompt or of its answer, and never
     more than the spacing of snapshots.
     """
-    text, prompt = list(range(12_000)), 9_000
-    pool = new_pool(blocks=800, slots=64)
+    text, prompt = list(range(17_000)), 15_000
+    pool = new_pool(blocks=1_100, slots=64)
     cache = read_and_answered(pool, text, prompt)
     if ended:
         cache.release()
@@ -104,6 +104,15 @@ def test_wherever_a_turn_parts_from_an_earlier_text_it_reads_little_of_it_again(
         behind = min(end - shared for end in (prompt, len(text)) if end >= shared)
         assert 0 <= read_again(pool, text, shared) < min(SPACING, 2 * behind) + 2 * BLOCK_SIZE
     assert snapshots(pool) < 2 + len(text) / SPACING + 2 * np.log2(SPACING / BLOCK_SIZE)
+
+
+def test_a_request_finds_what_another_has_read_of_a_prompt_so_far() -> None:
+    text, pool = list(range(5_000)), new_pool(blocks=800, slots=64)
+    cache = adopted(pool, text)
+    for so_far in (500, 1_000, 1_500):
+        read(cache, 500, text)
+        assert 0 <= read_again(pool, text, so_far) < BLOCK_SIZE
+    assert snapshots(pool) < 4, "the ends of earlier chunks are dropped"
 
 
 def test_a_later_turn_thins_out_the_snapshots_of_an_earlier_one_but_for_where_prompt_and_answer_ended() -> None:
