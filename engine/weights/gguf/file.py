@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from engine.core.errors import ModelError, shown
 from engine.core.processor import cores
+from engine.weights.gguf import ternary
 from engine.weights.gguf.header import GgufHeader, GgufTensor, read_header
 
 _PART = re.compile(r"(?P<name>.*)-\d{5}-of-(?P<count>\d{5})(?P<ending>\.gguf)", re.DOTALL | re.IGNORECASE)
@@ -96,8 +97,8 @@ class GgufFile:
         return None if tensor is None or tensor.kind != GGMLQuantizationType.F32 else self.read(tensor).view("<f4")
 
     def read(self, tensor: GgufTensor) -> NDArray[np.uint8]:
-        """Return [bytes] a copy of the tensor's bytes, made on all cores. A mapping would end the process if the file
-        were cut meanwhile; this raises ModelError.
+        """Return [bytes] a copy of the tensor's bytes of its `kind`, made on all cores. A mapping would end the process
+        if the file were cut meanwhile; this raises ModelError.
         """
         part = self.parts[tensor.part]
         raw = np.empty(tensor.size, np.uint8)
@@ -115,15 +116,23 @@ class GgufFile:
             read_some(0)
             for _ in rest:
                 pass
+        if tensor.one_scale:
+            return ternary.blocks_of(raw[: -ternary.SCALE_BYTES], raw[-ternary.SCALE_BYTES :])
         return raw
 
     def read_rows(self, tensor: GgufTensor, rows: Sequence[int]) -> NDArray[np.uint8]:
         """Return [rows, bytes] some rows of a matrix. Raises ModelError if the file was cut meanwhile."""
-        part, size = self.parts[tensor.part], tensor.size // tensor.shape[1]
-        found = [os.pread(part.content.fileno(), size, part.start + tensor.offset + row * size) for row in rows]
-        if any(len(row) < size for row in found):
+        part, at = self.parts[tensor.part], self.parts[tensor.part].start + tensor.offset
+        behind = ternary.SCALE_BYTES if tensor.one_scale else 0
+        size = (tensor.size - behind) // tensor.shape[1]
+        found = [os.pread(part.content.fileno(), size, at + row * size) for row in rows]
+        scale = os.pread(part.content.fileno(), behind, at + tensor.size - behind)
+        if any(len(row) < size for row in found) or len(scale) < behind:
             raise self._cut(part)
-        return np.frombuffer(b"".join(found), np.uint8).reshape(len(found), size)
+        joined = np.frombuffer(b"".join(found), np.uint8)
+        if tensor.one_scale:
+            joined = ternary.blocks_of(joined, np.frombuffer(scale, np.uint8))
+        return joined.reshape(len(found), joined.size // max(1, len(found)))
 
     def _cut(self, part: GgufHeader) -> ModelError:
         return ModelError(f"{self.key}={part.path}: the GGUF file was cut short while it was read; get it again")
@@ -139,7 +148,7 @@ class GgufFile:
     @property
     def kinds(self) -> str:
         """How the tensors are stored: `210 Q4_1, 61 F32, 1 Q8_0`."""
-        counts = Counter(tensor.kind.name for tensor in self.tensors)
+        counts = Counter(tensor.stored_kind for tensor in self.tensors)
         return ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
 
 
