@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,11 +32,12 @@ Rows = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class _Launched:
-    """A forward of `roots`, whose tokens the round before draws. blocks: where each one's key and value are written.
-    before: the output of that round; trees: the roots' in it.
+    """A forward of `roots`, whose tokens the round before draws. places: each one's row, by its cache. blocks: where
+    keys and values are written. before: the output of the round before; trees: the roots' in it.
     """
 
     roots: list[Segment]
+    places: dict[Any, int]
     blocks: list[int]
     before: Output
     trees: list[int]
@@ -44,7 +46,7 @@ class _Launched:
 
     def row_of(self, segment: Segment) -> int | None:
         """Return the row that computes this segment; None if there is none."""
-        place = next((i for i, root in enumerate(self.roots) if root.cache is segment.cache), None)
+        place = self.places.get(segment.cache)
         if place is None or segment.tree is None or len(segment) > 1:
             return None
         known = self.before.known(self.trees[place])
@@ -63,7 +65,7 @@ class Ahead:
         """Run one forward over all segments, as `Runner.run` does, except for the rows that are launched already."""
         launched, self._launched, self.queued = self._launched, None, False
         if launched is None:
-            return self.target.run(segments, layers)
+            return self._run(segments, layers)
         for root in launched.roots:
             root.cache.ahead = 0
         found = [launched.row_of(segment) if launched.layers == tuple(layers) else None for segment in segments]
@@ -71,17 +73,22 @@ class Ahead:
         if found == [*range(len(launched.roots))]:
             return launched.rows
         rest = [segment for segment, row in zip(segments, found, strict=True) if row is None]
-        if not self.queued:
-            return self.target.run(rest, layers)
-        return _joined(found, launched.rows, rest, self.target.run(rest, layers) if rest else None)
+        others = self._run(rest, layers) if rest else None
+        return _joined(found, launched.rows, rest, others) if self.queued or others is None else others
+
+    def _run(self, segments: Sequence[Segment], layers: Sequence[int]) -> Rows:
+        logits, states = self.target.run(segments, layers)
+        return logits, states
 
     def launch(self, requests: Sequence[Request], output: Output, layers: Sequence[int]) -> None:
         """Launch the next forward of these requests, if a device draws the tokens that they go on with. output: what
         the latest one gave for their roots, and nothing else.
         """
         tokens, pool = output.roots, self.target.pool
+        if tokens is None or pool is None or pool.layer_states is not None:
+            return
         trees = [tree for tree, request in enumerate(requests) if request.left > 1]
-        if tokens is None or not trees or pool is None or pool.layer_states is not None:
+        if not trees:
             return
         caches = [requests[tree].cache for tree in trees]
         roots = [Segment(np.zeros(1, np.int32), TokenTree.root_only(0), cache, cache.length + 1) for cache in caches]
@@ -93,7 +100,8 @@ class Ahead:
             return
         for cache in caches:
             cache.ahead = 1
-        self._launched = _Launched(roots, [*map(_block, roots)], output, trees, tuple(layers), rows)
+        places, blocks = {cache: row for row, cache in enumerate(caches)}, [*map(_block, roots)]
+        self._launched = _Launched(roots, places, blocks, output, trees, tuple(layers), rows)
 
 
 def _block(root: Segment) -> int:

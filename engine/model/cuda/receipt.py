@@ -10,7 +10,7 @@ a stop token does, the host finds when it verifies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -59,7 +59,8 @@ class Receipt:
         self._fetched: dict[int, States] = {}  # of longer paths than are sent
         self._successors = successors
         nothing = logits.new_empty(0)
-        blocks = [block for one in trees for block in one.blocks]
+        self._filled = [one.blocks for one in trees]
+        blocks = [*chain.from_iterable(self._filled)]
         self._sent = Download([
             self._launch(logits.contiguous(), pool) if self._trees else nothing,
             nothing if states is None else states[rows:].to(torch.bfloat16),
@@ -78,9 +79,9 @@ class Receipt:
         """Wait until all has arrived, and let the caches know which blocks are finite."""
         *_, flags = self._sent.read()
         following = iter(flags.tolist())
-        for one in self._asked if len(flags) else ():
-            if one.cache is not None:
-                one.cache.checked = {block: next(following) for block in one.blocks}
+        for one, blocks in zip(self._asked, self._filled, strict=True):
+            if blocks:
+                one.cache.checked = dict(zip(blocks, following, strict=False))
 
     def _launch(self, logits: Tensor, pool: KVPool | None) -> Tensor:
         """Draw, walk, move and gather. Returns the bytes of the tokens drawn, and of the states of accepted rows."""

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from engine.sampling.argmax import argmax
 from engine.sampling.sampler import UNSETTLED, Sampler
 from engine.verifier import ahead
 from engine.verifier import step as step_module
+from engine.verifier.ahead import Ahead
 from engine.wire.messages import Cancel, Failed, Hello
 from tests.engine.verifier.test_loop import CALIBRATED, VOCABULARY, Counting, Stage
 
@@ -176,15 +177,20 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return made
 
 
-def stage_on(device: Device, hello: Hello | None = None, blocks: int = 32, **options: Any) -> Stage:
+def stage_over(target: Any, hello: Hello | None = None, **options: Any) -> Stage:
+    """A stage with another target."""
     made = Stage(None, **options)
-    made.target = QueuedTarget(device, blocks)
+    made.target = target
     verifier = made.verifier
     for part in (verifier, verifier.front_end, verifier.drafter_link, verifier.ahead, verifier.timer):
-        part.target = made.target  # type: ignore[assignment]
+        part.target = target
     if hello is not None:
         join(made, hello)
     return made
+
+
+def stage_on(device: Device, hello: Hello | None = None, blocks: int = 32, **options: Any) -> Stage:
+    return stage_over(QueuedTarget(device, blocks), hello, **options)
 
 
 def join(stage: Stage, hello: Hello) -> None:
@@ -203,9 +209,10 @@ def plain_text(prompt: Sequence[int], count: int, **sampling: Any) -> list[int]:
 
 def steps(stage: Stage, count: int) -> None:
     """Run that many rounds, fewer if all requests end before."""
+    verifier = stage.verifier
     for _ in range(count):
-        if [*stage.verifier.scheduler]:
-            stage.step()
+        if [*verifier.scheduler]:
+            verifier._step(verifier.scheduler.plan(10**18, verifier.timer.costs, verifier.drafter_link.present))
 
 
 def finish(stage: Stage) -> None:
@@ -224,15 +231,17 @@ def test_a_round_is_launched_before_the_one_before_it_is_read(device: Device) ->
     assert stage.tokens(1) == plain_text([10, 11], 5) and stage.tokens(2) == plain_text([50], 5)
 
 
-def test_nothing_is_launched_that_is_sure_to_be_thrown_away(device: Device) -> None:
+def test_nothing_is_launched_that_is_sure_to_be_thrown_away_and_nothing_is_computed_twice(device: Device) -> None:
+    """Both texts grow into new blocks in the same round."""
     stage = stage_on(device)
-    stage.submit(1, [10, 11], max_tokens=4, **GREEDY)
-    stage.submit(2, [50], max_tokens=6, **GREEDY)
+    one, other = [*range(13)], [*range(40, 53)]
+    stage.submit(1, one, max_tokens=6, **GREEDY)
+    stage.submit(2, other, max_tokens=8, **GREEDY)
     finish(stage)
-    assert device.log.count("ahead") == 4 and device.done == len(device.queue)
+    assert device.log.count("ahead") == 6 and device.done == len(device.queue)
     assert device.log.count("forward") == 2, "the prompts', and the first round's"
     assert stage.target.pool.free == stage.target.pool.blocks
-    assert (stage.tokens(1), stage.tokens(2)) == (plain_text([10, 11], 4), plain_text([50], 6))
+    assert (stage.tokens(1), stage.tokens(2)) == (plain_text(one, 6), plain_text(other, 8))
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, SAMPLED | {"top_p": 0.7}, GREEDY | {"presence_penalty": 1.0}])
@@ -297,6 +306,30 @@ def test_a_preempted_request_goes_on_with_the_same_text(blocks: int, device: Dev
     assert stage.target.pool.free == blocks
 
 
+def test_a_row_is_computed_again_for_a_request_whose_blocks_were_given_away_meanwhile(device: Device) -> None:
+    """After a preemption the prefix cache has all of its text, so it asks for the same token in the same place."""
+    stage = stage_on(device)
+    prompt = [*range(15)]
+    request = stage.submit(1, prompt, **GREEDY)
+    steps(stage, 2)
+    written = int(request.cache.block_table[1])
+    assert request.cache.ahead and request.cache.length == BLOCK_SIZE
+    stage.verifier.scheduler._preempt_youngest()
+    assert written in stage.target.pool.allocate(2)
+    steps(stage, 1)
+    assert request.cached == BLOCK_SIZE and device.log.count("forward") == 3
+    finish(stage)
+    assert stage.tokens(1) == plain_text(prompt, 20)
+
+
+def test_layers_with_a_state_are_not_replayed_before_it_is_known_what_was_accepted() -> None:
+    target: Any = SimpleNamespace(pool=SimpleNamespace(layer_states=object()))  # which can run nothing
+    request: Any = SimpleNamespace(left=9, cache=SimpleNamespace(length=3))
+    forwards = Ahead(target)
+    forwards.launch([request], cast(Any, SimpleNamespace(roots=torch.zeros(1, dtype=torch.int32))), ())
+    assert forwards._launched is None
+
+
 def test_a_prompt_that_arrives_is_read_beside_the_rows_that_are_under_way(device: Device) -> None:
     stage = stage_on(device)
     stage.submit(1, [10, 11], **GREEDY)
@@ -336,24 +369,27 @@ def test_a_request_that_is_drafted_for_is_not_launched_before_its_draft_can_come
 
 
 def test_a_draft_that_comes_after_all_takes_the_place_of_the_row_under_way(device: Device) -> None:
-    stage = stage_on(device, **{"verifier.cut": False})
-    request = stage.submit(1, [10, 11], max_tokens=30, **GREEDY)
+    stage = stage_over(QueuedTarget(device, 32), **{"verifier.cut": False})
+    prompt = [*range(13)]
+    request = stage.submit(1, prompt, max_tokens=30, **GREEDY)
     steps(stage, 16)
     join(stage, Hello(calibrated=True))
-    expected = plain_text([10, 11], 30)
+    expected = plain_text(prompt, 30)
     root = expected[15]
     stage.draft(request, TokenTree.chain(root, [*expected[16:19]], [0.9] * 3))
     steps(stage, 1)
     assert stage.tokens(1) == expected[:20], "the whole draft was accepted"
+    assert request.cache.length == 2 * BLOCK_SIZE and stage.target.pool.free == stage.target.pool.blocks - 2
     finish(stage)
     assert stage.tokens(1) == expected
     assert stage.target.pool.free == stage.target.pool.blocks
 
 
 def test_a_request_that_fails_ends_alone_and_its_surplus_row_with_it(device: Device) -> None:
-    stage = stage_on(device)
+    target = QueuedTarget(device, 32)
+    stage = stage_over(target)
     expected, other = plain_text([10, 11], 9), plain_text([50], 20)
-    stage.target.broken = {next(token for token in expected[3:] if token not in {*other, *expected[:3], 10, 11, 50})}
+    target.broken = {next(token for token in expected[3:] if token not in {*other, *expected[:3], 10, 11, 50})}
     stage.submit(1, [10, 11], **GREEDY)
     stage.submit(2, [50], **GREEDY)
     finish(stage)
@@ -365,17 +401,17 @@ def test_a_request_that_fails_ends_alone_and_its_surplus_row_with_it(device: Dev
 def test_a_launch_that_fails_ends_only_the_requests_that_fail_alone(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = stage_on(device)
+    target = QueuedTarget(device, 32)
+    stage, run_roots = stage_over(target), target.run_roots
     one, _ = stage.submit(1, [10, 11], **GREEDY), stage.submit(2, [50], **GREEDY)
     steps(stage, 3)
-    run_roots = stage.target.run_roots
 
     def full(roots: Sequence[Segment], *rest: Any) -> tuple[Tensor, Tensor | None]:
         if any(root.cache is one.cache for root in roots):
             raise torch.OutOfMemoryError
         return run_roots(roots, *rest)
 
-    monkeypatch.setattr(stage.target, "run_roots", full)
+    monkeypatch.setattr(target, "run_roots", full)
     stage.step()
     [failed] = [parts[0] for parts in stage.control.sent if isinstance(parts[0], Failed)]
     finish(stage)
@@ -385,7 +421,7 @@ def test_a_launch_that_fails_ends_only_the_requests_that_fail_alone(
 
 def test_texts_are_those_of_plain_decoding_whatever_happens_meanwhile(device: Device) -> None:
     rng = random.Random(5)
-    stage = stage_on(device, blocks=14, **{"verifier.max_running": 4})
+    stage = stage_over(QueuedTarget(device, 14), **{"verifier.max_running": 4})
     sent: dict[int, tuple[list[int], int]] = {}
     cancelled = set[int]()
     for number in range(40):
