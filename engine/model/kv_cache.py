@@ -21,7 +21,9 @@ Moves = tuple[Int, Int]
 class KVCache:
     """One request's keys and values. length: committed positions; pending: rows after them that are still drafts.
     tenant: whose blocks in the cache folder it shares. spoiled: whether the block after those that it has cached is
-    not finite. moved: rows of the last tree whose entries a GPU has moved to the first places after `length`.
+    not finite. moved: rows of the last tree whose entries a GPU has moved to the first places after `length`; checked:
+    blocks that it has found finite or not since. ahead: positions after the next commit's that a forward under way
+    writes.
     """
 
     def __init__(self, pool: KVPool, tenant: str = ""):
@@ -30,6 +32,8 @@ class KVCache:
         self.length = self.pending = 0
         self.spoiled = False
         self.moved: Sequence[int] = ()
+        self.checked: dict[int, bool] = {}
+        self.ahead = 0
         self.block_table: Int = np.zeros(0, np.int32)
         self._texts: list[int] = []  # the numbers of the texts that its first full blocks end
         self._keys = [] if self.saved is None else [self.saved.root(tenant)]  # in the cache folder, of the same texts
@@ -49,7 +53,7 @@ class KVCache:
 
     def trim(self) -> None:
         """Return the blocks after the committed positions: drafts that were not accepted hold none."""
-        used = -(-self.length // BLOCK_SIZE)
+        used = -(-(self.length + self.ahead) // BLOCK_SIZE)
         self.pool.release(self.block_table[used:].tolist())
         self.block_table = self.block_table[:used]
 
@@ -70,6 +74,7 @@ class KVCache:
         in_place = next((i for i, (node, place) in enumerate(there) if node not in (i, place)), len(path))
         if in_place == len(path):
             return None
+        self.checked = {}
         sources = np.asarray(path[in_place:], np.int32) + np.int32(length)
         return self.slots(sources), self.slots(np.arange(length + in_place, self.length, dtype=np.int32))
 
@@ -189,7 +194,7 @@ class KVCache:
         of a block, if they are known.
         """
         new = range(len(self._texts), len(self._texts) if self.spoiled else self.length // BLOCK_SIZE)
-        for at, finite in zip(new, self.pool.finite(self.block_table[new.start : new.stop].tolist()), strict=True):
+        for at, finite in zip(new, self._finite(self.block_table[new.start : new.stop].tolist()), strict=True):
             if not finite:
                 self.spoiled = True
                 break
@@ -198,6 +203,11 @@ class KVCache:
             self._note(block_key, number, self._key_after(self._last_key, block_key.tokens))
         if self.state is not None:
             self._cache_snapshots(self.state)
+
+    def _finite(self, blocks: list[int]) -> list[bool]:
+        """Return whether each block's keys and values are all finite, which a GPU may have told already."""
+        checked, self.checked = self.checked, {}
+        return [checked[block] for block in blocks] if checked.keys() >= {*blocks} else self.pool.finite(blocks)
 
     def _cache_snapshots(self, state: RequestState) -> None:
         """Let other requests find the snapshots that were taken since the last time. A snapshot after a block that is
@@ -231,7 +241,7 @@ class KVCache:
             self.state.release()
         self.block_table, self._texts = np.zeros(0, np.int32), []
         self.length = self.pending = 0
-        self.spoiled, self.moved = False, ()
+        self.spoiled, self.moved, self.checked, self.ahead = False, (), {}, 0
         if self.saved is not None:
             self.saved.used(self._keys[1:])
             del self._keys[1:]

@@ -152,7 +152,7 @@ class RequestState:
         return [*zip(positions, [*slots, *own], strict=True)]
 
     def _due(self, end: int) -> Iterator[int]:
-        """The positions before `end`, and after that of the state, where snapshots are taken."""
+        """Yield the positions before `end`, and after that of the state, where snapshots are taken."""
         last = end // BLOCK_SIZE * BLOCK_SIZE
         for at in range(self.position // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE, end, BLOCK_SIZE):
             shared = self.prompt_end is not None and stays(at, self.prompt_end, max(self.prompt_end, end))

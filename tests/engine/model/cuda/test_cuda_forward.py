@@ -10,6 +10,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -18,21 +19,26 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of torch bring it, or pip install triton")
 
+import triton.language as tl
+
 from engine.core.batch import BLOCK_SIZE, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model import cuda_products
-from engine.model.cuda import cuda_forward, graphs, triton_attention
+from engine.model.cuda import cuda_forward, graphs, noise_kernels, triton_attention
 from engine.model.cuda.cuda_forward import CudaForward
 from engine.model.cuda.graphs import Recorded, Work
+from engine.model.cuda.receipt import Receipt
 from engine.model.kv_cache import KVCache
 from engine.model.kv_pool import KVPool
 from engine.model.stock import NAME, Unsupported
 from engine.model.target import Target
 from engine.model.trial import forward_choice, probe
+from engine.verifier import step
 from tests.engine.model.test_target import COMMON
 from tests.engine.test_exact import decoded, with_siblings
+from tests.engine.verifier.test_ahead import stage_over, steps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FEATURES = (0, 2)
@@ -411,34 +417,10 @@ def note_split_sums(patch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(scope="module")
 def loaded() -> tuple[Target, list[str]]:
-    """A llama with products by rows, and what it noted of split sums: loading tries many forwards."""
-    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        use_small_sizes(patch)
-        multiply_by_rows(patch)
-        flags = note_split_sums(patch)
-        return target_of("llama"), flags
+    """A mistral with a window and products by rows, and what it noted of split sums: loading tries many forwards.
 
-
-def check_drafts_change_nothing(target: Target, family: str) -> None:
-    assert isinstance(target.forward, CudaForward) and target.exact, target.inexact_reason
-    assert target.forward_sizes == cuda_products.SIZES
-    prompt, sampling = text(17, 10), SamplingParams(max_tokens=14)
-    plain = decoded(target, prompt, sampling)
-    assert decoded(target, prompt, sampling, plain) == plain
-    assert target.pool is not None and target.pool.free == target.pool.blocks
-    assert decoded(Target.of_model(build(family, layers=1), family, 1 << 20), prompt, sampling) == plain
-
-
-@pytest.mark.usefixtures("_products_by_rows")
-def test_a_target_takes_the_cuda_forward_and_drafts_do_not_change_its_text(loaded: tuple[Target, list[str]]) -> None:
-    check_drafts_change_nothing(loaded[0], "llama")
-
-
-@pytest.mark.usefixtures("_products_by_rows")
-def test_what_is_recorded_with_short_windows_is_not_replayed_with_the_real_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A CUDA graph keeps the windows that it was captured with; what stands for one here does too."""
+    A CUDA graph keeps the windows that it was captured with; what stands for one here does too.
+    """
     model = build("mistral with a window", layers=1)
 
     class Keeping(Recorded):
@@ -451,8 +433,26 @@ def test_what_is_recorded_with_short_windows_is_not_replayed_with_the_real_ones(
             model.config.sliding_window = now
             return out
 
-    monkeypatch.setattr(cuda_forward, "Recorded", Keeping)
-    check_drafts_change_nothing(accelerated(model), "mistral with a window")
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        use_small_sizes(patch)
+        multiply_by_rows(patch)
+        patch.setattr(cuda_forward, "Recorded", Keeping)
+        flags = note_split_sums(patch)
+        return accelerated(model), flags
+
+
+@pytest.mark.usefixtures("_products_by_rows")
+def test_a_target_takes_the_cuda_forward_and_drafts_do_not_change_its_text(loaded: tuple[Target, list[str]]) -> None:
+    """What is recorded with the short windows of its trial is not replayed with the real ones."""
+    target, flags = loaded
+    assert isinstance(target.forward, CudaForward) and target.exact, target.inexact_reason
+    assert target.forward_sizes == cuda_products.SIZES and flags == ["forbid", "hold"]
+    prompt, sampling = text(17, 10), SamplingParams(max_tokens=14)
+    plain = decoded(target, prompt, sampling)
+    assert decoded(target, prompt, sampling, plain) == plain
+    assert target.pool is not None and target.pool.free == target.pool.blocks
+    stock = Target.of_model(build("mistral with a window", layers=1), "mistral", 1 << 20)
+    assert decoded(stock, prompt, sampling) == plain
 
 
 @pytest.mark.usefixtures("_products_by_rows")
@@ -491,22 +491,9 @@ def test_a_target_whose_bits_depend_on_a_rows_place_says_so() -> None:
 
 
 @pytest.mark.usefixtures("_products_by_rows")
-def test_a_target_whose_rows_depend_on_their_number_keeps_to_one_size_and_is_exact() -> None:
-    def uneven(module: object, inputs: object, out: Tensor) -> Tensor:
-        return out * (1 + 1e-5 * (out.shape[1] - cuda_products.SLICE))
-
-    model = stock_only(build("llama", layers=1))
-    model.model.norm.register_forward_hook(uneven)
-    target = accelerated(model)
-    assert target.exact, target.inexact_reason
-    assert target.forward_sizes == (cuda_products.SLICE,)
-
-
-@pytest.mark.usefixtures("_products_by_rows")
-def test_a_target_whose_products_agree_in_one_size_alone_lets_sums_be_split_again(
-    monkeypatch: pytest.MonkeyPatch, loaded: tuple[Target, list[str]]
+def test_a_target_whose_products_agree_in_one_size_alone_is_exact_in_it_and_lets_sums_be_split_again(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert loaded[0].exact and loaded[1] == ["forbid", "hold"]
     flags = note_split_sums(monkeypatch)
 
     def uneven(module: object, inputs: object, out: Tensor) -> Tensor:
@@ -544,5 +531,39 @@ def test_texts_of_no_length_wait_for_a_graph(monkeypatch: pytest.MonkeyPatch) ->
     forward.capture(FEATURES, 64)
     graphs = set(forward.recorded)
     assert graphs == {(size, FEATURES) for size in forward.sizes} and forward.pool.free == free
-    read(forward, text(100, 1), chunk=4)
+    cache, _ = read(forward, text(4, 1))
+    cache.reserve(200)
+    for cache.length in (30, 100):
+        run(forward, Segment.of_text(text(4, 2), cache, "all"))
     assert set(forward.recorded) == graphs
+
+
+@pytest.mark.usefixtures("_products_by_rows")
+@pytest.mark.parametrize("tolerance", [2e-9, 1e3], ids=["drawn on the device", "left to the host"])
+def test_rounds_that_are_launched_before_the_last_is_read_give_the_texts_of_one_request_alone(
+    tolerance: float, loaded: tuple[Target, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _ = loaded
+    monkeypatch.setattr(step, "output_of", Receipt)
+    monkeypatch.setattr(noise_kernels, "_TOLERANCE", tl.constexpr(tolerance))
+    launched = []
+    run_roots = target.run_roots
+
+    def noted(roots: Sequence[Segment], *rest: Any) -> tuple[Tensor, Tensor | None]:
+        launched.append(len(roots))
+        return run_roots(roots, *rest)
+
+    monkeypatch.setattr(target, "run_roots", noted)
+    stage = stage_over(target)
+    asked = [
+        (text(14, 1), SamplingParams(max_tokens=5)),
+        (text(5, 2), SamplingParams(max_tokens=7, temperature=1.2, seed=4)),
+        (text(9, 3), SamplingParams(max_tokens=6, temperature=0.8, seed=9)),
+    ]
+    for number, (prompt, sampling) in enumerate(asked):
+        stage.submit(number, prompt, **msgspec.structs.asdict(sampling))
+    steps(stage, 20)
+    assert launched == [3, 3, 3, 2, 1]
+    for number, (prompt, sampling) in enumerate(asked):
+        assert stage.tokens(number) == decoded(target, prompt, sampling)
+    assert target.pool is not None and target.pool.free == target.pool.blocks
