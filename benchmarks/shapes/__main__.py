@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 import torch
@@ -29,6 +30,7 @@ from .random_file import write_random
 from .served import Served, serve
 from .shape import SHAPES, shape_of
 
+T = TypeVar("T")
 Figures = tuple[Served | None, ForwardFigures | None]
 
 
@@ -77,8 +79,8 @@ def main(
             threads = torch.get_num_threads()
             command = [str(server), "-m", str(file), "-t", str(threads), "-c", str(2 * tokens + 1024), "-np", "1"]
             figures["llama.cpp"] = (
-                None if server is None else serve(command, tokens),
-                None if bench is None else llama_bench(bench, file, threads, repeats),
+                None if server is None else _tried(partial(serve, command, tokens), console),
+                None if bench is None else _tried(partial(llama_bench, bench, file, threads, repeats), console),
             )
         size = file.stat().st_size / 1e9
         row = Measured(name, shape.layers, "random weights", size, machine(), set_ or [], figures)
@@ -86,6 +88,15 @@ def main(
             rows.write(msgspec.json.encode(row).decode() + "\n")
         print(row.machine)
         Console().print(table(row).rich())
+
+
+def _tried(measure: Callable[[], T], console: Console) -> T | None:
+    """Return what another engine shows; None, with a line that says why, if it fails."""
+    try:
+        return measure()
+    except ConfigError as error:
+        console.print(f"llama.cpp is left out: {error}", markup=False)
+        return None
 
 
 def table(row: Measured) -> Table:

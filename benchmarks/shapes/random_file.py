@@ -51,10 +51,12 @@ def write_random(shape: Shape, path: Path, console: Console, seed: int = 0) -> N
     writer = gguf.GGUFWriter(path, shape.architecture)
     writer.add_name("random weights")
     for key, value in metadata_of(shape).items():
-        if isinstance(value, list):
+        kind = gguf.GGUFValueType.get_type(value)
+        if kind is gguf.GGUFValueType.ARRAY:
             writer.add_array(f"{shape.architecture}.{key}", value)
         else:
-            writer.add_key_value(f"{shape.architecture}.{key}", value, gguf.GGUFValueType.get_type(value))
+            whole = kind is gguf.GGUFValueType.INT32  # llama.cpp reads numbers without a sign alone
+            writer.add_key_value(f"{shape.architecture}.{key}", value, gguf.GGUFValueType.UINT32 if whole else kind)
     _add_vocabulary(writer, shape.vocabulary)
     tensors = [*tensors_of(shape)]
     for tensor in tensors:

@@ -33,7 +33,7 @@ def tiny(name: str) -> Shape:
     whole = SHAPES[name]
     numbers = {"layers": 4, "hidden": 256, "inner": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocabulary": 1024}
     if whole.state_heads:
-        numbers |= {"groups": min(2, whole.groups), "state_heads": 4, "state_dim": 32, "state_head_dim": 64}
+        numbers |= {"groups": min(2, whole.groups), "state_heads": 4, "state_dim": 32, "state_head_dim": 128}
     if whole.architecture.startswith("qwen35"):
         numbers |= {"state_head_dim": 32}
     if whole.experts:
@@ -67,7 +67,9 @@ def test_the_lean_decoder_runs_a_file_of_random_weights(name: str, tmp_path: Pat
 
 def test_matrices_are_mixed_as_q4_k_m_mixes_them(tmp_path: Path) -> None:
     write_random(replace(tiny("qwen3.5-0.8b"), layers=8), tmp_path / "tiny.gguf", Console(quiet=True))
-    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors}
+    reader = gguf.GGUFReader(tmp_path / "tiny.gguf")
+    assert reader.fields["qwen35.context_length"].types == [gguf.GGUFValueType.UINT32], "as llama.cpp reads it"
+    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
     assert types["token_embd.weight"] == "Q6_K" and types["blk.1.ffn_up.weight"] == "Q4_K"
     down = [types[f"blk.{layer}.ffn_down.weight"] for layer in range(8)]
     assert down == ["Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K"]
