@@ -5,7 +5,7 @@ A function gets the metadata, short arrays included, and the names of the tensor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -318,7 +318,7 @@ def _bitnet(architecture: str, activation: str, metadata: dict[str, Any], tensor
     }
 
 
-CONFIGURATIONS = {
+CONFIGURATIONS: dict[str, Callable[[dict[str, Any], tuple[str, ...]], dict[str, Any]]] = {
     "bitnet": partial(_bitnet, "bitnet", "silu"),
     "bitnet-25": partial(_bitnet, "bitnet-25", "relu2"),
     "bitnet-b1.58": partial(_bitnet, "bitnet-b1.58", "relu2"),
