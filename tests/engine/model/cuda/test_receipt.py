@@ -196,6 +196,7 @@ def test_roots_that_are_all_drawn_on_the_device_are_known_there() -> None:
     ]
     assert receipt_of([root] * 2, [sampler_of(GREEDY), sampler_of(TRUNCATED)], logits).roots is None
     assert receipt_of([root, tree_of(1, 4)], [sampler_of(GREEDY)] * 2, logits).roots is None
+    assert receipt_of([tree_of(1, 2), root], [sampler_of(GREEDY), sampler_of(TRUNCATED)], logits).roots is None
 
 
 def test_nothing_is_moved_where_a_grammar_may_rule_a_token_out() -> None:
