@@ -118,7 +118,7 @@ def _replace_kernels(tracing: Tracing) -> None:
     graphs._GRAPHS = (DEVICE.type,)
     graphs._warm_up = lambda *_: None
     vars(ahead)["downloaded"] = _downloaded
-    receipt.Download = partial(_CountedDownload, tracing)
+    vars(receipt)["Download"] = partial(_CountedDownload, tracing)
     graphs._captured = tracing.captured
     device_module._split_up = lambda packed, like: [invented(one.held) for one in like]
 
