@@ -122,7 +122,8 @@ class KVCache:
         full block of the text, and at the end of what was found, are to last: other texts may part there too.
         """
         held, pool = len(self._texts), state.pool
-        state.wanted.add(len(text) // BLOCK_SIZE * BLOCK_SIZE)
+        state.prompt_end = len(text) // BLOCK_SIZE * BLOCK_SIZE
+        state.wanted.add(state.prompt_end)
         if self.next_block_key(text) is None or state.searched == pool.kept:
             return []
         state.searched = pool.kept
@@ -212,20 +213,20 @@ class KVCache:
         """Let other requests find the snapshots that were taken since the last time. A snapshot after a block that is
         not finite is dropped.
         """
-        pool = state.pool
+        pool, newest = state.pool, 0
         searched = state.searched == pool.kept
         for position, slot, lasts in state.saved:
             if position > len(self._texts) * BLOCK_SIZE:
                 pool.give(slot)
                 continue
-            number = self._texts[position // BLOCK_SIZE - 1]
-            pool.keep(number, slot, lasts)
+            number, newest = self._texts[position // BLOCK_SIZE - 1], position
+            pool.keep(number, slot, None if lasts else position)
             pool.give(slot)
-            if not lasts:
-                pool.replace(state.rolling)
-                state.rolling = number
-            elif self.saved is not None:
+            state.latest = number
+            if lasts and self.saved is not None:
                 pool.save(number, self._keys[position // BLOCK_SIZE])
+        if newest:
+            pool.thin(self._texts, newest, state.prompt_end or 0)
         state.saved = []
         if searched:
             state.searched = pool.kept  # its own snapshots are none that it could go on from
@@ -234,8 +235,9 @@ class KVCache:
         """Return the blocks to the pool."""
         self.pool.release(self.block_table[::-1].tolist())  # evicted from the end: a text is found by its beginning
         if self.state is not None:
-            if self.saved is not None and self.state.rolling in self._texts:
-                self.state.pool.save(self.state.rolling, self._keys[self._texts.index(self.state.rolling) + 1])
+            self.state.pool.spare(latest := self.state.latest)
+            if self.saved is not None and latest in self._texts:
+                self.state.pool.save(latest, self._keys[self._texts.index(latest) + 1])
             self.state.release()
         self.block_table, self._texts = np.zeros(0, np.int32), []
         self.length = self.pending = 0

@@ -23,7 +23,7 @@ from engine.core.kv_shape import KVShape
 from engine.device import uploaded
 from engine.kernels.attention.finite_blocks import FiniteBlocks
 from engine.kernels.attention.kv_codes import decoded, move_codes_kernel
-from engine.kernels.fused import MOVE, move_kernel
+from engine.kernels.attention.kv_slots import MOVE, move_kernel
 from engine.kernels.simd import LANES
 
 

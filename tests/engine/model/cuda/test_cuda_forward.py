@@ -417,34 +417,10 @@ def note_split_sums(patch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(scope="module")
 def loaded() -> tuple[Target, list[str]]:
-    """A llama with products by rows, and what it noted of split sums: loading tries many forwards."""
-    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        use_small_sizes(patch)
-        multiply_by_rows(patch)
-        flags = note_split_sums(patch)
-        return target_of("llama"), flags
+    """A mistral with a window and products by rows, and what it noted of split sums: loading tries many forwards.
 
-
-def check_drafts_change_nothing(target: Target, family: str) -> None:
-    assert isinstance(target.forward, CudaForward) and target.exact, target.inexact_reason
-    assert target.forward_sizes == cuda_products.SIZES
-    prompt, sampling = text(17, 10), SamplingParams(max_tokens=14)
-    plain = decoded(target, prompt, sampling)
-    assert decoded(target, prompt, sampling, plain) == plain
-    assert target.pool is not None and target.pool.free == target.pool.blocks
-    assert decoded(Target.of_model(build(family, layers=1), family, 1 << 20), prompt, sampling) == plain
-
-
-@pytest.mark.usefixtures("_products_by_rows")
-def test_a_target_takes_the_cuda_forward_and_drafts_do_not_change_its_text(loaded: tuple[Target, list[str]]) -> None:
-    check_drafts_change_nothing(loaded[0], "llama")
-
-
-@pytest.mark.usefixtures("_products_by_rows")
-def test_what_is_recorded_with_short_windows_is_not_replayed_with_the_real_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A CUDA graph keeps the windows that it was captured with; what stands for one here does too."""
+    A CUDA graph keeps the windows that it was captured with; what stands for one here does too.
+    """
     model = build("mistral with a window", layers=1)
 
     class Keeping(Recorded):
@@ -457,8 +433,26 @@ def test_what_is_recorded_with_short_windows_is_not_replayed_with_the_real_ones(
             model.config.sliding_window = now
             return out
 
-    monkeypatch.setattr(cuda_forward, "Recorded", Keeping)
-    check_drafts_change_nothing(accelerated(model), "mistral with a window")
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        use_small_sizes(patch)
+        multiply_by_rows(patch)
+        patch.setattr(cuda_forward, "Recorded", Keeping)
+        flags = note_split_sums(patch)
+        return accelerated(model), flags
+
+
+@pytest.mark.usefixtures("_products_by_rows")
+def test_a_target_takes_the_cuda_forward_and_drafts_do_not_change_its_text(loaded: tuple[Target, list[str]]) -> None:
+    """What is recorded with the short windows of its trial is not replayed with the real ones."""
+    target, flags = loaded
+    assert isinstance(target.forward, CudaForward) and target.exact, target.inexact_reason
+    assert target.forward_sizes == cuda_products.SIZES and flags == ["forbid", "hold"]
+    prompt, sampling = text(17, 10), SamplingParams(max_tokens=14)
+    plain = decoded(target, prompt, sampling)
+    assert decoded(target, prompt, sampling, plain) == plain
+    assert target.pool is not None and target.pool.free == target.pool.blocks
+    stock = Target.of_model(build("mistral with a window", layers=1), "mistral", 1 << 20)
+    assert decoded(stock, prompt, sampling) == plain
 
 
 @pytest.mark.usefixtures("_products_by_rows")
@@ -497,22 +491,9 @@ def test_a_target_whose_bits_depend_on_a_rows_place_says_so() -> None:
 
 
 @pytest.mark.usefixtures("_products_by_rows")
-def test_a_target_whose_rows_depend_on_their_number_keeps_to_one_size_and_is_exact() -> None:
-    def uneven(module: object, inputs: object, out: Tensor) -> Tensor:
-        return out * (1 + 1e-5 * (out.shape[1] - cuda_products.SLICE))
-
-    model = stock_only(build("llama", layers=1))
-    model.model.norm.register_forward_hook(uneven)
-    target = accelerated(model)
-    assert target.exact, target.inexact_reason
-    assert target.forward_sizes == (cuda_products.SLICE,)
-
-
-@pytest.mark.usefixtures("_products_by_rows")
-def test_a_target_whose_products_agree_in_one_size_alone_lets_sums_be_split_again(
-    monkeypatch: pytest.MonkeyPatch, loaded: tuple[Target, list[str]]
+def test_a_target_whose_products_agree_in_one_size_alone_is_exact_in_it_and_lets_sums_be_split_again(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert loaded[0].exact and loaded[1] == ["forbid", "hold"]
     flags = note_split_sums(monkeypatch)
 
     def uneven(module: object, inputs: object, out: Tensor) -> Tensor:
@@ -550,7 +531,10 @@ def test_texts_of_no_length_wait_for_a_graph(monkeypatch: pytest.MonkeyPatch) ->
     forward.capture(FEATURES, 64)
     graphs = set(forward.recorded)
     assert graphs == {(size, FEATURES) for size in forward.sizes} and forward.pool.free == free
-    read(forward, text(100, 1), chunk=4)
+    cache, _ = read(forward, text(4, 1))
+    cache.reserve(200)
+    for cache.length in (30, 100):
+        run(forward, Segment.of_text(text(4, 2), cache, "all"))
     assert set(forward.recorded) == graphs
 
 
