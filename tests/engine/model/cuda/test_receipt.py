@@ -93,6 +93,8 @@ def test_nothing_is_read_before_it_is_asked_for_and_all_is_sent_at_once(monkeypa
     trees = [tree_of(1), tree_of(2)]
     found = receipt_of(trees, [sampler_of(GREEDY), sampler_of(SAMPLED)], logits_of(FIRST + 24), torch.randn(29, 1, 2))
     assert (sent, read) == ([1], [0])
+    found.wait()
+    assert (sent, read) == ([1], [1])
     for i in range(2):
         found.states_of(i, trees[i].walk(found.known(i) or []))
     assert sent == [1] and read[0]
