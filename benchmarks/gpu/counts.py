@@ -43,7 +43,7 @@ _KERNELS = {
     layer_kernels: ("norm", "enter", "gate"),
     triton_attention: ("_attend_texts", "_attend_rows"),
     noise_kernels: ("draw_parts", "join_parts", "score_noisily", "rank"),
-    walk_kernels: ("walk", "move", "gather"),
+    walk_kernels: ("walk", "move", "gather", "check"),
     growth_kernel: ("_select",),
 }
 _BANDWIDTH, _FLOPS = 0.8 * 3.35e12, 0.6 * 989e12  # bytes and operations a second that an H100 SXM reaches
@@ -118,7 +118,7 @@ def _replace_kernels(tracing: Tracing) -> None:
     graphs._GRAPHS = (DEVICE.type,)
     graphs._warm_up = lambda *_: None
     vars(ahead)["downloaded"] = _downloaded
-    receipt.Download = partial(_CountedDownload, tracing)
+    vars(receipt)["Download"] = partial(_CountedDownload, tracing)
     graphs._captured = tracing.captured
     device_module._split_up = lambda packed, like: [invented(one.held) for one in like]
 

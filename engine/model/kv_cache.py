@@ -241,7 +241,7 @@ class KVCache:
             self.state.release()
         self.block_table, self._texts = np.zeros(0, np.int32), []
         self.length = self.pending = 0
-        self.spoiled, self.moved, self.checked, self.ahead = False, (), {}, 0
+        self.spoiled, self.moved, self.checked = False, (), {}
         if self.saved is not None:
             self.saved.used(self._keys[1:])
             del self._keys[1:]

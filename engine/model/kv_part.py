@@ -100,18 +100,13 @@ def move_by_index(keys: Tensor, values: Tensor, sources: Int, places: Int) -> No
     values[:, new, :, new_lane] = values[:, old, :, old_lane]
 
 
+@torch.inference_mode()
 def finite_by_index(keys: Tensor, values: Tensor, blocks: Sequence[int]) -> list[bool]:
     """Return what `KVPart.finite` returns, on any device, with one wait for all blocks."""
-    found: list[bool] = finite_flags(keys, values, blocks).tolist()
-    return found
-
-
-@torch.inference_mode()
-def finite_flags(keys: Tensor, values: Tensor, blocks: Sequence[int]) -> Tensor:
-    """Find on the device what `KVPart.finite` returns, [blocks] bool, without a wait."""
     (index,) = uploaded([torch.tensor(blocks, dtype=torch.int64)], keys.device)
-    of_parts = [part.index_select(1, index).isfinite().movedim(1, 0).flatten(1).all(1) for part in (keys, values)]
-    return of_parts[0] & of_parts[1]
+    both = [part.index_select(1, index).isfinite().movedim(1, 0).flatten(1).all(1) for part in (keys, values)]
+    found: list[bool] = (both[0] & both[1]).tolist()
+    return found
 
 
 def _untouched(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -75,7 +75,7 @@ class RoundTimer:
         for request in decoding:
             request.note_wait(wait_s / len(waited) if request in waited else 0.0)
 
-    def end_forward(self, started_ns: int, segments: Sequence[Segment], output: Output, queued: bool = False) -> None:
+    def end_forward(self, started_ns: int, segments: Sequence[Segment], output: Output, queued: bool) -> None:
         """Wait for what a forward gave, including the simulated accelerator's time. queued: whether it was launched
         behind the one before it, at whose end it began.
         """

@@ -21,9 +21,8 @@ from engine.core.batch import Int
 from engine.core.hidden_states import States
 from engine.device import Download, uploaded
 from engine.model.cuda.noise_kernels import draw_tokens, noise_keys
-from engine.model.cuda.walk_kernels import gather_path_rows, move_paths, walk_trees
+from engine.model.cuda.walk_kernels import check_blocks, gather_path_rows, move_paths, walk_trees
 from engine.model.drawn_tree import DrawnTree
-from engine.model.kv_part import finite_flags
 from engine.model.kv_pool import KVPool
 from engine.model.runner import bfloat16_bits
 
@@ -59,13 +58,11 @@ class Receipt:
         self._fetched: dict[int, States] = {}  # of longer paths than are sent
         self._successors = successors
         nothing = logits.new_empty(0)
-        self._filled = [one.blocks for one in trees]
-        blocks = [*chain.from_iterable(self._filled)]
+        self._filled = [one.blocks for one in self._trees]
         self._sent = Download([
             self._launch(logits.contiguous(), pool) if self._trees else nothing,
             nothing if states is None else states[rows:].to(torch.bfloat16),
             logits[:rows].topk(successors).indices.int() if successors else nothing,
-            finite_flags(pool.keys, pool.values, blocks) if pool is not None and blocks else nothing,
         ])  # fmt: skip
 
     @property
@@ -77,33 +74,44 @@ class Receipt:
 
     def wait(self) -> None:
         """Wait until all has arrived, and let the caches know which blocks are finite."""
-        *_, flags = self._sent.read()
-        following = iter(flags.tolist())
-        for one, blocks in zip(self._asked, self._filled, strict=True):
-            if blocks:
-                one.cache.checked = dict(zip(blocks, following, strict=False))
+        packed, blocks = self._sent.read()[0], [*chain.from_iterable(self._filled)]
+        if not blocks:
+            return
+        flawed = packed[self._end :].view(len(blocks), -1).any(1).tolist()
+        finite = {block: not one for block, one in zip(blocks, flawed, strict=True)}
+        for one, filled in zip(self._trees, self._filled, strict=True):
+            if filled:
+                one.cache.checked = {block: finite[block] for block in filled}
 
     def _launch(self, logits: Tensor, pool: KVPool | None) -> Tensor:
-        """Draw, walk, move and gather. Returns the bytes of the tokens drawn, and of the states of accepted rows."""
+        """Draw, walk, move, check and gather. Returns the bytes of the tokens drawn, of the states of accepted rows,
+        and of what was found in blocks.
+        """
         count, nodes = len(self._trees), self._begins[-1]
         reach = 1 + max(int(one.tree.depths.max()) for one in self._trees)
         self._rows_sent = 0 if self._states is None else max(_LEAST_ROWS, min(reach, _STATE_ROWS // count))
         width = 0 if self._states is None else self._states[0].numel()
         begin = -(-4 * nodes // _ALIGNED) * _ALIGNED
-        buffer = torch.empty(begin + 2 * count * self._rows_sent * width, dtype=torch.uint8, device=self._device)
-        tokens, found = buffer[: 4 * nodes].view(torch.int32), buffer[begin:].view(torch.bfloat16)
-        rows, drafted, parents, slots, keys, temperatures, begins, moves = uploaded(self._arrays(), self._device)
+        end = begin + 2 * count * self._rows_sent * width
+        filled = sum(map(len, self._filled))
+        layers = 0 if pool is None else pool.shape.layers
+        buffer = torch.empty(end + filled * layers, dtype=torch.uint8, device=self._device)
+        tokens, found = buffer[: 4 * nodes].view(torch.int32), buffer[begin:end].view(torch.bfloat16)
+        arrays = uploaded(self._arrays(), self._device)
+        rows, drafted, parents, slots, keys, temperatures, begins, moves, blocks = arrays
         draw_tokens(logits, rows, keys, temperatures, tokens)
         paths, lengths = walk_trees(tokens, drafted, parents, begins, reach)
         if pool is not None:
             move_paths(pool, paths, lengths, begins, slots, moves)
+            if filled:
+                check_blocks(pool, blocks, buffer[end:].view(torch.int8).view(filled, layers))
         if self._states is not None:
             gather_path_rows(self._states, rows, paths, lengths, begins, found.view(count, self._rows_sent, width))
-        self._begin, self._drawn = begin, tokens
+        self._begin, self._end, self._drawn = begin, end, tokens
         return buffer
 
     def _arrays(self) -> list[Tensor]:
-        """Return what the kernels need to know of the trees: of each node, then of each tree."""
+        """Return what the kernels need to know of the trees: of each node, then of each tree; and the blocks."""
         parts, trees = self._trees, [one.tree for one in self._trees]
         samplings = [one.sampler.params for one in parts]
         places = [
@@ -124,6 +132,7 @@ class Receipt:
             torch.tensor(np.repeat(temperatures, list(map(len, trees))), dtype=torch.float32),
             torch.tensor(self._begins, dtype=torch.int32),
             torch.tensor([one.moves for one in parts], dtype=torch.int32),
+            torch.tensor([*chain.from_iterable(self._filled)], dtype=torch.int32),
         ]
 
     def known(self, index: int) -> list[int] | None:

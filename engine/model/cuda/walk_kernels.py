@@ -1,4 +1,5 @@
-"""Walks down drafted trees on the GPU, and what an accepted path takes with it: keys, values and hidden states.
+"""Walks down drafted trees on the GPU, and what an accepted path takes with it: keys, values and hidden states, and the
+check of blocks that it fills.
 
 Each is one kernel for all trees of a round, and none needs anything from the host that depends on what was accepted.
 """
@@ -115,6 +116,29 @@ def gather(
         tl.store(out + place + at, state, mask=at < width)
 
 
+@triton.jit
+def check(
+    keys,
+    values,
+    blocks,  # [blocks] int32
+    flawed,  # out: [blocks, layers] int8: 1 where a number is not finite
+    layer_numbers,
+    NUMBERS: tl.constexpr,  # of a block
+    PART: tl.constexpr,
+):
+    """Check the keys and values of one block in one layer."""
+    block, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = layer * layer_numbers + tl.load(blocks + block).to(tl.int64) * NUMBERS
+    found = tl.zeros([PART], tl.int32)
+    for begin in range(0, NUMBERS, PART):
+        number = begin + tl.arange(0, PART)
+        key = tl.load(keys + at + number, mask=number < NUMBERS, other=0.0).to(tl.float32)
+        value = tl.load(values + at + number, mask=number < NUMBERS, other=0.0).to(tl.float32)
+        finite = (tl.abs(key) < float("inf")) & (tl.abs(value) < float("inf"))
+        found += tl.where(finite, 0, 1)
+    tl.store(flawed + block * tl.num_programs(1) + layer, (tl.max(found, 0) > 0).to(tl.int8))
+
+
 def walk_trees(tokens: Tensor, drafted: Tensor, parents: Tensor, begins: Tensor, reach: int) -> tuple[Tensor, Tensor]:
     """Walk down all trees. Returns the accepted paths, [trees, reach] int32, and their lengths. reach: of the longest
     that may be.
@@ -142,4 +166,12 @@ def gather_path_rows(states: Tensor, rows: Tensor, paths: Tensor, lengths: Tenso
     parts = triton.cdiv(width, _PART)
     gather[(trees, sent, parts)](
         states.to(out.dtype).contiguous(), rows, paths, lengths, begins, out, paths.shape[1], width, PART=_PART
+    )
+
+
+def check_blocks(pool: KVPool, blocks: Tensor, flawed: Tensor) -> None:
+    """Find blocks with numbers that are not finite. blocks: [blocks] int32; flawed: [blocks, layers] int8, written."""
+    numbers = pool.keys[0, 0].numel()
+    check[tuple(flawed.shape)](
+        pool.keys, pool.values, blocks, flawed, pool.keys[0].numel(), NUMBERS=numbers, PART=_PART
     )

@@ -141,6 +141,7 @@ def launch_draws(shape: Shape, pool: KVPool) -> None:
     noise_kernels.draw_tokens(torch.zeros(2, 5000, dtype=shape.dtype), numbers, keys, torch.zeros(2), numbers)
     paths, lengths = walk_kernels.walk_trees(numbers, numbers, numbers, numbers, 9)
     walk_kernels.move_paths(pool, paths, lengths, numbers, numbers, numbers)
+    walk_kernels.check_blocks(pool, numbers, torch.zeros(2, 1, dtype=torch.int8))
     states, sent = torch.zeros(2, 3, _HIDDEN), torch.zeros(1, 9, 3 * _HIDDEN, dtype=torch.bfloat16)
     walk_kernels.gather_path_rows(states, numbers, paths, lengths, numbers, sent)
 
@@ -167,7 +168,7 @@ def main() -> None:
     places += [(layer_kernels, name) for name in ("enter", "norm", "gate", "open_gates")]
     places += [(delta_kernels, name) for name in ("enter_rows", "walk_states", "leave_rows", "keep_windows")]
     places += [(noise_kernels, name) for name in ("draw_parts", "join_parts", "score_noisily", "rank")]
-    places += [(walk_kernels, name) for name in ("walk", "move", "gather")] + [(growth_kernel, "_select")]
+    places += [(walk_kernels, name) for name in ("walk", "move", "gather", "check")] + [(growth_kernel, "_select")]
     kernels = [Compiled(getattr(*place)) for place in places]
     for (module, name), kernel in zip(places, kernels, strict=True):
         setattr(module, name, kernel)

@@ -27,7 +27,7 @@ from engine.verifier import ahead
 from engine.verifier import step as step_module
 from engine.verifier.ahead import Ahead
 from engine.wire.messages import Cancel, Failed, Hello
-from tests.engine.verifier.test_loop import CALIBRATED, VOCABULARY, Counting, Stage
+from tests.engine.verifier.test_loop import CALIBRATED, HEAD, VOCABULARY, Counting, Stage, positions_sent
 
 GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 1.5, "seed": 3}
 UNKNOWN = -1000  # what memory holds until the device has computed
@@ -72,6 +72,8 @@ class QueuedTarget(Counting):
     """A target whose tokens follow from all tokens that its keys hold, which are kept in the pool's slots. broken:
     tokens whose logits are no numbers.
     """
+
+    context = 512
 
     def __init__(self, device: Device, blocks: int):
         super().__init__()
@@ -338,6 +340,7 @@ def test_a_prompt_that_arrives_is_read_beside_the_rows_that_are_under_way(device
     stage.submit(3, [*range(30)], **GREEDY)
     stage.target.forwards.clear()
     stage.step()
+    assert device.log[-3:] == ["forward", "draws", "wait"], "and none is launched that would part them from the prompt"
     [[chunk]] = stage.target.forwards
     assert chunk.tree is None and len(chunk) == 30, "the others' rows are not computed twice"
     finish(stage)
@@ -366,6 +369,18 @@ def test_a_request_that_is_drafted_for_is_not_launched_before_its_draft_can_come
     request.root_only = True
     steps(stage, 1)
     assert device.log[-2:] == ["ahead", "wait"]
+    request.root_only, request.matcher = True, cast(Any, object())  # a grammar may imply tokens
+    assert stage.verifier._may_draft(request)
+
+
+def test_a_row_without_the_hidden_states_that_a_new_drafter_wants_is_computed_again(device: Device) -> None:
+    stage = stage_on(device)
+    stage.submit(1, [10, 11], **GREEDY)
+    steps(stage, 3)
+    join(stage, HEAD)
+    stage.verdicts()
+    steps(stage, 1)
+    assert positions_sent(stage.verdicts()) == plain_text([10, 11], 4)[2:3]
 
 
 def test_a_draft_that_comes_after_all_takes_the_place_of_the_row_under_way(device: Device) -> None:
@@ -376,9 +391,9 @@ def test_a_draft_that_comes_after_all_takes_the_place_of_the_row_under_way(devic
     join(stage, Hello(calibrated=True))
     expected = plain_text(prompt, 30)
     root = expected[15]
-    stage.draft(request, TokenTree.chain(root, [*expected[16:19]], [0.9] * 3))
+    stage.draft(request, TokenTree.chain(root, [*expected[16:19], *[root] * 4], [0.9] * 7))
     steps(stage, 1)
-    assert stage.tokens(1) == expected[:20], "the whole draft was accepted"
+    assert stage.tokens(1) == expected[:20], "what was right of the draft was accepted"
     assert request.cache.length == 2 * BLOCK_SIZE and stage.target.pool.free == stage.target.pool.blocks - 2
     finish(stage)
     assert stage.tokens(1) == expected

@@ -426,10 +426,10 @@ def loaded() -> tuple[Target, list[str]]:
     class Keeping(Recorded):
         window = 0
 
-        def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        def __call__(self, *inputs: Tensor, late: Tensor | None = None) -> tuple[Tensor, ...]:
             now, self.window = model.config.sliding_window, self.window or model.config.sliding_window
             model.config.sliding_window = self.window
-            out = super().__call__(*inputs)
+            out = super().__call__(*inputs, late=late)
             model.config.sliding_window = now
             return out
 

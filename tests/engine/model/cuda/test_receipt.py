@@ -93,6 +93,8 @@ def test_nothing_is_read_before_it_is_asked_for_and_all_is_sent_at_once(monkeypa
     trees = [tree_of(1), tree_of(2)]
     found = receipt_of(trees, [sampler_of(GREEDY), sampler_of(SAMPLED)], logits_of(FIRST + 24), torch.randn(29, 1, 2))
     assert (sent, read) == ([1], [0])
+    found.wait()
+    assert (sent, read) == ([1], [1])
     for i in range(2):
         found.states_of(i, trees[i].walk(found.known(i) or []))
     assert sent == [1] and read[0]
@@ -196,6 +198,7 @@ def test_roots_that_are_all_drawn_on_the_device_are_known_there() -> None:
     ]
     assert receipt_of([root] * 2, [sampler_of(GREEDY), sampler_of(TRUNCATED)], logits).roots is None
     assert receipt_of([root, tree_of(1, 4)], [sampler_of(GREEDY)] * 2, logits).roots is None
+    assert receipt_of([tree_of(1, 2), root], [sampler_of(GREEDY), sampler_of(TRUNCATED)], logits).roots is None
 
 
 def test_nothing_is_moved_where_a_grammar_may_rule_a_token_out() -> None:
