@@ -63,6 +63,7 @@ FLOORS = (  # folders and modules from the ground up: a floor imports itself and
     "benchmarks.cli",
     "benchmarks",
     "benchmarks.gpu",
+    "benchmarks.shapes",
     "engine.cli.main",  # every command, put together
     "engine.__main__",
 )

@@ -1,8 +1,9 @@
 """Counts what a round does on CUDA, from traced programs on any machine: kernels, launches, waits, bytes.
 
 An 8B shape and its draft heads run on a device without memory (`traced_device`), through the same code as on a GPU: a
-round drafts a tree for every request, verifies all trees in one forward, draws, and tells the drafter. What the host
-reads is invented, so trees have a plausible shape, and texts mean nothing.
+round drafts a tree for every request, verifies all trees in one forward, draws, and tells the drafter. Plain rounds are
+the verifier's own, 16 of each kind, in which each request fills a block. What the host reads is invented, so trees have
+a plausible shape, and texts mean nothing.
 
 Milliseconds are an estimate for an H100, from the counted bytes and operations alone: nothing is measured.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,21 +23,22 @@ from engine import device as device_module
 from engine.core.batch import Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
-from engine.device import downloaded
+from engine.device import Download, downloaded
 from engine.kernels.attention.attention import Rule
 from engine.model import cuda_products
-from engine.model.cuda import graphs, layer_kernels, noise_kernels, triton_attention, walk_kernels
+from engine.model.cuda import graphs, layer_kernels, noise_kernels, receipt, triton_attention, walk_kernels
 from engine.model.cuda.cuda_forward import CudaForward
 from engine.model.kv_pool import KVPool
 from engine.model.runner import Runner
 
-from . import rounds
 from .findings import Record, tried
 from .models import HEADS, LLAMA_8B
+from .plain import PlainRounds
 from .rounds import REQUESTS, Rounds, head_of
 from .traced_device import DEVICE, Counts, Launched, TracedTensor, Tracing, invented, on_device
 
 _ROUNDS = 3  # rounds, of which the last is counted: the graphs of the others are captured
+_PLAIN_ROUNDS = 16
 _KERNELS = {
     layer_kernels: ("norm", "enter", "gate"),
     triton_attention: ("_attend_texts", "_attend_rows"),
@@ -58,6 +61,10 @@ def run(device: str, layers: int | str = LLAMA_8B.num_hidden_layers) -> Iterator
     with torch.inference_mode(), tracing:
         runner = _target(config)
         yield tried("target", _forwards, tracing, runner, config.num_hidden_layers)
+        for temperature in (0.0, 1.0):
+            for requests in REQUESTS:
+                served.append(tried(f"plain, T={temperature:g}", _plain, tracing, runner, requests, temperature))
+                yield served[-1]
         for method in HEADS:
             for temperature in (0.0, 1.0) if method == "eagle3" else (0.0,):
                 for requests in REQUESTS:
@@ -90,6 +97,20 @@ def _downloaded(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(parts)
 
 
+class _CountedDownload(Download):
+    """A download of which the first read is a wait."""
+
+    def __init__(self, tracing: Tracing, results: Sequence[Tensor]):
+        super().__init__(results)
+        self._tracing: Tracing | None = tracing
+
+    def read(self) -> list[Tensor]:
+        if self._tracing is not None:
+            self._tracing.wait("a receipt")
+            self._tracing = None
+        return super().read()
+
+
 def _replace_kernels(tracing: Tracing) -> None:
     for module, names in _KERNELS.items():
         for name in names:
@@ -97,7 +118,7 @@ def _replace_kernels(tracing: Tracing) -> None:
     graphs._GRAPHS = (DEVICE.type,)
     graphs._warm_up = lambda *_: None
     vars(ahead)["downloaded"] = _downloaded
-    vars(rounds)["wait"] = lambda device: tracing.wait("the round's end")
+    receipt.Download = partial(_CountedDownload, tracing)
     graphs._captured = tracing.captured
     device_module._split_up = lambda packed, like: [invented(one.held) for one in like]
 
@@ -139,6 +160,20 @@ def _forwards(tracing: Tracing, runner: Runner, layers: int) -> Record:
     of_layer = {name: count // layers for name, count in names.items() if count >= layers}
     return {"kernels": counts.graph_kernels, "kernels_a_layer": sum(of_layer.values()), "of_a_layer": of_layer,
             "weights_gb": round(counts.weights / 1e9, 2)}  # fmt: skip
+
+
+def _plain(tracing: Tracing, runner: Runner, requests: int, temperature: float) -> Record:
+    served = PlainRounds(runner, requests, temperature)
+    counts = served.measure(tracing.counting, _PLAIN_ROUNDS)
+    served.close()
+    return {
+        "requests": requests,
+        "rows": requests,
+        "launches": round((counts.launches + counts.replays) / _PLAIN_ROUNDS, 1),
+        "waits": {"draft": 0, "receipt": round(counts.waits / _PLAIN_ROUNDS, 2)},
+        "bytes_up": counts.up // _PLAIN_ROUNDS,
+        "bytes_down": counts.down // _PLAIN_ROUNDS,
+    }
 
 
 def _round(

@@ -22,7 +22,6 @@ from engine.core.drafter_protocol import Verdict
 from engine.core.outcomes import DraftQuery
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.device import wait
 from engine.model.cuda.receipt import Receipt
 from engine.model.drawn_tree import DrawnTree
 from engine.model.runner import Runner
@@ -115,7 +114,7 @@ class Rounds(Generic[M]):
         begins = [*accumulate(map(len, trees), initial=0)]
         parts = zip(trees, self.samplers, begins, self.caches, strict=False)
         receipt = Receipt([DrawnTree(*part) for part in parts], logits, hidden_states, self.runner.pool, len(logits))
-        wait(logits.device)
+        receipt.wait()
         absent = self.runner.vocab_size - 1
         receipt.take([token for tree in trees for token in _accepting(tree, absent)])
         verdicts = []

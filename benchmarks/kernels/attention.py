@@ -9,9 +9,9 @@ from torch import Tensor
 from engine.core.batch import BLOCK_SIZE, Batch, Segment
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Attention, Rule
+from engine.kernels.attention.enter import ENTER, enter_kernel
 from engine.kernels.attention.every_kernel import AttentionKernel
 from engine.kernels.attention.kv_codes import enter_codes_kernel
-from engine.kernels.fused import ENTER, enter_kernel
 from engine.kernels.threads import address_of
 from engine.model.kv_cache import KVCache
 from engine.model.kv_pool import KVPool

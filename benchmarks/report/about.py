@@ -24,7 +24,7 @@ def write_about(
     versions = ", ".join([*(f"{name} {importlib.metadata.version(name)}" for name in names), *others])
     temperatures = ", ".join(f"{sampling.temperature:g}" for sampling in samplings)
     lines = [
-        f"Machine: {_processor()}, {cores()} cores, {_instructions()}, {platform.system()}{_gpu()}",
+        f"Machine: {machine()}",
         f"Versions: Python {platform.python_version()}, {versions}",
         f"Configuration: model {Path(config.model).name}, dtype {config.dtype}, weights {config.weights}, activations "
         f"{config.activations}, kv_type {config.verifier.kv_type}, device {config.device}, transport "
@@ -32,6 +32,11 @@ def write_about(
         f"{temperatures}, seed {samplings[0].seed}, repeats {repeats}",
     ]
     (folder / ABOUT).write_text("\n".join(lines) + "\n", encoding="utf8")
+
+
+def machine() -> str:
+    """Return the processor, its cores, what multiplies, and the system."""
+    return f"{_processor()}, {cores()} cores, {_instructions()}, {platform.system()}{_gpu()}"
 
 
 def _instructions() -> str:

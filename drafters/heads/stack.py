@@ -23,6 +23,7 @@ from engine.core.batch import BLOCK_SIZE, Batch, Int, Rows
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Attention, LayerKeys, Rule, has_pairs
 from engine.kernels.gemm.matmul import Matmul
+from engine.kernels.layer.decoder_steps import attention_and_mlp
 from engine.kernels.layer.program import LayerProgram
 from engine.kernels.layer.weights import AttentionWeights, GatedMlp, LayerWeights, Norm
 from engine.kernels.simd import BFLOAT16, FLOAT32, LANES, add, int_at, load, store
@@ -303,7 +304,7 @@ class Stack:
             window = spec.windows[index] if spec.windows else 0
             keys = LayerKeys(self._attention, index, Rule(head_dim**-0.5, window))
             if around is None:
-                program.attention_and_mlp(weights, keys, "qkv")
+                attention_and_mlp(program, weights, keys, "qkv")
             else:
                 around.build(program, weights, keys)
         program.norm(norm_of(spec.norm))

@@ -73,7 +73,7 @@ def fused(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Va
 
 
 def read(builder: ir.IRBuilder, address: ir.Value, width: int) -> ir.Value:
-    """16 numbers from memory, as float32."""
+    """Return 16 numbers from memory, as float32."""
     if width == FLOAT32:
         return builder.load(pointer(builder, address, VECTOR), align=4)
     halves = builder.load(pointer(builder, address, _HALVES), align=2)
@@ -170,7 +170,7 @@ def maximum(context: Any, a: Any, b: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def minimum(context: Any, a: Any, b: Any) -> Any:
-    """The smaller of each lane; a where they cannot be compared."""
+    """Return the smaller of each lane; a where they cannot be compared."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.select(builder.fcmp_ordered(">", *args), args[1], args[0])

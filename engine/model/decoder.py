@@ -24,6 +24,8 @@ from engine.core.errors import StateLost, first_line
 from engine.core.state_shape import StateShape
 from engine.kernels.attention.attention import Attention, LayerKeys, Rule
 from engine.kernels.gemm.product import Product
+from engine.kernels.layer.decoder_steps import attention_and_mlp, mlp_alone, state_and_mlp
+from engine.kernels.layer.latent_steps import latent_rows
 from engine.kernels.layer.program import LayerProgram
 from engine.kernels.layer.row_kernels import CAP, cap_kernel
 from engine.kernels.layer.weights import AttentionWeights, ExpertMlp, GatedMlp, PerLayerInputs
@@ -238,13 +240,13 @@ class LeanDecoder:
                 if mixer.latent is None:
                     program.product(mixer.qkv, "x", made := f"qkv {outputs}", outputs)
                 else:
-                    made = program.latent_rows(mixer, of)
+                    made = latent_rows(program, mixer, of)
                 beside = None if layer.weights.beside is None else next(places)
-                program.attention_and_mlp(layer.weights, of, made, beside)
+                attention_and_mlp(program, layer.weights, of, made, beside)
             elif mixer is None:
-                program.mlp_alone(layer.weights)
+                mlp_alone(program, layer.weights)
             else:
-                program.state_and_mlp(layer.weights, next(places))
+                state_and_mlp(program, layer.weights, next(places))
         program.norm(self.norm)
         program.head(self.head, self.head.outputs)
         return program

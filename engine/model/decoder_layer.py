@@ -11,8 +11,8 @@ from torch.nn.functional import softplus
 
 from engine.config import Activations
 from engine.core.state_shape import StateShape
-from engine.kernels.fused import Activation
 from engine.kernels.gemm.product import Product
+from engine.kernels.layer.activation import Activation
 from engine.kernels.layer.weights import (
     AttentionWeights,
     ExpertMlp,

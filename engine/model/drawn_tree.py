@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.batch import Int
+from engine.core.batch import BLOCK_SIZE, Int
 from engine.core.tree import TokenTree
 from engine.sampling.sampler import Sampler
 
@@ -27,6 +27,16 @@ class DrawnTree:
     def moves(self) -> bool:
         """Whether a path that the logits alone decide is sure to be accepted: a grammar may rule a token out."""
         return self.cache is not None and not self.sampler.has_grammar
+
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks that are full once its longest path is committed."""
+        if self.cache is None:
+            return []
+        first = self.cache.length
+        end = first + 1 + int(self.tree.depths.max())
+        filled: list[int] = self.cache.block_table[first // BLOCK_SIZE : end // BLOCK_SIZE].tolist()
+        return filled
 
     @property
     def slots(self) -> Int:

@@ -21,7 +21,9 @@ Moves = tuple[Int, Int]
 class KVCache:
     """One request's keys and values. length: committed positions; pending: rows after them that are still drafts.
     tenant: whose blocks in the cache folder it shares. spoiled: whether the block after those that it has cached is
-    not finite. moved: rows of the last tree whose entries a GPU has moved to the first places after `length`.
+    not finite. moved: rows of the last tree whose entries a GPU has moved to the first places after `length`; checked:
+    blocks that it has found finite or not since. ahead: positions after the next commit's that a forward under way
+    writes.
     """
 
     def __init__(self, pool: KVPool, tenant: str = ""):
@@ -30,6 +32,8 @@ class KVCache:
         self.length = self.pending = 0
         self.spoiled = False
         self.moved: Sequence[int] = ()
+        self.checked: dict[int, bool] = {}
+        self.ahead = 0
         self.block_table: Int = np.zeros(0, np.int32)
         self._texts: list[int] = []  # the numbers of the texts that its first full blocks end
         self._keys = [] if self.saved is None else [self.saved.root(tenant)]  # in the cache folder, of the same texts
@@ -49,7 +53,7 @@ class KVCache:
 
     def trim(self) -> None:
         """Return the blocks after the committed positions: drafts that were not accepted hold none."""
-        used = -(-self.length // BLOCK_SIZE)
+        used = -(-(self.length + self.ahead) // BLOCK_SIZE)
         self.pool.release(self.block_table[used:].tolist())
         self.block_table = self.block_table[:used]
 
@@ -70,6 +74,7 @@ class KVCache:
         in_place = next((i for i, (node, place) in enumerate(there) if node not in (i, place)), len(path))
         if in_place == len(path):
             return None
+        self.checked = {}
         sources = np.asarray(path[in_place:], np.int32) + np.int32(length)
         return self.slots(sources), self.slots(np.arange(length + in_place, self.length, dtype=np.int32))
 
@@ -117,7 +122,8 @@ class KVCache:
         full block of the text, and at the end of what was found, are to last: other texts may part there too.
         """
         held, pool = len(self._texts), state.pool
-        state.wanted.add(len(text) // BLOCK_SIZE * BLOCK_SIZE)
+        state.prompt_end = len(text) // BLOCK_SIZE * BLOCK_SIZE
+        state.wanted.add(state.prompt_end)
         if self.next_block_key(text) is None or state.searched == pool.kept:
             return []
         state.searched = pool.kept
@@ -188,7 +194,7 @@ class KVCache:
         of a block, if they are known.
         """
         new = range(len(self._texts), len(self._texts) if self.spoiled else self.length // BLOCK_SIZE)
-        for at, finite in zip(new, self.pool.finite(self.block_table[new.start : new.stop].tolist()), strict=True):
+        for at, finite in zip(new, self._finite(self.block_table[new.start : new.stop].tolist()), strict=True):
             if not finite:
                 self.spoiled = True
                 break
@@ -198,24 +204,29 @@ class KVCache:
         if self.state is not None:
             self._cache_snapshots(self.state)
 
+    def _finite(self, blocks: list[int]) -> list[bool]:
+        """Return whether each block's keys and values are all finite, which a GPU may have told already."""
+        checked, self.checked = self.checked, {}
+        return [checked[block] for block in blocks] if checked.keys() >= {*blocks} else self.pool.finite(blocks)
+
     def _cache_snapshots(self, state: RequestState) -> None:
         """Let other requests find the snapshots that were taken since the last time. A snapshot after a block that is
         not finite is dropped.
         """
-        pool = state.pool
+        pool, newest = state.pool, 0
         searched = state.searched == pool.kept
         for position, slot, lasts in state.saved:
             if position > len(self._texts) * BLOCK_SIZE:
                 pool.give(slot)
                 continue
-            number = self._texts[position // BLOCK_SIZE - 1]
-            pool.keep(number, slot, lasts)
+            number, newest = self._texts[position // BLOCK_SIZE - 1], position
+            pool.keep(number, slot, None if lasts else position)
             pool.give(slot)
-            if not lasts:
-                pool.replace(state.rolling)
-                state.rolling = number
-            elif self.saved is not None:
+            state.latest = number
+            if lasts and self.saved is not None:
                 pool.save(number, self._keys[position // BLOCK_SIZE])
+        if newest:
+            pool.thin(self._texts, newest, state.prompt_end or 0)
         state.saved = []
         if searched:
             state.searched = pool.kept  # its own snapshots are none that it could go on from
@@ -224,12 +235,13 @@ class KVCache:
         """Return the blocks to the pool."""
         self.pool.release(self.block_table[::-1].tolist())  # evicted from the end: a text is found by its beginning
         if self.state is not None:
-            if self.saved is not None and self.state.rolling in self._texts:
-                self.state.pool.save(self.state.rolling, self._keys[self._texts.index(self.state.rolling) + 1])
+            self.state.pool.spare(latest := self.state.latest)
+            if self.saved is not None and latest in self._texts:
+                self.state.pool.save(latest, self._keys[self._texts.index(latest) + 1])
             self.state.release()
         self.block_table, self._texts = np.zeros(0, np.int32), []
         self.length = self.pending = 0
-        self.spoiled, self.moved = False, ()
+        self.spoiled, self.moved, self.checked, self.ahead = False, (), {}, 0
         if self.saved is not None:
             self.saved.used(self._keys[1:])
             del self._keys[1:]

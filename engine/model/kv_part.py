@@ -23,7 +23,7 @@ from engine.core.kv_shape import KVShape
 from engine.device import uploaded
 from engine.kernels.attention.finite_blocks import FiniteBlocks
 from engine.kernels.attention.kv_codes import decoded, move_codes_kernel
-from engine.kernels.fused import MOVE, move_kernel
+from engine.kernels.attention.kv_slots import MOVE, move_kernel
 from engine.kernels.simd import LANES
 
 
@@ -100,12 +100,18 @@ def move_by_index(keys: Tensor, values: Tensor, sources: Int, places: Int) -> No
     values[:, new, :, new_lane] = values[:, old, :, old_lane]
 
 
-@torch.inference_mode()
 def finite_by_index(keys: Tensor, values: Tensor, blocks: Sequence[int]) -> list[bool]:
     """Return what `KVPart.finite` returns, on any device, with one wait for all blocks."""
-    both = [part[:, list(blocks)].isfinite().movedim(1, 0).flatten(1).all(1) for part in (keys, values)]
-    found: list[bool] = (both[0] & both[1]).tolist()
+    found: list[bool] = finite_flags(keys, values, blocks).tolist()
     return found
+
+
+@torch.inference_mode()
+def finite_flags(keys: Tensor, values: Tensor, blocks: Sequence[int]) -> Tensor:
+    """Find on the device what `KVPart.finite` returns, [blocks] bool, without a wait."""
+    (index,) = uploaded([torch.tensor(blocks, dtype=torch.int64)], keys.device)
+    of_parts = [part.index_select(1, index).isfinite().movedim(1, 0).flatten(1).all(1) for part in (keys, values)]
+    return of_parts[0] & of_parts[1]
 
 
 def _untouched(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

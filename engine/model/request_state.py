@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from engine.core.batch import BLOCK_SIZE, Segment
 from engine.kernels.state.walk import StateRows
-from engine.model.state_pool import EMPTY, SLOTS_EACH, StatePool
+from engine.model.state_pool import EMPTY, SLOTS_EACH, StatePool, stays
 
 
 class Snapshot(NamedTuple):
-    """The state after so many positions, a multiple of a block's. lasts: it is not replaced by the request's next."""
+    """The state after so many positions, a multiple of a block's. lasts: it is not thinned out."""
 
     position: int
     slot: int
@@ -23,16 +23,18 @@ class RequestState:
     next forward replays.
 
     wanted: positions whose snapshots are to last: where a prompt ends, or parts from one that was read before.
-    saved: snapshots that were taken and are still to be cached; a request takes one at the last full block that it
-    has passed. rolling: the number of the text whose snapshot the next one replaces, 0 if there is none. searched: how
-    many snapshots had been kept when one to go on from was last searched for.
+    prompt_end: the last full block of what is to be read ends there; None if the text is not shared. saved: snapshots
+    that were taken and are still to be cached: at the last full block that was passed, and, of a shared text, where
+    they stay. latest: the number of the text of its newest snapshot, 0 if there is none. searched: how many snapshots
+    had been kept when one to go on from was last searched for.
     """
 
     def __init__(self, pool: StatePool):
         self.pool, self.slot, self.position = pool, EMPTY, 0
         self.wanted: set[int] = set()
+        self.prompt_end: int | None = None
         self.saved: list[Snapshot] = []
-        self.rolling, self.searched = 0, -1
+        self.latest, self.searched = 0, -1
         self._kept: list[int] = []
         self._drafted: list[int] = []  # of the latest forward's tree, in the order of its nodes
         self._spare: list[int] = []  # slots to write to
@@ -117,7 +119,7 @@ class RequestState:
         for slot in self._spare:
             self.pool.give(slot)
         self._drop_saved()
-        self._spare, self.rolling, self.searched = [], 0, -1
+        self._spare, self.latest, self.searched, self.prompt_end = [], 0, -1, None
         self.wanted.clear()
 
     def _drop_saved(self) -> None:
@@ -137,8 +139,7 @@ class RequestState:
         Only the last state may take the slot that is read: the windows of all are made of the one in it.
         """
         end = self.position + trunk
-        saves = {end // BLOCK_SIZE * BLOCK_SIZE, *self.wanted}
-        positions = sorted({end, *(at for at in saves if self.position < at < end)})
+        positions = sorted({end, *self._due(end)})
         own = [self.slot] if not self._read and self.pool.owned(self.slot) else []
         slots: list[int] = []
         while len(slots) + len(own) < len(positions):
@@ -150,6 +151,14 @@ class RequestState:
                 del positions[: len(positions) - len(slots) - len(own)]  # snapshots that there is no room for
         return [*zip(positions, [*slots, *own], strict=True)]
 
+    def _due(self, end: int) -> Iterator[int]:
+        """Yield the positions before `end`, and after that of the state, where snapshots are taken."""
+        last = end // BLOCK_SIZE * BLOCK_SIZE
+        for at in range(self.position // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE, end, BLOCK_SIZE):
+            shared = self.prompt_end is not None and stays(at, self.prompt_end, max(self.prompt_end, end))
+            if at == last or at in self.wanted or shared:
+                yield at
+
     def _return_goals(self) -> None:
         """Return the slots of the latest forward's states, which are not those of the request: they may be written to
         again.
@@ -157,24 +166,22 @@ class RequestState:
         self._spare += [slot for _, slot in self._goals if slot != self.slot]
         self._goals = []
 
-    def _add(self, snapshot: Snapshot) -> None:
-        """Note a snapshot. Of those that do not last, and nobody has cached, the latest is kept."""
-        for earlier in [one for one in self.saved if not one.lasts]:
+    def _add(self, snapshots: Sequence[Snapshot]) -> None:
+        """Note the snapshots of a forward. Earlier ones that do not last, and nobody has cached, are dropped."""
+        for earlier in [one for one in self.saved if snapshots and not one.lasts]:
             self.saved.remove(earlier)
             self.pool.give(earlier.slot)
-        self.saved.append(snapshot)
-        self.wanted.discard(snapshot.position)
+        self.saved += snapshots
+        self.wanted -= {one.position for one in snapshots}
 
     def _settle(self) -> None:
         """Take the states of the forward under way as the request's."""
         if not self._goals:
             return
         end, slot = self._goals[-1]
-        for position, goal in self._goals:
-            if position % BLOCK_SIZE == 0:
-                if goal == slot:
-                    self.pool.hold(goal)
-                self._add(Snapshot(position, goal, position in self.wanted))
+        if end % BLOCK_SIZE == 0:
+            self.pool.hold(slot)
+        self._add([Snapshot(at, goal, at in self.wanted) for at, goal in self._goals if at % BLOCK_SIZE == 0])
         if self.slot not in [goal for _, goal in self._goals]:
             self.pool.give(self.slot)
         self.pool.give_rows(self._kept)

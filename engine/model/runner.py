@@ -20,6 +20,7 @@ from engine.model.kv_cache import KVCache, commit_all
 from engine.model.kv_pool import KVPool
 
 if TYPE_CHECKING:
+    from engine.model.cuda.cuda_forward import CudaForward
     from engine.model.masked import MaskedForward
 
 
@@ -86,6 +87,15 @@ class Runner:
         for segment in segments:
             segment.cache.reserve(segment.past + segment.pending + len(segment))
         return cast("Forward", self.forward)(Batch.of(segments), feature_layers)
+
+    @torch.inference_mode()
+    def run_roots(
+        self, roots: Sequence[Segment], tokens: Tensor, feature_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run what `run` does over roots whose tokens are on the device alone, [roots] int32. Raises OutOfBlocks."""
+        for root in roots:
+            root.cache.reserve(root.past + 1)
+        return cast("CudaForward", self.forward)(Batch.of(roots), feature_layers, tokens)
 
     def commit(self, accepted: Sequence[tuple[Any, Sequence[int]]]) -> None:
         """Keep, in each cache, the rows of its last segment that are given (ascending), as its next positions."""

@@ -2,7 +2,8 @@
 
 A state takes a slot, whatever the length of its text. Slots are reference-counted, as blocks of keys and values are. A
 snapshot is the state at the end of a full block, which requests whose texts begin alike share: it is never written to.
-Snapshots that no request uses stay until their room is needed; the least recently used goes first.
+Along a text they are thinned out: the farther from its end, the fewer. Those that no request uses stay until their room
+is needed; the least recently used goes first.
 
 Beside the slots is a store of rows: what layers need to replay the rows of a draft that is accepted.
 """
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.core.batch import BLOCK_SIZE
 from engine.core.errors import OutOfBlocks
 from engine.core.state_shape import StateShape
 from engine.model.saved.states import SavedStates
@@ -27,8 +29,19 @@ SLOTS_EACH = 2
 """Slots that a request may hold: its state, and the one that the next forward writes to."""
 ROWS = 64
 """Rows of the store at first. It grows where the trees that are verified together have more nodes."""
+SPACING = 4096
+"""Positions between the snapshots of a text that are never thinned out, a power of two."""
 _LINE = 64  # bytes of a cache line
 _CPU = torch.device("cpu")
+
+
+def stays(position: int, *ends: int) -> bool:
+    """Return whether the snapshot at a position stays in a text with these ends: of its prompt, and of what follows.
+    The larger the power of two that divides a position, the longer it stays: wherever another text parts from this one,
+    d positions before an end, a snapshot is fewer than max(BLOCK_SIZE, 2 * d) positions earlier, and than SPACING.
+    """
+    aligned = position & -position
+    return aligned >= SPACING or any(0 <= end - position <= 2 * aligned for end in ends)
 
 
 def _zeros(count: int, size: int, device: torch.device) -> Tensor:
@@ -55,7 +68,7 @@ class StatePool:
         self._free = list(range(slots, 0, -1))
         self._references = [0] * (slots + 1)
         self._snapshots: OrderedDict[int, int] = OrderedDict()  # by the number of the text; used longest ago first
-        self._lasting: set[int] = set()
+        self._passing: dict[int, int] = {}  # of those that may be thinned out, by the number: the position
         self.kept = 0  # snapshots ever kept
         self.store = _zeros(ROWS, shape.row_bytes, device)
         self._free_rows = list(range(ROWS - 1, -1, -1))
@@ -122,22 +135,34 @@ class StatePool:
             self._snapshots.move_to_end(number)
         return slot
 
-    def keep(self, number: int, slot: int, lasts: bool = True) -> None:
-        """Let requests find the state of a text; of two the first stays. lasts: `replace` leaves it alone."""
-        if lasts:
-            self._lasting.add(number)
+    def keep(self, number: int, slot: int, passing: int | None = None) -> None:
+        """Let requests find the state of a text; of two the first stays. passing: how long the text is whose snapshot
+        may be thinned out; None: it may not.
+        """
+        if passing is None:
+            self.spare(number)
         if number not in self._snapshots:
             self._snapshots[number] = self.hold(slot)
             self.kept += 1
+            if passing is not None:
+                self._passing[number] = passing
 
-    def replace(self, number: int) -> None:
-        """Forget the snapshot of a text unless it is to last: its request has a newer one."""
-        if number not in self._lasting:
-            self.drop(number)
+    def spare(self, number: int) -> None:
+        """Do not thin out the snapshot of a text."""
+        self._passing.pop(number, None)
+
+    def thin(self, texts: Sequence[int], newest: int, prompt_end: int) -> None:
+        """Forget the snapshots along a text that do not stay. texts: the numbers of the texts that its blocks end;
+        newest: the position of the newest snapshot, which stays.
+        """
+        for number, position in [*self._passing.items()]:
+            along = position < newest and texts[position // BLOCK_SIZE - 1] == number
+            if along and not stays(position, prompt_end, max(prompt_end, newest)):
+                self.drop(number)
 
     def drop(self, number: int) -> None:
         """Forget the snapshot of a text, if there is one."""
-        self._lasting.discard(number)
+        self.spare(number)
         if (slot := self._snapshots.pop(number, None)) is not None:
             self.give(slot)
 

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from engine.core.batch import BLOCK_SIZE, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Attention, Rule, has_pairs
-from engine.kernels.fused import STORE, store_kernel
+from engine.kernels.attention.kv_slots import STORE, store_kernel
 from engine.model.kv_cache import KVCache
 from engine.model.kv_pool import KVPool
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.kernels.fused import Activation
+from engine.kernels.layer.activation import Activation
 from engine.kernels.simd import LANES
 from engine.model.rotary import Frequencies
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.core.hidden_states import States
-from engine.device import uploaded
+from engine.device import uploaded, wait
 from engine.model.drawn_tree import DrawnTree
 from engine.model.kv_pool import KVPool
 from engine.model.runner import bfloat16_bits
@@ -33,13 +33,21 @@ Known = Sequence[int] | None
 
 
 class RowsOnHost:
-    """Reads what is there when it is asked for. The arguments are those of `engine.model.cuda.receipt.Receipt`."""
+    """Reads what is there when it is asked for. The arguments are those of `engine.model.cuda.receipt.Receipt`. roots:
+    None, since the host draws.
+    """
+
+    roots: Tensor | None = None
 
     def __init__(
         self, trees: Sequence[DrawnTree], logits: Tensor, states: Tensor | None, rows: int = 0, successors: int = 0
     ):
         self._trees, self._logits, self._states = trees, logits, states
         self._rows, self._successors = rows, successors
+
+    def wait(self) -> None:
+        """Wait for the end of the forward."""
+        wait(self._logits.device)
 
     def known(self, index: int) -> Known:
         """Return what is drawn at each node of the tree of that index, if one call finds it for all trees: a call takes

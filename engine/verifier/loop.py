@@ -21,6 +21,7 @@ from engine.core.errors import OutOfBlocks, StateLost
 from engine.core.methods import METHODS
 from engine.model.target import Target
 from engine.placement import Threads
+from engine.verifier.ahead import Ahead
 from engine.verifier.drafter_link import FROM_DRAFTER, DrafterLink
 from engine.verifier.front_end_link import FROM_FRONT_END, FrontEndLink
 from engine.verifier.request import Request
@@ -54,6 +55,7 @@ class Verifier:
     ):
         self.config, self.target = config, target
         options = config.verifier
+        self.ahead = Ahead(target)
         self.scheduler = Scheduler(options.max_running, options.prefill_chunk, options.draft_timeout_s)
         self.front_end = FrontEndLink(control, target, config)
         self.drafter_link = DrafterLink(drafts, target, self.scheduler, config)
@@ -118,13 +120,15 @@ class Verifier:
         self.front_end.send_progress(plan.reading, self.timer.costs, self.scheduler.prefill_chunk, started_ns)
         readers, wants = [request for request, _ in plan.reading], self.drafter_link.wants
         try:
-            logits, hidden_states = self.target.run([*trees, *chunks], wants.feature_layers)
-            draws = deferred_draws(steps, readers, chunks, logits, hidden_states, wants.successors, self.target.pool)
+            rows = self.ahead.run([*trees, *chunks], wants.feature_layers)
+            output, draws = deferred_draws(steps, readers, chunks, *rows, wants.successors, self.target.pool)
+            if not (chunks or any(map(self._may_draft, plan.decoding))):
+                self.ahead.launch(plan.decoding, output, wants.feature_layers)
         except (torch.AcceleratorError, StateLost):
             raise  # the device's or the requests' state is lost: this worker ends, and the next one continues
         except Exception as error:  # exhausted memory, say
             return self._blame(plan, error)
-        self.timer.end_forward(started_ns, [*trees, *chunks])
+        self.timer.end_forward(started_ns, [*trees, *chunks], output, self.ahead.queued)
         if self.timer.costs.drafting_ahead:
             self.drafter_link.poll()  # drafts that arrived meanwhile
         results = self._draw_and_tell_drafter(plan, steps, draws)
@@ -137,6 +141,11 @@ class Verifier:
         steps = [self.drafter_link.step_of(request) for request in decoding]
         cuts = self.config.verifier.cut and self.drafter_link.wants.calibrated
         return cut(steps, self.timer.costs) if cuts else steps
+
+    def _may_draft(self, request: Request) -> bool:
+        """Return whether its next tree may be more than its root, as far as is known before this round is read."""
+        drafted = self.drafter_link.peer is not None and request.wants_draft and not request.root_only
+        return drafted or request.matcher is not None
 
     def _reserve(self, plan: Plan, steps: list[Step]) -> tuple[Plan, list[Step]]:
         """Return the part of the plan that there are blocks for. Roots and chunks get blocks first, so drafts never

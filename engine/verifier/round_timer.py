@@ -14,10 +14,10 @@ from engine.core.methods import GRAMMAR, MODELS
 from engine.core.tree import TokenTree
 from engine.costs.cost_model import CostModel
 from engine.costs.forward_time import Attended, ForwardTime
-from engine.device import wait
 from engine.model.target import Target
 from engine.placement import Threads
 from engine.verifier.drafter_link import DrafterLink
+from engine.verifier.forward_output import Output
 from engine.verifier.measured_forward import BESIDE, MeasuredForward
 from engine.verifier.request import Request
 from engine.verifier.step import Step, StepResult
@@ -36,7 +36,7 @@ class RoundTimer:
         self.config, self.target, self.threads, self.trace = config, target, threads, trace
         self.costs = CostModel(ForwardTime({1: 0.001}), config.mode)
         self.busy_ns = self.forward_ns = 0
-        self._ended_ns = 0  # when the latest round ended
+        self._ended_ns = self._forward_ended_ns = 0  # when the latest round ended, and its forward
         self._rows = self._requests = 1  # of the latest forward, and those of which trees were verified in it
 
     # At start-up.
@@ -75,14 +75,18 @@ class RoundTimer:
         for request in decoding:
             request.note_wait(wait_s / len(waited) if request in waited else 0.0)
 
-    def end_forward(self, started_ns: int, segments: Sequence[Segment]) -> None:
-        """Wait for the end of the forward, including the simulated accelerator's time."""
-        wait(self.target.device)
+    def end_forward(self, started_ns: int, segments: Sequence[Segment], output: Output, queued: bool = False) -> None:
+        """Wait for what a forward gave, including the simulated accelerator's time. queued: whether it was launched
+        behind the one before it, at whose end it began.
+        """
+        output.wait()
+        started_ns = self._forward_ended_ns if queued else started_ns
         if self.config.verifier.simulated_latency_ms:
             time.sleep(self.config.verifier.simulated_latency_ms / 1000)
         name = "verify" if segments[0].tree is not None else "prefill"
         self.trace.span(name, started_ns, 0, f"{sum(map(len, segments))} tokens of {len(segments)} requests")
-        self.forward_ns = time.perf_counter_ns() - started_ns
+        self._forward_ended_ns = time.perf_counter_ns()
+        self.forward_ns = self._forward_ended_ns - started_ns
         self.busy_ns += self.forward_ns
         self._rows, self._requests = sum(map(len, segments)), sum(segment.tree is not None for segment in segments)
 

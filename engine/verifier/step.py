@@ -155,11 +155,11 @@ def deferred_draws(
     hidden_states: Tensor | None,
     successors: int,
     pool: KVPool | None = None,
-) -> list[DeferredDraw]:
-    """Give each tree, and then each chunk, its part of a forward's output. On a GPU all that can be drawn is launched,
-    and nothing is waited for. logits: [rows wanted, vocab]; hidden_states: [rows, layers, hidden], None if nobody wants
-    them. successors: how many of the likeliest tokens the drafter wants of each node. pool: of keys and values, None if
-    they are elsewhere.
+) -> tuple[Output, list[DeferredDraw]]:
+    """Give each tree, and then each chunk, its part of a forward's output, which is returned too. On a GPU all that can
+    be drawn is launched, and nothing is waited for. logits: [rows wanted, vocab]; hidden_states: [rows, layers,
+    hidden], None if nobody wants them. successors: how many of the likeliest tokens the drafter wants of each node.
+    pool: of keys and values, None if they are elsewhere.
     """
     *firsts, rows = accumulate((len(step.tree) for step in steps), initial=0)
     drawn, reads = list[DrawnTree](), list[partial[StepResult | None]]()
@@ -174,7 +174,7 @@ def deferred_draws(
         row, wanted = row + len(chunk), end
     output = output_of(drawn, logits, hidden_states, pool, rows, successors)
     trees = enumerate(zip(steps, firsts, strict=True))
-    return [
+    return output, [
         *(partial(step.verify, logits[at : at + len(step.tree)], output, index, at) for index, (step, at) in trees),
         *(partial(read, output=output) for read in reads),
     ]

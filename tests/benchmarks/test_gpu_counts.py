@@ -62,6 +62,17 @@ def test_a_round_waits_a_few_times_and_as_often_for_many_requests_as_for_one(che
     assert one["waits"]["forward"] + one["waits"]["draws"] + one["waits"]["told"] == 1, "all comes in one receipt"
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_plain_round_is_launched_before_the_one_before_it_is_read_and_waits_once(
+    temperature: int, records: list[Record]
+) -> None:
+    """The first would be an error; among the rounds that are counted, each request fills a block."""
+    one, *more = of(records, f"plain, T={temperature}")
+    for record in (one, *more):
+        assert record["waits"] == {"draft": 0, "receipt": 1}
+        assert record["launches"] <= one["launches"] + 2
+
+
 @pytest.mark.parametrize("check", ["eagle3, T=0", "eagle3, T=1"])
 def test_a_tree_that_grows_on_the_device_takes_one_wait(check: str, records: list[Record]) -> None:
     for record in of(records, check):
@@ -72,7 +83,7 @@ def test_a_table_shows_all_rounds(records: list[Record]) -> None:
     (table,) = of(records, "table")
     head, _, *rows = table["table"]
     assert head.startswith("| | requests | launches | waits: draft |")
-    assert len(rows) == sum("waits" in record for record in records) == 3 * (len(HEADS) + 1)
+    assert len(rows) == sum("waits" in record for record in records) == 3 * (len(HEADS) + 3)
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -23,13 +23,14 @@ from engine.model.runner import bfloat16_bits
 from engine.model.target import Target
 from engine.sampling.sampler import Sampler, verify
 from tests.drafters.heads.one_pass.test_block import block
+from tests.drafters.heads.one_pass.test_spine import spine
 from tests.drafters.heads.test_eagle import eagle, eagle3
 from tests.drafters.heads.test_medusa import hydra, medusa
 
 DEVICE = "cuda"
 PROMPT = [1, 9, 33, 12, 2]
 REQUESTS = [SamplingParams(max_tokens=30), SamplingParams(max_tokens=30, temperature=1.0, seed=2)]
-HEADS: list[Callable[[Path, TargetWeights], Head]] = [block, eagle, eagle3, medusa, hydra]
+HEADS: list[Callable[[Path, TargetWeights], Head]] = [block, spine, eagle, eagle3, medusa, hydra]
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +154,9 @@ async def test_a_head_behind_the_engine_changes_no_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("engine.placement.cores", lambda: 4)  # enough for auto to try both
-    build(tmp_path, target)
-    method = "hybrid" if merged else build.__name__
-    drafter = {"path": str(tmp_path), "head": build.__name__}
+    head = build(tmp_path, target).method
+    method = "hybrid" if merged else head
+    drafter = {"path": str(tmp_path), "head": head}
     settings = {"model": str(target_dir), "transport": transport, "mode": mode, "drafter": drafter, "dtype": "float32"}
     settings |= {"verifier": {"threads": 1, "cut": merged}}  # not cut, a head never rests
     async with await Engine.start(settings, method=method) as engine:
@@ -176,15 +177,15 @@ async def test_heads_on_a_gpu_change_no_text_of_many_requests(
     tmp_path: Path,
 ) -> None:
     """Two workers capture graphs meanwhile; more requests at once than sessions are kept for reuse."""
-    build(tmp_path, target)
-    drafter = {"path": str(tmp_path), "head": build.__name__}
+    head = build(tmp_path, target).method
+    drafter = {"path": str(tmp_path), "head": head}
     settings = {"model": str(target_dir), "device": DEVICE, "transport": transport, "mode": mode, "drafter": drafter}
     ways = [SamplingParams(max_tokens=30), SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, seed=2)]
     requests = [([*PROMPT, 5 + i], way) for i in range(20) for way in ways]
     settings |= {"verifier": {"cut": False}}
     texts = {}
-    for name in ("none", build.__name__):
+    for name in ("none", head):
         async with await Engine.start(settings, method=name) as engine:
             results = await asyncio.gather(*(engine.generate(*request) for request in requests))
         texts[name] = [result.token_ids for result in results]
-    assert texts["none"] == texts[build.__name__]
+    assert texts["none"] == texts[head]

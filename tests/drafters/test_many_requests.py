@@ -23,6 +23,7 @@ from engine.model.runner import bfloat16_bits
 from tests.default_type import DefaultTyped
 from tests.drafters.conftest import HIDDEN
 from tests.drafters.heads.one_pass.test_block import block
+from tests.drafters.heads.one_pass.test_spine import spine
 from tests.drafters.heads.test_eagle import eagle, eagle3, same
 from tests.drafters.heads.test_medusa import hydra, medusa
 
@@ -43,7 +44,7 @@ def drafter_of(head: Head, requests: Sequence[int], policy: Policy | None = None
     return drafter
 
 
-heads = pytest.mark.parametrize("build", [eagle, eagle3, block, medusa, hydra], ids=lambda build: build.__name__)
+heads = pytest.mark.parametrize("build", [eagle, eagle3, block, spine, medusa, hydra], ids=lambda build: build.__name__)
 
 
 @heads

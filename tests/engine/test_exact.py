@@ -288,9 +288,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconH1Config",
         FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
     ),
+    "youtu": ("YoutuConfig", LATENT),
 }
 STOCK = {"phi with norms of heads"}
-MLA = {"deepseek v2", "deepseek v3", "minicpm3"}
+MLA = {"deepseek v2", "deepseek v3", "minicpm3", "youtu"}
 SURE = {
     "gemma4 with experts",
     "deepseek v2",

@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 from engine import Engine
-from engine.core.batch import Batch
+from engine.core.batch import BLOCK_SIZE, Batch
 from engine.core.errors import TalonError
 from engine.core.params import SamplingParams
 from engine.files.checked_file import _HEADER
@@ -201,8 +201,25 @@ async def test_a_second_turn_reads_only_what_is_new(hybrid: str) -> None:
     assert second.metrics.cached_tokens == (len(PROMPT) + len(first.token_ids) - 1) // 16 * 16
 
 
+@pytest.mark.parametrize("end", ["aborted", "whole"])
+async def test_a_turn_that_lacks_the_end_of_the_earlier_prompt_reads_little_again(hybrid: str, end: str) -> None:
+    """Chat templates open the answer at a prompt's end, with tokens that the next turn may lack."""
+    opening, prompt = 10, random.Random(2).choices(range(4, 260), k=290)
+    turn = [*prompt[:-opening], *b"and then?"]
+    async with await Engine.start({"model": hybrid}, method="suffix", transport="inproc", **THREADS) as engine:
+        if end == "whole":
+            await engine.generate(prompt, GREEDY)
+        else:
+            async with engine.stream(prompt, GREEDY) as stream:
+                await anext(stream)
+        second = await engine.generate(turn, GREEDY)
+    [plain] = await answers(hybrid, None, (turn, GREEDY), name="none")
+    assert second.token_ids == plain.token_ids
+    assert 0 <= len(prompt) - opening - second.metrics.cached_tokens < 2 * BLOCK_SIZE
+
+
 async def test_a_third_prompt_begins_where_the_second_parted_from_the_first(delta: str) -> None:
-    prompts = [[*PROMPT[:70], *(end,) * 30] for end in (5, 6, 7)]
+    prompts = [[*PROMPT[:70], *(end,) * 230] for end in (5, 6, 7)]
     async with await Engine.start({"model": delta}, method="none", transport="inproc", **THREADS) as engine:
         results = [await engine.generate(prompt, SAMPLED) for prompt in prompts]
     plain = [(await answers(delta, None, (prompt, SAMPLED), name="none"))[0] for prompt in prompts]

@@ -13,6 +13,7 @@ from drafters.heads.stack import GrowingPool
 from engine.core.batch import Batch, Int, Rows
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Attention, LayerKeys, has_pairs
+from engine.kernels.layer.decoder_steps import attention_and_mlp
 from engine.kernels.layer.program import LayerProgram
 from engine.kernels.layer.weights import AttentionWeights
 from engine.model.rotary import RotaryTables
@@ -99,7 +100,7 @@ class AssistantProgram:
             program.begin_layer(layer.weights.input_norm)
             program.product(mixer.qkv, "x", queries := f"queries {outputs}", outputs)
             keys_of = LayerKeys(made[group], 0, weights.rules[at], groups[:at].count(group), own=False)
-            program.attention_and_mlp(layer.weights, keys_of, queries)
+            attention_and_mlp(program, layer.weights, keys_of, queries)
         program.norm(weights.norm)
         program.product(weights.after, "x", "after", weights.after.outputs)
         return program

@@ -26,8 +26,8 @@ from drafters.heads.mtp.own_tokens import OwnTokens, likely_tokens
 from drafters.heads.mtp.weights import ends_of, output_of
 from engine.core.errors import DrafterMismatch, ModelError, TalonError
 from engine.kernels.attention.attention import Rule
-from engine.kernels.fused import Activation
 from engine.kernels.gemm.product import Product, multiplies
+from engine.kernels.layer.activation import Activation
 from engine.kernels.layer.weights import Norm
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.simd import LANES

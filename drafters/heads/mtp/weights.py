@@ -149,7 +149,7 @@ def _of_gguf(file: GgufFile, folder: Path, config: Any, field: str, likely: tupl
 
 def _head_alone(file: GgufFile, block: str) -> GgufFile:
     """Return a view of the file in which the head's layer is the only one."""
-    view = GgufFile(file.parts)
+    view = GgufFile(file.parts, file.key)
     view.metadata = file.metadata | {f"{file.architecture}.{key}": n for key, n in _COUNTS.items()}
     shared = {name: tensor for name in _OWN.values() if (tensor := file.tensor(name)) is not None}
     for name, shared_name in _OWN.items():

@@ -19,10 +19,13 @@ from torch import Tensor
 from drafters.heads.growth.ranking import Ranking
 from drafters.heads.one_pass.block_weights import BlockWeights, Outputs
 from drafters.heads.one_pass.markov_link import NO_LINK, add_link
-from drafters.heads.top import enter, top, write_top
+from drafters.heads.one_pass.spine import Spine
+from drafters.heads.top import Floats, Integers, enter, top, write_top
 from engine.core.outcomes import Following
 from engine.device import downloaded
 from engine.kernels.jit_cache import versioned
+
+_NO_CHANGE = np.empty((0, 0), np.float32)
 
 
 class RowQuery(NamedTuple):
@@ -59,8 +62,11 @@ class BlockForward:
         k = min(ranking.top_k, self._scores.shape[1])
         ids, probs = np.zeros((len(asked), k), np.int64), np.empty((len(asked), k), np.float32)
         tables = NO_LINK if head.link is None else head.link.tables
+        gates, changes = self._gates, _NO_CHANGE
+        if head.spine is not None:
+            gates, changes = _NO_CHANGE, self._changes(head.spine, rows, before)
         likeliest(
-            tables, rows, before, self._scores, self._totals, self._ids, self._gates, sure, self._gain, ids, probs
+            tables, rows, before, self._scores, self._totals, self._ids, gates, changes, sure, self._gain, ids, probs
         )
         return list(zip(head.tokens[ids].tolist(), probs.tolist(), strict=True))
 
@@ -75,7 +81,16 @@ class BlockForward:
             scores = row[ids]
             head.link.add(scores, ids, self._gates[one.row], one.before)
             row[ids] = scores
+        if head.spine is not None:
+            [changes] = self._changes(head.spine, np.array([one.row]), np.array([one.before]))
+            logits[0, self._ids[one.row]] += torch.from_numpy(changes)
         return logits.to(head.device)
+
+    def _changes(self, spine: Spine, rows: Integers, before: Integers) -> Floats:
+        """Return [n, candidates]: by how much DSpine scores the rows' candidates otherwise behind these tokens."""
+        ids = self._ids[rows]
+        logits = self.outputs.logits[torch.from_numpy(rows)[:, None], torch.from_numpy(ids)].to("cpu", torch.float32)
+        return spine.change(self._gates[rows], logits, ids, before)
 
     def _find(self, ranking: Ranking, rows: set[int]) -> None:
         """Find the likeliest tokens of these rows."""
@@ -120,6 +135,7 @@ def likeliest(
     totals: Any,
     ids: Any,
     gates: Any,
+    changes: Any,
     sure: Any,
     gain: Any,
     best_ids: Any,
@@ -128,8 +144,9 @@ def likeliest(
     """For each of n nodes, write the k likeliest next tokens, best first, and their probabilities.
 
     `rows[i]` is the node's row in the forward; `before[i]` is the node's token. scores, ids: [rows, candidates], best
-    first. totals: [rows], the sum of exp(score - best score) over all tokens. gates: [rows, rank]. sure: [n], factors
-    of the probabilities. tables, gain: the link's. Written: best_ids, [n, k] int64, and probs, [n, k] float32.
+    first. totals: [rows], the sum of exp(score - best score) over all tokens. gates: [rows, rank]. changes: [n,
+    candidates], added to the scores times `gain`; none where it is empty. sure: [n], factors of the probabilities.
+    tables, gain: the link's. Written: best_ids, [n, k] int64, and probs, [n, k] float32.
     """
     candidates, k = scores.shape[1], probs.shape[1]
     places, best, linked = np.empty(k, np.int64), np.empty(k, np.float32), np.empty(gates.shape[1], np.float32)
@@ -140,6 +157,8 @@ def likeliest(
             rest -= math.exp(own[column])
         if tables.rank:
             add_link(tables, own, ids[row], gates.ctypes.data + 4 * row * tables.rank, before[node], gain, linked)
+        for column in range(candidates if len(changes) else 0):
+            own[column] += gain * changes[node, column]
         for column in range(candidates):
             count = enter(own[column], column, best, places, count)
         peak, sums = best[0], 0.0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from drafters.heads.checkpoint import Checkpoint
+from drafters.heads.one_pass.spine import SpineSizes
 from engine.core.errors import DrafterMismatch
 
 _SLIDING, _SPINE = "sliding_attention", "dspine_config"
@@ -44,19 +45,19 @@ class BlockOptions:
     windows: tuple[int, ...]
     jet: bool
     flash_2: Flash2 | None
+    spine: SpineSizes | None
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> BlockOptions:
         """Read them. Raises ModelError for layouts that are not drafted with."""
         options = checkpoint.config
-        if _SPINE in options:
-            raise checkpoint.error(f"DSpine ({_SPINE}), whose layers pass on what they predict, is not supported")
         flash: dict[str, Any] = options.get("dflash_config") or {}
         layers = checkpoint.number("num_hidden_layers")
-        shifted = bool(flash.get("draft_shift", False)) if "dflash_config" in options else True
+        spine = _spine(checkpoint)
+        shifted = bool(flash.get("draft_shift", False)) if "dflash_config" in options else spine is None
         sliding = _sliding(checkpoint, flash, layers)
         window = flash.get("swa_window_size") or options.get("sliding_window") or 0
-        causal = _causal(checkpoint, flash)
+        causal = spine is not None or _causal(checkpoint, flash)
         if not (options.get("use_sliding_window") or flash.get("use_swa")):
             window = 0
         if window and any(sliding) and not causal:
@@ -70,6 +71,7 @@ class BlockOptions:
             windows=tuple(window if slides else 0 for slides in sliding),
             jet=bool(flash.get("causal_head", False)),
             flash_2=_flash_2(checkpoint, flash),
+            spine=spine,
         )
 
     def feature_layers(self, checkpoint: Checkpoint, layers: int) -> tuple[int, ...]:
@@ -127,6 +129,19 @@ def _flash_2(checkpoint: Checkpoint, flash: dict[str, Any]) -> Flash2 | None:
     if checkpoint.number("hidden_size") % found.group:
         raise checkpoint.error(f"{checkpoint.source}: conv_group_size={found.group} does not divide hidden_size")
     return found
+
+
+def _spine(checkpoint: Checkpoint) -> SpineSizes | None:
+    """Return the sizes of DSpine's parts: what a file does not say is as SpecForge has it."""
+    said = checkpoint.config.get(_SPINE)
+    if not isinstance(said, dict):
+        return None
+    sizes = {"transfer_rank": 1024, "message_size": 512, "top_k": 16}
+    sizes |= {key: said[key] for key in sizes if key in said}
+    for key, value in sizes.items():
+        if not isinstance(value, int) or value < 1:
+            raise checkpoint.error(f"{checkpoint.source}: {_SPINE}.{key}={value!r} is not a positive count")
+    return SpineSizes(*sizes.values())
 
 
 def _spread(target_layers: int, draft_layers: int) -> list[int]:

@@ -161,7 +161,7 @@ class BlockSession(Session):
         mask = torch.cat([own.new_ones(len(x), self.slots), own], dim=1)
         positions = torch.tensor(self.positions(count), device=head.device)
         x = x if head.entry is None else head.entry(x)
-        return head.forward(x, positions, self.caches, self.slots, mask)
+        return head.forward(x, tokens, positions, self.caches, self.slots, mask)
 
     def positions(self, count: int) -> list[int]:
         """Return the positions of the rows of `count` blocks."""
@@ -237,7 +237,7 @@ def begin(asked: Sequence[tuple[BlockSession, list[tuple[int, ...]]]]) -> None:
         kept.append([start + i * head.size + row for i, path in enumerate(paths) for row in head.predicting(path)])
     chosen = [row for rows in kept for row in rows]
     if head.stack is None:
-        multiplied = head.output(torch.cat([session.computed(paths) for session, paths in new])[chosen])
+        multiplied = head.multiplied(torch.cat([session.computed(paths) for session, paths in new])[chosen])
     else:
         above = [session.above() for session, paths in new for _ in range(len(paths) * head.size)]
         multiplied = head.stack.run(above, [session.rows(paths) for session, paths in new], chosen)

@@ -15,7 +15,8 @@ The *link* (DSpark's Markov head) adds W2 W1[token before] to a row's logits, or
 gate = sigmoid(gate_proj [row; W1[token before]]): the branches of a tree then differ although they share the rows.
 
 DFlash 2 (vLLM's `qwen3_dflash2`) has convolutions around attention and MLP (`convolution`), and a selector among each
-row's likeliest tokens, which is a link with the gate H row (`markov_link.selector`).
+row's likeliest tokens, which is a link with the gate H row (`markov_link.selector`). DSpine's rows tell the next ones
+what they predict (`spine`).
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from drafters.heads.one_pass.block_options import BlockOptions
 from drafters.heads.one_pass.context import ContextReader
 from drafters.heads.one_pass.convolution import Convolutions
 from drafters.heads.one_pass.markov_link import Link, markov_link, selector
+from drafters.heads.one_pass.spine import Spine
 from drafters.heads.stack import Stack, StackLayer, StackSpec
 from drafters.heads.top import Floats, Integers
 from engine.kernels.simd import LANES
@@ -123,8 +125,8 @@ class Confidence:
 
 class Outputs(NamedTuple):
     """The results of rows' states in one product. logits: [rows, draft_vocab], without links, on the head's device. On
-    the CPU: gates [rows, rank], the states' part in the link's gate, zero without one; sure: [rows], their part in the
-    confidence, if the head has one.
+    the CPU: gates [rows, rank], the states' part in the link's gate, zero without one, or what DSpine keeps of them;
+    sure: [rows], their part in the confidence, if the head has one.
     """
 
     logits: Tensor
@@ -173,6 +175,11 @@ class BlockWeights(Head):
             BlockLayer(config, tensors.under(f"layers.{i}."), checkpoint, options) for i in range(options.layers)
         ]
         self.norm = RMSNorm(tensors.vector("norm.weight", hidden), config.rms_norm_eps)
+        self.spine: Spine | None = None
+        if options.spine is not None:
+            if not checkpoint.take("transfer_ready"):
+                raise checkpoint.error("tensor transfer_ready says that the head was never trained")
+            self.spine = Spine(tensors, options.spine, options.layers, hidden, target.vocab_size, self.size)
         entry = checkpoint.optional_matrix("entry.weight", hidden, 2 * hidden)
         self.entry = None if entry is None else Linear(tensors.joined(entry))
         self.link: Link | None = None
@@ -183,6 +190,8 @@ class BlockWeights(Head):
         elif options.flash_2 is not None:
             self.candidates = options.flash_2.candidates
             self.link = selector(checkpoint, options.flash_2.rank, self.target_ids, target.vocab_size, hidden, device)
+        elif options.spine is not None:
+            self.candidates = options.spine.candidates
         self.confidence: Confidence | None = None
         if checkpoint.config.get("enable_confidence_head", False):
             width = hidden + (rank if checkpoint.config.get("confidence_head_with_markov", False) else 0)
@@ -190,6 +199,8 @@ class BlockWeights(Head):
             bias = tensors.vector("confidence_head.proj.bias", 1)
             self.confidence = Confidence(weight.to(small_dtype(device)), bias, hidden, target.vocab_size, self.link)
         lm_head = some_of(target.lm_head, self.target_ids.cpu()) if lm_head is None else lm_head
+        if self.spine is not None:
+            self.spine.reads_outputs(self.norm, lm_head)
         self.output = Linear(tensors.joined(lm_head, *self._more_outputs(vocab)))
         checkpoint.ignore("rotary_emb.inv_freq")
         checkpoint.finish()
@@ -219,21 +230,33 @@ class BlockWeights(Head):
         """Return the target's true features [n, layers, hidden] as context, [n, hidden]."""
         return self.hidden_norm(self.fc(features.to(self.dtype).flatten(1)))
 
-    def forward(self, x: Tensor, positions: Tensor, caches: Sequence[HeadCache], at: int, mask: Tensor) -> Tensor:
-        """Return the rows' states after `norm`. x: [n, hidden], the rows' embeddings; mask: [n, at + n]."""
+    def forward(
+        self, x: Tensor, tokens: Tensor, positions: Tensor, caches: Sequence[HeadCache], at: int, mask: Tensor
+    ) -> Tensor:
+        """Return the rows' states after `norm`, and beside them what DSpine keeps of them. x: [n, hidden], the rows'
+        embeddings; tokens: [n], as for `entered`; mask: [n, at + n].
+        """
+        kept = x[:, :0]
         first = positions[0] - at  # more than 0 if hidden states of the text's beginning were lost
         slots = torch.cat([torch.arange(at, device=self.device) + first, positions])
-        for layer, cache, window in zip(self.layers, caches, self.windows, strict=True):
+        for i, (layer, cache, window) in enumerate(zip(self.layers, caches, self.windows, strict=True)):
             near = mask & (slots > positions[:, None] - window) if window else mask
             x = layer(x, positions, cache, at, near)
-        return self.norm(x)
+            if self.spine is not None:
+                x, kept = self.spine.inject(i, x, tokens)
+        return torch.cat([self.norm(x), kept], dim=1)
+
+    def multiplied(self, states: Tensor) -> Tensor:
+        """Return what `outputs` splits. states: of `forward`."""
+        made, kept = self.output(states[:, : self.hidden_size]), states[:, self.hidden_size :]
+        return made if self.spine is None else torch.cat([made[:, : len(self.target_ids)], kept], dim=1)
 
     def outputs(self, multiplied: Tensor) -> Outputs:
-        """Split what was multiplied. multiplied: [rows, outputs], states times `output`."""
+        """Split what was multiplied. multiplied: [rows, outputs], states times `output`; see `multiplied`."""
         vocab, rank = len(self.target_ids), 0 if self.link is None else self.link.first.shape[1]
         gated = self.link is not None and self.link.gate is not None
         logits, parts = multiplied[:, :vocab], multiplied[:, vocab:].cpu()
-        gates = parts[:, :rank] if gated else parts.new_zeros(len(parts), rank)
+        gates = parts[:, :rank] if gated else parts if self.spine is not None else parts.new_zeros(len(parts), rank)
         sure = (
             parts[:, rank if gated else 0 :][:, :1] if self.confidence is not None else parts.new_zeros(len(parts), 1)
         )
@@ -246,6 +269,8 @@ class BlockWeights(Head):
     @cached_property
     def stack(self) -> AnyStack | None:
         """The program of the device from the rows' inputs to their outputs, None where a stack does not fit."""
+        if self.spine is not None:
+            return None
         layers = [StackLayer(layer.qkv, layer.decoder, layer.input_norm) for layer in self.layers]
         around = [layer.around for layer in self.layers if layer.around is not None]
         ends = self.output, self.entered, self.norm

@@ -22,6 +22,7 @@ from drafters.heads.layers import Linear
 from drafters.heads.matrices import HeadTensors
 from drafters.heads.one_pass.block_options import Flash2
 from engine.kernels.attention.attention import LayerKeys
+from engine.kernels.layer.decoder_steps import mlp_alone
 from engine.kernels.layer.program import LayerProgram
 from engine.kernels.layer.weights import AttentionWeights, LayerWeights
 from engine.kernels.simd import (
@@ -142,7 +143,7 @@ class Convolutions:
         program.delta()
         program.norm(weights.inner_norm)
         self._begin(program, self.mlp, "mlp factors")
-        program.mlp_alone(weights)
+        mlp_alone(program, weights)
         self._convolve(program, self.mlp, "delta", "mlp factors", 1)
 
     def set_rows(self, rows: int) -> None:

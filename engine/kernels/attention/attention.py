@@ -42,17 +42,17 @@ _WHOLE_BYTES = 1 << 19  # scores of a tile that are kept whole
 
 
 def has_pairs(dtype: torch.dtype) -> bool:
-    """Whether keys and values of this type are kept in pairs, for instructions that multiply bfloat16."""
+    """Return whether keys and values of this type are kept in pairs, for instructions that multiply bfloat16."""
     return dtype == torch.bfloat16 and any(unit.paired for unit in units())
 
 
 def _in_tiles(shape: KVShape) -> bool:
-    """Whether AMX reads a pool of that shape. Its kernel cannot even be compiled for a processor without it."""
+    """Return whether AMX reads a pool of that shape. Its kernel cannot even be compiled for a processor without it."""
     return shape.vnni and not shape.q8_0 and units()[0] is Unit.AMX
 
 
 def _kernel(shape: KVShape) -> Kernel:
-    """The kernel that reads a pool of that shape."""
+    """Return the kernel that reads a pool of that shape."""
     if shape.q8_0:
         return code_pair_kernel() if shape.vnni else code_kernel()
     if _in_tiles(shape):
@@ -61,7 +61,9 @@ def _kernel(shape: KVShape) -> Kernel:
 
 
 def attention_kernels(dtype: torch.dtype, q8_0: bool) -> list[Kernel]:
-    """The kernels that a model of that type runs on this processor. q8_0: and then with keys and values of 8 bits."""
+    """Return the kernels that a model of that type runs on this processor. q8_0: and then with keys and values of 8
+    bits.
+    """
     vnni = has_pairs(dtype)
     shapes = [KVShape(1, 1, LANES, dtype, vnni), *([KVShape(1, 1, LANES, dtype, vnni, True)] if q8_0 else [])]
     return [_kernel(shape) for shape in shapes]
@@ -84,7 +86,7 @@ class Pool(Protocol):
     def shape(self) -> KVShape: ...
 
     def addresses(self, layer: int) -> tuple[int, int]:
-        """The addresses of the layer's keys and values."""
+        """Return the addresses of the layer's keys and values."""
 
 
 class Attention:
@@ -164,8 +166,8 @@ class Attention:
         self.kernel(address, self._tile_count * self.pool.shape.kv_heads)
 
     def record(self, layer: int, rule: Rule, out: Tensor, use: int | None = None) -> int:
-        """The address of the kernel's record for this layer, which stays valid for later batches. use: the number of
-        the layer that attends, if it reads the keys and values of another.
+        """Return the address of the kernel's record for this layer, which stays valid for later batches. use: the
+        number of the layer that attends, if it reads the keys and values of another.
         """
         at = layer if use is None else use
         record = self._work[at]

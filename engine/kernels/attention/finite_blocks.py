@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from engine.core.kv_shape import CODE_GROUP, KVShape
 from engine.kernels.attention.kv_codes import head_bytes, value_scales_at
-from engine.kernels.fused import record_of
+from engine.kernels.records import record_of
 from engine.kernels.simd import BFLOAT16, LANES, int_at, pointer, put_int
 from engine.kernels.threads import address_of, kernel, num_threads, thread_id
 

@@ -20,7 +20,8 @@ import numpy as np
 from numba import carray, njit
 from numpy.typing import NDArray
 
-from engine.kernels.fused import ENTER, MOVE, normalised, pad, put_queries, rotated, value_of
+from engine.kernels.attention.enter import ENTER, normalised, pad, put_queries, rotated, value_of
+from engine.kernels.attention.kv_slots import MOVE
 from engine.kernels.gemm.int8.layout import SCALE_AT
 from engine.kernels.gemm.int8.rows import round_group
 from engine.kernels.quant.layouts import STEP as GROUP
@@ -74,7 +75,7 @@ def _key_scale_at(block: int, lane: int, group: int) -> Any:
 
 @kernel(ENTER)
 def enter_codes_kernel(address: Any) -> None:
-    """Enter keys and values in codes, as `engine.kernels.fused.enter_kernel` does for numbers."""
+    """Enter keys and values in codes, as `engine.kernels.attention.enter` does for numbers."""
     work = carray(address, 1)[0]
     size, heads = work.head_dim * work.width, work.q_per_kv * work.kv_heads
     units, room = work.kv_heads * work.rows, work.scratch + thread_id() * work.dims * 4
@@ -127,7 +128,7 @@ def _put_value(work: Any, value: int, block: int, lane: int) -> None:
 
 @kernel(MOVE)
 def move_codes_kernel(address: Any) -> None:
-    """Move keys and values in codes, as `engine.kernels.fused.move_kernel` does for numbers."""
+    """Move keys and values in codes, as `engine.kernels.attention.kv_slots` does for numbers."""
     work = carray(address, 1)[0]
     size = head_bytes(work.dims)
     for layer in range(thread_id(), work.layers, num_threads()):

@@ -285,13 +285,13 @@ def part_records(tiled: Sequence[TiledMatrix], kernel_of: Callable[[QuantLayout]
 
 
 def gate_and_up(parts: Sequence[StoredMatrix]) -> bool:
-    """Whether the halves of these outputs can be gated at once: they are whole panels, and each has one layout."""
+    """Return whether the halves of these outputs can be gated at once: whole panels, each with one layout."""
     one_layout = len({part.layout for part in parts}) == 1
     return shape_of(parts)[0] % (2 * LANES) == 0 and (one_layout or gate_apart(parts))
 
 
 def gate_apart(parts: Sequence[StoredMatrix]) -> bool:
-    """Whether the first part is all of a gate, the second its up projection, and each has a layout of its own."""
+    """Return whether the first part is all of a gate, the second its up projection, each with a layout of its own."""
     return len(parts) == 2 and parts[0].shape == parts[1].shape and parts[0].layout != parts[1].layout
 
 

@@ -128,9 +128,9 @@ def own_panels(work: Any, part: Any) -> Any:
 
 @njit
 def share_of(units: int, before: int, thread: int, threads: int) -> tuple[int, int]:
-    """Where a thread's share of a part's units begins and ends. before: the units of the parts before it. Where these
-    left some threads one unit less than others, the next units that are over go to them: of all parts together, no
-    thread has more than one unit more than another.
+    """Return where a thread's share of a part's units begins and ends. before: the units of the parts before it. Where
+    these left some threads one unit less than others, the next units that are over go to them: of all parts together,
+    no thread has more than one unit more than another.
     """
     least, over = units // threads, units % threads
     first = before % threads  # of the threads that have one more; they go on from thread 0 after the last

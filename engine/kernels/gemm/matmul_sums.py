@@ -328,5 +328,5 @@ def fetch_panel(builder: ir.IRBuilder, layout: QuantLayout, tile: ir.Value, step
 
 
 def step_lines(tile_size: int, tile_steps: int) -> int:
-    """A step's share of a tile's bytes, in whole lines."""
+    """Return a step's share of a tile's bytes, in whole lines."""
     return -(-tile_size // tile_steps // LINE_BYTES) * LINE_BYTES

@@ -136,8 +136,8 @@ def pack_linears(model: Any) -> bool:
 
 
 def can_multiply(weight: Tensor) -> bool:
-    """Whether `Matmul` can multiply this matrix. On one thread, in milliseconds for all matrices of a model of 135 M
-    parameters; with AVX2 for those of its layers, on a slower processor; float32 with AVX512 was not measured:
+    """Return whether `Matmul` can multiply this matrix. On one thread, in milliseconds for all matrices of a model of
+    135 M parameters; with AVX2 for those of its layers, on a slower processor; float32 with AVX512 was not measured:
 
         rows                              1      8     16     32     64    512
         AMX                  oneDNN    29.4   29.1   30.3   35.0   39.1   35 for each 32 (as many as are exact)

@@ -22,10 +22,10 @@ from numba import carray, njit
 from torch import Tensor
 
 from engine.kernels.exponential import exp
-from engine.kernels.fused import record_of
 from engine.kernels.gemm.matmul import row_words
 from engine.kernels.gemm.matmul_kernels import MATMUL
 from engine.kernels.layer.weights import ExpertMlp
+from engine.kernels.records import record_of
 from engine.kernels.simd import (
     LANES,
     float_at,

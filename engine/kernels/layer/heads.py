@@ -13,8 +13,8 @@ import numpy as np
 from numba import carray
 from torch import Tensor
 
-from engine.kernels.fused import record_of
 from engine.kernels.gemm.matmul import Matmul
+from engine.kernels.records import record_of
 from engine.kernels.simd import LANES, numbers_at, put_numbers
 from engine.kernels.threads import address_of, barrier, int_fields, kernel, num_threads, run_step, thread_id
 

@@ -34,11 +34,12 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention.attention import Attention, LayerKeys
+from engine.kernels.attention.enter import ENTER, enter_kernel
 from engine.kernels.attention.kv_codes import enter_codes_kernel
-from engine.kernels.fused import ENTER, GATE, NORM, Activation, enter_kernel, gate_kernel, norm_kernel
 from engine.kernels.gemm.matmul import NO_SCRATCH, Matmul, Multiplies, add_product, give_scratch, row_words
 from engine.kernels.gemm.matmul_kernels import MATMUL
 from engine.kernels.gemm.onednn import filled
+from engine.kernels.layer.activation import GATE, Activation, gate_kernel
 from engine.kernels.layer.experts import (
     ExpertRecords,
     combine_kernel,
@@ -48,6 +49,7 @@ from engine.kernels.layer.experts import (
     route_kernel,
 )
 from engine.kernels.layer.heads import COPY, HeadRecords, copy_kernel, heads_kernel
+from engine.kernels.layer.norm import NORM, norm_kernel
 from engine.kernels.layer.row_kernels import (
     CLIP,
     LAYER_INPUTS,
@@ -61,16 +63,11 @@ from engine.kernels.layer.row_kernels import (
 from engine.kernels.layer.weights import (
     AttentionWeights,
     ExpertMlp,
-    GatedMlp,
-    LatentWeights,
-    LayerInput,
-    LayerWeights,
     Norm,
     PerLayerInputs,
 )
 from engine.kernels.quant.embedding import EMBED, embed_kernel, tiled_embed_kernel
 from engine.kernels.quant.tiled import TiledMatrix
-from engine.kernels.state.walk import LayerPlace
 from engine.kernels.threads import Kernel, Program, address_of, int_fields
 
 FEW_ROWS = 8  # of a small kernel: waking the other threads costs as much as their work
@@ -83,7 +80,7 @@ class _Records:
         self.all, self._used = np.zeros(most, kind), 0
 
     def add(self, **fields: float) -> int:
-        """The address of a new record with these fields."""
+        """Return the address of a new record with these fields."""
         record = self.all[self._used]
         for name, value in fields.items():
             record[name] = value
@@ -132,7 +129,7 @@ class LayerProgram:
         self._scratch, self._scratch_of_products, self._threads = torch.zeros(0, dtype=torch.float32), list[Tensor](), 0
 
     def buffer(self, name: str, width: int, times: int = 1) -> Tensor:
-        """The buffer of that name, made when it is first named. times: its rows for each row of the batch."""
+        """Return the buffer of that name, made when it is first named. times: its rows for each row of the batch."""
         if name not in self.buffers:
             self.buffers[name] = torch.zeros(times * self.capacity, width, dtype=self._dtype)
         return self.buffers[name]
@@ -140,11 +137,11 @@ class LayerProgram:
     # The steps, in order.
 
     def embed(self, embedding: Tensor | TiledMatrix, scale: float) -> None:
-        """residual = scale * the tokens' rows of the embedding, [vocab, hidden]."""
+        """Add a step: residual = scale * the tokens' rows of the embedding, [vocab, hidden]."""
         self._embed(embedding, scale, self.residual)
 
     def _embed(self, embedding: Tensor | TiledMatrix, scale: float, goal: Tensor) -> None:
-        """goal, float32 = scale * the tokens' rows of an embedding that is as wide."""
+        """Add a step: goal, float32 = scale * the tokens' rows of an embedding that is as wide."""
         numbers = embedding.tiles if isinstance(embedding, TiledMatrix) else embedding
         ends = {"embedding": numbers.data_ptr(), "residual": goal.data_ptr()}
         sizes, kernel = {"hidden": goal.shape[1], "width": numbers.itemsize}, embed_kernel()
@@ -172,8 +169,13 @@ class LayerProgram:
         self._layer_norms.append(self._norms.latest + 1)
         self.norm(norm)
 
+    @property
+    def layers(self) -> int:
+        """How many layers have begun."""
+        return len(self._layer_norms)
+
     def norm(self, norm: Norm | None, goal: str = "x") -> None:
-        """residual += delta, if there is one by now; x = the norm of the residual, or the residual itself."""
+        """Add a step: residual += delta, if there is one; x = the norm of the residual, or the residual itself."""
         hidden, fields, self._delta = self.residual.shape[1], {"scale": 1.0} | self._delta, {}
         if norm is not None:
             fields |= {"weight": self._address(norm.weight), "epsilon": norm.epsilon, "centred": norm.centred}
@@ -182,15 +184,15 @@ class LayerProgram:
         self.add(norm_kernel(), self._norms.add(hidden=hidden, width=self._dtype.itemsize, **ends, **fields))
 
     def delta(self, norm: Norm | None = None, scale: float = 1.0, whole_scale: float = 1.0) -> None:
-        """Not a step of its own: the next norm adds `delta` to the residual, its norm, or so many times it, and
-        multiplies the sum by `whole_scale`.
+        """Let the next norm add `delta` to the residual, its norm, or so many times it, and multiply the sum by
+        `whole_scale`.
         """
         self._delta = {"delta": self.buffers["delta"].data_ptr(), "delta_scale": scale, "scale": whole_scale}
         if norm is not None:
             self._delta |= {"delta_weight": self._address(norm.weight), "epsilon": norm.epsilon}
 
     def product(self, product: Multiplies, source: str, goal: str, outputs: int) -> None:
-        """goal [rows, outputs] = product(source)."""
+        """Add a step: goal [rows, outputs] = product(source)."""
         self._products.add()
         x, out = self.buffers[source], self.buffer(goal, outputs)
 
@@ -216,13 +218,13 @@ class LayerProgram:
             if norm is not None and len(norm.weight) == shape.head_dim:
                 norms |= {name: self._address(norm.weight), "epsilon": norm.epsilon}
             elif norm is not None:
-                self._row_norm(norm, qkv, first)
+                self.row_norm(norm, qkv, first)
         kernel = enter_codes_kernel() if shape.q8_0 else enter_kernel()
         self.add(kernel, self._enters.add(**fields, **norms))
         self._tables.append(weights.rotary_table)
         self._attended_by.append(self.attentions.index(of.attention))
 
-    def _row_norm(self, norm: Norm, x: Tensor, first: int, added: Tensor | None = None) -> None:
+    def row_norm(self, norm: Norm, x: Tensor, first: int, added: Tensor | None = None) -> None:
         """Normalise the columns of x from `first` on, as many as the norm has weights, and add what is as wide."""
         place = x.data_ptr() + first * x.itemsize
         fields = {"x": place, "stride": x.stride(0) * x.itemsize, "weight": self._address(norm.weight)}
@@ -231,42 +233,15 @@ class LayerProgram:
         self.add(row_norm_kernel(), self._row_norms.add(epsilon=norm.epsilon, **fields))
 
     def attend(self, of: LayerKeys) -> str:
-        """The attention of the queries to the layer's keys and values. Returns the name of the buffer that has it."""
+        """Add the attention of the queries to the layer's keys and values. Returns the name of its buffer."""
         attention, shape = of.attention, of.attention.pool.shape
         columns = attention.q_per_kv * shape.kv_heads * shape.head_dim
         out = self.buffer(name := f"attended {columns}", columns)
         self._steps.add(attention.kernel, attention.record(of.layer, of.rule, out, of.use))
         return name
 
-    def latent_rows(self, weights: AttentionWeights, of: LayerKeys) -> str:
-        """Make the queries and the key of latent attention of x, for `enter`. Returns the name of the buffer."""
-        assert weights.latent is not None
-        latent, heads, dims = weights.latent, of.attention.q_per_kv, of.attention.pool.shape.head_dim
-        plain, rotated, source = latent.to_latent[0].inputs, dims - latent.to_latent[0].outputs, "x"
-        if latent.query_inputs is not None and latent.query_norm is not None:
-            columns = len(latent.query_norm.weight)
-            self.product(latent.query_inputs, "x", source := f"query inputs {columns}", columns)
-            self._row_norm(latent.query_norm, self.buffers[source], 0)
-        self.product(weights.qkv, source, "latent queries", heads * (plain + rotated))
-        self.product(latent.keys, "x", "latent", dims)
-        self._row_norm(latent.key_norm, self.buffers["latent"], rotated)
-        made = self.buffer(name := f"qkv {(heads + 1) * dims}", (heads + 1) * dims).unflatten(1, (-1, dims))
-        queries = self.buffers["latent queries"].unflatten(1, (heads, -1))
-        self.copy(queries[..., plain:], made[:, :heads, :rotated])
-        self.copy(self.buffers["latent"][:, None], made[:, heads:])
-        self.by_heads(latent.to_latent, queries[..., :plain], made[:, :heads, rotated:])
-        return name
-
-    def _latent_values(self, latent: LatentWeights, attended: str) -> str:
-        """Make each head's value of the latent vector that attention gives it. Returns the name of the buffer."""
-        heads = len(latent.to_values)
-        made = self.buffer(name := "latent values", heads * latent.to_values[0].outputs)
-        given = self.buffers[attended].unflatten(1, (heads, -1))[..., -latent.to_values[0].inputs :]
-        self.by_heads(latent.to_values, given, made.unflatten(1, (heads, -1)))
-        return name
-
     def by_heads(self, matrices: Sequence[Matmul], source: Tensor, goal: Tensor) -> None:
-        """goal [rows, heads, outputs] = each head of source [rows, heads, inputs] times its own matrix."""
+        """Add steps: goal [rows, heads, outputs] = each head of source [rows, heads, inputs] times its own matrix."""
         heads, inputs, outputs = len(matrices), matrices[0].inputs, matrices[0].outputs
         x = self.buffer(f"{inputs} of heads", inputs, heads).unflatten(0, (heads, -1))
         made = self.buffer(f"{outputs} made of heads", outputs, heads).unflatten(0, (heads, -1))
@@ -276,19 +251,19 @@ class LayerProgram:
         self.copy(made.transpose(0, 1), goal)
 
     def copy(self, source: Tensor, goal: Tensor) -> None:
-        """goal = source. Both: parts of buffers, [rows, heads, numbers], of which 16 divides the last."""
+        """Add a step: goal = source. Both: parts of buffers, [rows, heads, numbers], of which 16 divides the last."""
         fields = {"heads": source.shape[1], "size": source.shape[2] * source.itemsize, "width": source.itemsize}
         for name, part in (("source", source), ("goal", goal)):
             row, head, _ = (stride * part.itemsize for stride in part.stride())
             fields |= {name: part.data_ptr(), f"{name}_row": row, f"{name}_head": head}
         self.add(copy_kernel(), self._copies.add(**fields))
 
-    def _clip(self, x: Tensor, limit: float) -> None:
+    def clip(self, x: Tensor, limit: float) -> None:
         """Cut the numbers of a buffer at `limit` and at its negative."""
         fields = {"x": x.data_ptr(), "columns": x.shape[1], "width": x.itemsize}
         self.add(clip_kernel(), self._clips.add(limit=limit, **fields))
 
-    def _gate(self, name: str, gates: str) -> None:
+    def gate_rows(self, name: str, gates: str) -> None:
         """Multiply a buffer's rows by the sigmoid of the last columns of another's."""
         x, gate = self.buffers[name], self.buffers[gates]
         place = gate.data_ptr() + (gate.shape[1] - x.shape[1]) * gate.itemsize
@@ -296,87 +271,12 @@ class LayerProgram:
         fields |= {"gate": place, "stride": gate.stride(0) * gate.itemsize}
         self.add(row_gate_kernel(), self._row_gates.add(**fields))
 
-    def attention_and_mlp(
-        self, weights: LayerWeights, of: LayerKeys, source: str, place: LayerPlace | None = None
-    ) -> None:
-        """All of a layer that comes after its queries, keys and values were made of its input, in `source`. place: of
-        what is beside attention, if anything.
-        """
-        assert isinstance(weights.mixer, AttentionWeights)
-        if weights.mixer.clip:
-            self._clip(self.buffers[source], weights.mixer.clip)
-        self.enter(of, source, weights.mixer)
-        attended = self.attend(of)
-        if weights.mixer.latent is not None:
-            attended = self._latent_values(weights.mixer.latent, attended)
-        if weights.mixer.gated:
-            self._gate(attended, source)
-        if weights.mixer.sub_norm is not None:
-            self._row_norm(weights.mixer.sub_norm, self.buffers[attended], 0)
-        self._after_mixer(weights, attended, place)
-
-    def state_and_mlp(self, weights: LayerWeights, place: LayerPlace) -> None:
-        """All of a layer with a state that comes after the norm of its input."""
-        assert weights.mixer is not None and not isinstance(weights.mixer, AttentionWeights)
-        self._after_mixer(weights, weights.mixer.build(self, place))
-
-    def mlp_alone(self, weights: LayerWeights) -> None:
-        """All of a layer without a mixer that comes after the norm of its input."""
-        assert weights.mlp is not None
-        self._mlp_of(weights, weights.mlp)
-
     def step(self, kernel: Kernel, records: np.ndarray[Any, Any]) -> None:
-        """A step of a layer with a state. records: one, which the program keeps."""
+        """Add a step of a layer with a state. records: one, which the program keeps."""
         self._others.append(records)
         self._steps.add(kernel, address_of(records))
 
-    def _after_mixer(self, weights: LayerWeights, made: str, place: LayerPlace | None = None) -> None:
-        """made: the buffer that the mixer's last product multiplies. place: of what is beside it, if anything."""
-        of_mixer, of_beside, _ = weights.scales
-        assert weights.mixer is not None
-        self.product(weights.mixer.out, made, "delta", self.residual.shape[1])
-        if weights.beside is not None:
-            assert place is not None
-            self.delta(weights.out_norm, of_mixer)
-            self.norm(None, "sum")
-            made = weights.beside.build(self, place)
-            self.product(weights.beside.out, made, "delta", self.residual.shape[1])
-            of_mixer = of_beside
-        if weights.mlp is None:
-            self.delta(weights.out_norm, of_mixer)
-            return
-        if weights.parallel:
-            if weights.inner_norm is not None:
-                self.norm(weights.inner_norm)
-            self.delta(weights.out_norm, of_mixer)
-            self.norm(None, "sum")
-        else:
-            self.delta(weights.out_norm, of_mixer)
-            self.norm(weights.inner_norm)
-        self._mlp_of(weights, weights.mlp)
-
-    def _mlp_of(self, weights: LayerWeights, mlp: GatedMlp | ExpertMlp) -> None:
-        """The layer's MLP or experts, of x, and what comes after them."""
-        if isinstance(mlp, GatedMlp):
-            self._mlp(mlp, f"inner {mlp.inner}", "delta")
-        else:
-            self._experts_of(mlp)
-        added = weights.layer_input
-        self.delta(weights.down_norm, weights.scales[2], 1.0 if added is not None else weights.scale)
-        if added is not None:
-            self._layer_input(added, len(self._layer_norms) - 1)
-            self.delta(added.norm, whole_scale=weights.scale)
-
-    def _layer_input(self, added: LayerInput, layer: int) -> None:
-        """delta = out(act(gate(residual)) * the layer's part of what `layer_inputs` made)."""
-        self.norm(None)
-        inputs, width = self.buffers["layer_inputs"], added.width
-        self.product(added.gate, "x", "layer_gate", width)
-        up = inputs.data_ptr() + layer * width * inputs.itemsize
-        self._act("layer_gate", up, inputs.stride(0) * inputs.itemsize, "layer_gated", width, added.activation)
-        self.product(added.out, "layer_gated", "delta", self.residual.shape[1])
-
-    def _act(
+    def act(
         self,
         gate: str,
         up: int,
@@ -387,8 +287,8 @@ class LayerProgram:
         scale: float = 1.0,
         amounts: Sequence[float] = (0.0, 0.0),
     ) -> None:
-        """goal = act(scale * gate) * up. gate: the name of a buffer that begins with it. up: an address, rows so far
-        apart. amounts: of XIELU.
+        """Add a step: goal = act(scale * gate) * up. gate: the name of a buffer that begins with it. up: an address,
+        rows so far apart. amounts: of XIELU.
         """
         x, out = self.buffers[gate], self.buffer(goal, inner)
         fields = {"gate": x.data_ptr(), "gate_stride": x.stride(0) * x.itemsize, "up": up, "up_stride": up_stride}
@@ -397,8 +297,8 @@ class LayerProgram:
         self._steps.add(gate_kernel(), record)
 
     def _act_on_units(self, mlp: ExpertMlp, both: Tensor, inner: Tensor) -> None:
-        """inner = act(gate) * up of the packed rows of experts, or act(gate). both: [units, 2 * inner], or [units,
-        inner].
+        """Add a step: inner = act(gate) * up of the packed rows of experts, or act(gate). both: [units, 2 * inner], or
+        [units, inner].
         """
         stride, self._units_each = both.stride(0) * both.itemsize, mlp.top_k
         fields = {"gate": both.data_ptr(), "gate_stride": stride, "up_stride": stride, "out": inner.data_ptr()}
@@ -407,53 +307,21 @@ class LayerProgram:
         record = self._unit_gates.add(activation=mlp.activation, alpha=mlp.alpha, limit=mlp.limit, **fields)
         self._steps.add(gate_kernel(), record)
 
-    def _mlp(self, mlp: GatedMlp, inner: str, goal: str) -> None:
-        """goal = down(act(gate) * up) of x. inner: the name of the buffer between the products."""
-        if mlp.gated:
-            self.product(mlp.gate_up, "x", inner, mlp.inner)
-        else:
-            both = f"{inner} gate_up"
-            self.product(mlp.gate_up, "x", both, (1 if mlp.plain else 2) * mlp.inner)
-            rows = self.buffers[both]
-            up = 0 if mlp.plain else rows.data_ptr() + mlp.inner * rows.itemsize
-            stride = rows.stride(0) * rows.itemsize
-            kind = mlp.activation, mlp.gate_scale, mlp.amounts
-            self._act(both, up, stride, inner, mlp.inner, *kind)
-        if mlp.sub_norm is not None:
-            self._row_norm(mlp.sub_norm, self.buffers[inner], 0)
-        self.product(mlp.down, inner, goal, self.residual.shape[1])
-
-    def _experts_of(self, mlp: ExpertMlp) -> None:
-        """delta = what the experts of each row make of x, and the shared one; each with norms of its own, if there are
-        such.
+    def experts(self, mlp: ExpertMlp, records: ExpertRecords, made: Tensor, inner: Tensor) -> None:
+        """Add the experts that each row chooses, from the choice to their sum. made: what `gate_up` gives, and inner:
+        what `down` gets, [units, numbers].
         """
-        gates, norms, hidden = mlp.shared is not None and mlp.shared_gate, mlp.norms, self.residual.shape[1]
-        if mlp.shared is not None:
-            self._mlp(mlp.shared, "shared_inner", "shared")
-        if norms is not None:
-            self.norm(norms.router, "router_x")
-            self.norm(norms.inputs)
-        self.product(mlp.router, "x" if norms is None else "router_x", "router", len(mlp.gate_up) + gates)
-        ends = self.buffers["x"], self.buffers["router"], self.buffer("delta", hidden)
-        packed, inner = self.buffer("packed", hidden, mlp.top_k), self.buffer("packed_inner", mlp.inner, mlp.top_k)
-        both = inner.shape[1] * (1 if mlp.plain else 2)
-        made = inner if mlp.gated else self.buffer("packed_gate_up", both, mlp.top_k)
-        shared = self.buffers["shared"] if mlp.shared is not None and norms is None else None
-        experts = ExpertRecords(mlp, *ends, packed, made, inner, shared)
-        self._experts.append(experts)
+        self._experts.append(records)
         for kernel in (route_kernel, pack_kernel, gather_kernel):
-            self.add(kernel(), experts.up)
-        self._steps.add(experts_kernel(), experts.up)
+            self.add(kernel(), records.up)
+        self._steps.add(experts_kernel(), records.up)
         if not mlp.gated:
             self._act_on_units(mlp, made, inner)
-        self._steps.add(experts_kernel(), experts.down)
-        self.add(combine_kernel(), experts.up)
-        if norms is not None:
-            self._row_norm(norms.shared, self.buffers["shared"], 0)
-            self._row_norm(norms.outputs, self.buffers["delta"], 0, self.buffers["shared"])
+        self._steps.add(experts_kernel(), records.down)
+        self.add(combine_kernel(), records.up)
 
     def head(self, product: Multiplies, outputs: int) -> None:
-        """The last step: `run_to_head` returns product(x)."""
+        """Add the last step: `run_to_head` returns product(x)."""
         self._products.add()
         self._end, self._out = len(self._steps), self._out.new_empty(0, outputs)
         add_product(
@@ -462,11 +330,11 @@ class LayerProgram:
         )  # fmt: skip
 
     def add(self, kernel: Kernel, record: int) -> None:
-        """A step of a small kernel."""
+        """Add a step of a small kernel."""
         self._steps.add(kernel, record, FEW_ROWS)
 
     def _address(self, weight: Tensor) -> int:
-        """The address of a weight that the program keeps."""
+        """Return the address of a weight that the program keeps."""
         self._kept_alive.append(weight)
         address: int = weight.data_ptr()
         return address
@@ -511,8 +379,8 @@ class LayerProgram:
         self._cos_sin[: len(self._tables)] = addresses[0] if len(addresses) == 1 else np.take(addresses, self._tables)
 
     def keep(self, layers: Sequence[int]) -> Tensor | None:
-        """[rows, layers, hidden], to be filled with the inputs of these layers, each named once; the layer number past
-        the last is left out. None for no layers.
+        """Return [rows, layers, hidden], to be filled with the inputs of these layers, each named once; the layer
+        number past the last is left out. None for no layers.
         """
         self._kept[:] = 0
         if not layers:

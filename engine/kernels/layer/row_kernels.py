@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray, njit
 
 from engine.kernels.exponential import exp
-from engine.kernels.fused import record_of
+from engine.kernels.records import record_of
 from engine.kernels.simd import (
     FLOAT32,
     LANES,
@@ -114,7 +114,7 @@ LAYER_INPUTS = record_of(
 
 @kernel(LAYER_INPUTS)
 def layer_inputs_kernel(address: Any) -> None:
-    """x = scale * (of_tokens + the norm of x), of each layer by itself."""
+    """Set x = scale * (of_tokens + the norm of x), of each layer by itself."""
     work = carray(address, 1)[0]
     scale = splat(work.scale)
     for unit in range(thread_id(), work.rows * work.layers, num_threads()):
@@ -128,7 +128,7 @@ def layer_inputs_kernel(address: Any) -> None:
 
 @njit
 def _factor(work: Any, x: int) -> Any:
-    """What a norm multiplies each number of a row by, before its weights."""
+    """Return what a norm multiplies each number of a row by, before its weights."""
     squares = splat(np.float32(0))
     for at in range(0, work.columns, LANES):
         numbers = numbers_at(x + at * work.width, work.width)

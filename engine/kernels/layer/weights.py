@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.kernels.fused import Activation
 from engine.kernels.gemm.matmul import Matmul, Multiplies
+from engine.kernels.layer.activation import Activation
 from engine.kernels.quant.tiled import TiledMatrix
 from engine.kernels.state.walk import StateLayer
 

@@ -171,7 +171,7 @@ def _code_of_word(bits: int, words: int, number: int) -> Any:
 
 @njit
 def _power_at(address: int) -> Any:
-    """2**(e - 128) for the exponent e there."""
+    """Return 2**(e - 128) for the exponent e there."""
     return np.float32(2.0 ** (float(byte_at(address)) - 128.0))
 
 

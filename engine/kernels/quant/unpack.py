@@ -355,13 +355,13 @@ def _times(builder: ir.IRBuilder, halves: Halves, factor: float) -> Halves:
 
 
 def half_floats(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """16 numbers of float16, as float32."""
+    """Return 16 numbers of float16, as float32."""
     halves = builder.load(pointer(builder, address, ir.VectorType(ir.HalfType(), LANES)), align=1)
     return builder.fpext(halves, _FLOATS)
 
 
 def exponents(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """16 exponents e, as 2**(e - 128)."""
+    """Return 16 exponents e, as 2**(e - 128)."""
     stored = builder.load(pointer(builder, address, ir.VectorType(_BYTE, LANES)), align=1)
     exponents = builder.zext(stored, _INTS)
     usual = builder.shl(builder.sub(exponents, integers(1)), integers(23))

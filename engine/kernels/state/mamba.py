@@ -20,8 +20,8 @@ from numba import carray, njit
 from torch import Tensor
 
 from engine.kernels.exponential import silu
-from engine.kernels.fused import record_of
 from engine.kernels.gemm.matmul import Multiplies
+from engine.kernels.records import record_of
 from engine.kernels.simd import (
     FLOAT32,
     LANES,

@@ -12,8 +12,8 @@ import numpy as np
 from numba import carray
 from torch import Tensor
 
-from engine.kernels.fused import record_of
 from engine.kernels.gemm.matmul import Multiplies
+from engine.kernels.records import record_of
 from engine.kernels.simd import FLOAT32, LANES, load, multiply, numbers_at, put_numbers
 from engine.kernels.state.walk import (
     BuildsSteps,

@@ -90,12 +90,14 @@ class CudaForward:
             raise Unsupported(first_line(error)) from error
         cache.release()
 
-    def __call__(self, batch: Batch, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """See `engine.model.forward.Forward`. Raises StateLost if a forward over layers with a state is interrupted;
-        nothing is lost before it runs.
+    def __call__(
+        self, batch: Batch, feature_layers: Sequence[int] = (), tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `engine.model.forward.Forward`. tokens: the rows' tokens, [rows] int32, where they are on the device
+        alone. Raises StateLost if a forward over layers with a state is interrupted; nothing is lost before it runs.
         """
         if self.pool.layer_states is None:
-            return self._run_slices(batch, feature_layers, [])
+            return self._run_slices(batch, feature_layers, [], tokens)
         requests = [segment.cache.state for segment in batch.segments]
         walked = [state.rows(segment) for state, segment in zip(requests, batch.segments, strict=True)]
         if self._store is not self.pool.layer_states.store:  # it has grown
@@ -110,7 +112,7 @@ class CudaForward:
         return found
 
     def _run_slices(
-        self, batch: Batch, feature_layers: Sequence[int], walked: Sequence[StateRows]
+        self, batch: Batch, feature_layers: Sequence[int], walked: Sequence[StateRows], tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Run the batch in forwards of few shapes. walked: of each request, if layers have a state."""
         logits: list[Tensor] = []
@@ -120,7 +122,8 @@ class CudaForward:
             end, size = self._slice_of(batch, first, walked)
             rows = PaddedRows.of(batch, first, end, size, self.attention)
             walk = walk_tensor(slice_of(walked, batch.spans, first, end), size) if walked else None
-            found, *asked = self._forward(rows, tuple(feature_layers), walk)
+            late = None if tokens is None else tokens[first:end].clamp(min=0)
+            found, *asked = self._forward(rows, tuple(feature_layers), walk, late)
             chosen = batch.chosen[(batch.chosen >= first) & (batch.chosen < end)] - first
             # copies, because the next slice's results reuse these tensors
             logits.append(found.index_select(0, *uploaded([longs(chosen)], found.device)))
@@ -221,15 +224,19 @@ class CudaForward:
         end = fitting_end(walked, batch.spans, first, min(end, first + max(1, fitting)))
         return end, next(size for size in self.sizes if size >= end - first)
 
-    def _forward(self, rows: PaddedRows, feature_layers: tuple[int, ...], walk: Tensor | None) -> tuple[Tensor, ...]:
-        """Return all logits, [rows, vocab], and [rows, layers, hidden] features if layers are given."""
+    def _forward(
+        self, rows: PaddedRows, feature_layers: tuple[int, ...], walk: Tensor | None, late: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return all logits, [rows, vocab], and [rows, layers, hidden] features if layers are given. late: tokens that
+        take the place of the rows' own.
+        """
         key = len(rows.tokens), feature_layers
         if key not in self.recorded:
             work, device = partial(self._run, feature_layers), self.pool.keys.device
             self.recorded[key] = Recorded(work, device, self._memory, self._owner, _LISTED)
             if walk is not None:  # what is captured runs several times, and a state is replayed in place once
                 self.recorded[key](torch.zeros_like(walk), *rows)
-        return self.recorded[key](*rows) if walk is None else self.recorded[key](walk, *rows)
+        return self.recorded[key](*rows, late=late) if walk is None else self.recorded[key](walk, *rows)
 
     def _run(self, feature_layers: tuple[int, ...], *rows: Tensor) -> tuple[Tensor, ...]:
         """Run a forward over tensors on the device: the part that a CUDA graph captures."""

@@ -1,7 +1,7 @@
 """The Triton kernels between a layer's products, each doing the work of some ten operations.
 
 Rows are independent: a row's result is the same bits whatever the other rows. Numbers are summed in float32 and rounded
-once, when they are stored. `engine.kernels.fused` has the same steps for CPUs.
+once, when they are stored. The kernels for CPUs have the same steps.
 
 `normed`, `gated`, `entered` and `opened` launch them, for the layers of a target and of a draft head.
 """

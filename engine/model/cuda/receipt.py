@@ -1,16 +1,16 @@
 """What a round's trees came to, found on the GPU behind the forward and sent to the host in one piece.
 
 The host launches all of it before the forward has ended: tokens are drawn at every node, each tree is walked down, the
-keys and values of the accepted path are moved to their places, and its hidden states are gathered. So a round waits for
-the device once, when all of that has arrived. A tree's walk is that of `engine.sampling.sampler.verify`, as far as it
-depends on the logits alone: what a request's own rules end or change, as a stop token does, the host finds when it
-verifies.
+keys and values of the accepted path are moved to their places, its hidden states are gathered, and the blocks that it
+may fill are checked. So a round waits for the device once, when all of that has arrived. A tree's walk is that of
+`engine.sampling.sampler.verify`, as far as it depends on the logits alone: what a request's own rules end or change, as
+a stop token does, the host finds when it verifies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from engine.device import Download, uploaded
 from engine.model.cuda.noise_kernels import draw_tokens, noise_keys
 from engine.model.cuda.walk_kernels import gather_path_rows, move_paths, walk_trees
 from engine.model.drawn_tree import DrawnTree
+from engine.model.kv_part import finite_flags
 from engine.model.kv_pool import KVPool
 from engine.model.runner import bfloat16_bits
 
@@ -52,16 +53,35 @@ class Receipt:
         self._places = {i: place for place, i in enumerate(i for i, one in enumerate(trees) if one.sampler.is_plain)}
         self._trees = [trees[i] for i in self._places]
         self._begins = [0, *accumulate(len(one.tree) for one in self._trees)]
+        self._drawn: Tensor | None = None  # [nodes] int32, on the device
         self._tokens: list[int] | None = None  # once they are read
         self._paths: list[list[int]] = []
         self._fetched: dict[int, States] = {}  # of longer paths than are sent
         self._successors = successors
         nothing = logits.new_empty(0)
+        self._filled = [one.blocks for one in trees]
+        blocks = [*chain.from_iterable(self._filled)]
         self._sent = Download([
             self._launch(logits.contiguous(), pool) if self._trees else nothing,
             nothing if states is None else states[rows:].to(torch.bfloat16),
             logits[:rows].topk(successors).indices.int() if successors else nothing,
+            finite_flags(pool.keys, pool.values, blocks) if pool is not None and blocks else nothing,
         ])  # fmt: skip
+
+    @property
+    def roots(self) -> Tensor | None:
+        """[trees] int32: what is drawn at each tree's root, on the device; None unless all trees are roots alone that
+        it draws from.
+        """
+        return self._drawn if len(self._trees) == len(self._asked) == self._begins[-1] else None
+
+    def wait(self) -> None:
+        """Wait until all has arrived, and let the caches know which blocks are finite."""
+        *_, flags = self._sent.read()
+        following = iter(flags.tolist())
+        for one, blocks in zip(self._asked, self._filled, strict=True):
+            if blocks:
+                one.cache.checked = dict(zip(blocks, following, strict=False))
 
     def _launch(self, logits: Tensor, pool: KVPool | None) -> Tensor:
         """Draw, walk, move and gather. Returns the bytes of the tokens drawn, and of the states of accepted rows."""
@@ -79,7 +99,7 @@ class Receipt:
             move_paths(pool, paths, lengths, begins, slots, moves)
         if self._states is not None:
             gather_path_rows(self._states, rows, paths, lengths, begins, found.view(count, self._rows_sent, width))
-        self._begin = begin
+        self._begin, self._drawn = begin, tokens
         return buffer
 
     def _arrays(self) -> list[Tensor]:

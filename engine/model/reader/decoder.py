@@ -142,13 +142,13 @@ def _scaled(found: AttentionStructure, layer: Any, attention: Any) -> AttentionS
 
 
 def _logit_divisor(base: Any, config: Any) -> float:
-    """What logits are divided by, as families say it."""
+    """Return what logits are divided by, as families say it."""
     factor = getattr(config, "logit_scale", None) or getattr(base, "lm_head_multiplier", None) or 1
     return float(getattr(config, "logits_scaling", None) or 1 / factor)
 
 
 def _scales(layer: Any, mlp: Any) -> tuple[float, float, float]:
-    """What multiplies what the mixer, what is beside it, and the MLP add to the residual."""
+    """Return what multiplies what the mixer, what is beside it, and the MLP add to the residual."""
     of_all = float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0)))
     of_mixer = getattr(layer, "attn_out_multiplier", 1.0) * getattr(layer, "attention_in_multiplier", 1.0)
     return (
@@ -202,8 +202,8 @@ def _layer_input(layer: Any, prefix: str) -> LayerInputStructure:
 
 
 def _layer_inputs(base: Any, prefix: str, tokens: int) -> PerLayerInputsStructure | None:
-    """What the layers get of the tokens beside the residual. The projection's factor is undone by the norm after it,
-    but for the norm's epsilon. Raises ModelError if they get nothing of some tokens: a kernel would read beyond.
+    """Return what the layers get of the tokens beside the residual. The projection's factor is undone by the norm after
+    it, but for the norm's epsilon. Raises ModelError if they get nothing of some tokens: a kernel would read beyond.
     """
     project, norm, embedding = _LAYER_INPUTS
     if not hasattr(base, project):

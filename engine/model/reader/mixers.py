@@ -113,7 +113,7 @@ def head_sizes(config: Any) -> tuple[int, int, int]:
 
 
 def _keys_of(attention: Any, earlier: Mapping[int, Any]) -> int | None:
-    """The layer whose keys and values it reads: the last one of its type that has some."""
+    """Return the layer whose keys and values it reads: the last one of its type that has some."""
     if any(hasattr(attention, name) for name in ("k_proj", "qkv_proj", _OF_HEADS)):
         return None
     kind = getattr(attention, "layer_type", None)
@@ -215,13 +215,13 @@ def channel_delta_structure(net: Any, prefix: str, stored: StoredWeights | None)
 
 
 def held_as(prefix: str, stored: StoredWeights | None, name: str) -> str:
-    """The parameter of that name as the file holds it, if that differs from the stock model's."""
+    """Return the parameter of that name as the file holds it, if that differs from the stock model's."""
     own = f"{OWN}{prefix}{name}"
     return own if stored is not None and stored.holds(own) else f"{prefix}{name}"
 
 
 def _inputs(net: Any, prefix: str, held: Callable[[str], str]) -> LinearStructure:
-    """What makes q, k, v and z. A matrix of all four has those of each key head together."""
+    """Return what makes q, k, v and z. A matrix of all four has those of each key head together."""
     parts = tuple(held(f"{name}.weight") for name in ("in_proj_qkv", "in_proj_z"))
     if hasattr(net, "in_proj_qkv") or parts[0].startswith(OWN):
         return LinearStructure(parts, ("", ""), (None, None))
@@ -231,7 +231,7 @@ def _inputs(net: Any, prefix: str, held: Callable[[str], str]) -> LinearStructur
 
 
 def _gates(net: Any, prefix: str, held: Callable[[str], str]) -> LinearStructure:
-    """What makes b and a."""
+    """Return what makes b and a."""
     if hasattr(net, "in_proj_ba"):
         return _runs(f"{prefix}in_proj_ba.weight", [net.num_v_heads // net.num_k_heads] * 2)
     only(net, {"conv1d", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj"})
@@ -239,7 +239,7 @@ def _gates(net: Any, prefix: str, held: Callable[[str], str]) -> LinearStructure
 
 
 def _runs(weight: str, sizes: Sequence[int]) -> LinearStructure:
-    """The first `sizes[0]` outputs of every run of the matrix, then the next of every run, and so on."""
+    """Return the first `sizes[0]` outputs of every run of the matrix, then the next of every run, and so on."""
     ends = [*accumulate(sizes)]
     orders = tuple(Picked(ends[-1], tuple(range(end - size, end))) for size, end in zip(sizes, ends, strict=True))
     return LinearStructure((weight,) * len(sizes), ("",) * len(sizes), orders)
@@ -292,7 +292,7 @@ def mamba_structure(net: Any, prefix: str, config: Any, stored: StoredWeights | 
 
 
 def _mamba_scales(net: Any, config: Any) -> tuple[float, float, float, float, float]:
-    """What multiplies z, x, B, C and the step."""
+    """Return what multiplies z, x, B, C and the step."""
     of_input, of_parts = float(getattr(net, "ssm_in_multiplier", 1.0)), getattr(config, "ssm_multipliers", [1.0] * 5)
     if of_input != 1 and net.in_proj.bias is not None:
         raise OtherStructure("Mamba-2 with biases and an input that is multiplied")
@@ -301,7 +301,7 @@ def _mamba_scales(net: Any, config: Any) -> tuple[float, float, float, float, fl
 
 
 def _mamba_norm(net: Any, prefix: str) -> NormStructure | None:
-    """The norm of a group's numbers, None if there is none."""
+    """Return the norm of a group's numbers, None if there is none."""
     if isinstance(net.norm, nn.Identity):
         return None
     inner = net.num_heads * net.head_dim
@@ -318,7 +318,7 @@ def _check_taps(width: int) -> None:
 
 
 def interleaved(attention: Any) -> bool:
-    """Whether neighbouring dimensions of a head are rotated, not its halves."""
+    """Return whether neighbouring dimensions of a head are rotated, not its halves."""
     module = sys.modules[type(attention).__module__]
     x, quarter = torch.arange(4.0), (torch.zeros(2), torch.ones(2))  # by which rotate_half alone is left
     if (rotate_half := getattr(module, "rotate_half", None)) is not None:

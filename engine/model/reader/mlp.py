@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from engine.kernels.fused import Activation
+from engine.kernels.layer.activation import Activation
 from engine.kernels.quant.layouts import STEP
 from engine.model.reader.mixers import held_as
 from engine.model.reader.parts import activation_of, linear_structure, named_part, only, rms_structure

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.kernels.fused import Activation
+from engine.kernels.layer.activation import Activation
 from engine.kernels.simd import LANES
 from engine.model.structure import LinearStructure, NormStructure, OtherStructure, Picked
 
@@ -19,7 +19,7 @@ _SMALL = 1e-2
 
 
 def text_part(model: Any) -> tuple[Any, str]:
-    """The decoder of a model that may also read images, and how the names of its parameters begin."""
+    """Return the decoder of a model that may also read images, and how the names of its parameters begin."""
     name = next((name for name in _BASES if hasattr(model, name)), _BASES[0])
     base: Any = getattr(model, name, None)
     if hasattr(base, "language_model"):
@@ -41,7 +41,7 @@ def only(module: Any, names: set[str]) -> None:
 def linear_structure(
     module: Any, prefix: str, parts: tuple[str, ...], whole: str = "", orders: tuple[Picked | None, ...] = ()
 ) -> LinearStructure:
-    """The parts of the module, or the one that is all of them, as one."""
+    """Return the parts of the module, or the one that is all of them, as one."""
     names = (whole,) if hasattr(module, whole) else parts
     linears: list[Any] = [getattr(module, name, None) for name in names]
     other = next((type(one).__name__ for one in linears if one is not None and type(one) is not nn.Linear), None)
@@ -63,7 +63,7 @@ def rms_structure(norm: Any, prefix: str) -> NormStructure:
 
 
 def norm_structure(norm: Any, prefix: str) -> NormStructure:
-    """A norm of the model, RMSNorm or LayerNorm. Raises OtherStructure if it is neither."""
+    """Return a norm of the model, RMSNorm or LayerNorm. Raises OtherStructure if it is neither."""
     weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if weight is None and hasattr(norm, "normalized_shape") and not [*norm.parameters()]:
         return _bare_norm(norm)
@@ -92,13 +92,13 @@ def _bare_norm(norm: Any) -> NormStructure:
 
 @cache
 def _adds_one(kind: Any) -> bool:
-    """Whether norms of that kind multiply by 1 + weight."""
+    """Return whether norms of that kind multiply by 1 + weight."""
     return _leaves_of_ones(kind, 0.0)
 
 
 @cache
 def _is_centred(kind: Any) -> bool:
-    """Whether norms of that kind subtract the mean: of equal numbers nothing is left."""
+    """Return whether norms of that kind subtract the mean: of equal numbers nothing is left."""
     return not _leaves_of_ones(kind, 1.0)
 
 
@@ -114,7 +114,7 @@ def _leaves_of_ones(kind: Any, weight: float) -> bool:
 
 
 def activation_of(activation: Any) -> Activation:
-    """What a module applies. Raises OtherStructure if no kernel does."""
+    """Return what a module applies. Raises OtherStructure if no kernel does."""
     x = torch.linspace(-4, 4, 65)
     for found, known in _ACTIVATIONS.items():
         if activation is not None and torch.allclose(activation(x), known(x), rtol=0, atol=1e-5):

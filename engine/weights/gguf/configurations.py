@@ -6,6 +6,7 @@ A function gets the metadata, short arrays included, and the names of the tensor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from engine.core.errors import ModelError
@@ -303,7 +304,24 @@ def _falcon_h1(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, 
     )
 
 
+def _bitnet(architecture: str, activation: str, metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
+    """Return the configuration of BitNet. Which activation it has is in the graphs of llama.cpp and bitnet.cpp alone,
+    and both multiply by the embedding.
+    """
+    value = _Keys(metadata, architecture)
+    return value.common(tensors, "bitnet", "BitNetForCausalLM") | {
+        "num_key_value_heads": value("attention.head_count_kv"),
+        "intermediate_size": value("feed_forward_length"),
+        "hidden_act": activation,
+        "rope_parameters": {"rope_type": "default", "rope_theta": value("rope.freq_base", 10_000.0)},
+        "tie_word_embeddings": True,
+    }
+
+
 CONFIGURATIONS = {
+    "bitnet": partial(_bitnet, "bitnet", "silu"),
+    "bitnet-25": partial(_bitnet, "bitnet-25", "relu2"),
+    "bitnet-b1.58": partial(_bitnet, "bitnet-b1.58", "relu2"),
     "deepseek2": _deepseek2,
     "falcon-h1": _falcon_h1,
     "gemma4": _gemma4,

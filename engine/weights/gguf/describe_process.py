@@ -29,7 +29,7 @@ from engine.weights.gguf.damage import DamagedTensors, check_tensors
 from engine.weights.gguf.families import completed
 from engine.weights.gguf.file import GgufFile, read_gguf
 from engine.weights.gguf.reader import MODEL, read_by_transformers
-from engine.weights.gguf.splits import split_of
+from engine.weights.gguf.splits import WHOLE_WORDS, split_of
 from engine.weights.tokenizer import KeptTokenizer, state_of
 
 _DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
@@ -70,6 +70,8 @@ def _split_text(file: GgufFile, tokenizer: Any) -> None:
         )
     elif (split := split_of(way)) is not None:
         backend.pre_tokenizer = split
+        if way in WHOLE_WORDS:
+            backend.model.ignore_merges = True
     else:
         print(f"talon: {file.path.name}: text is split into words as for GPT-2; {shown(way)} is not known", flush=True)
 

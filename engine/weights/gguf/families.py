@@ -59,6 +59,8 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 """Parameters that hold the matrices of all experts of a layer, and the tensors that hold their outputs in turn."""
+_NAMED_AS = {"bitnet-25": "bitnet", "bitnet-b1.58": "bitnet"}
+"""Architectures that the package `gguf` does not know, and one with the same names of tensors."""
 _IN_TURN = ("gpt-oss",)
 """Architectures whose experts transformers holds with inputs before outputs, and the outputs of gate and up in turn."""
 _CALLED = {
@@ -70,6 +72,8 @@ _CALLED = {
     "router.per_expert_scale": "experts.down_proj.scale",
     "router.scale": "router.proj.scale",
     "forget_gate.f_": "f_",
+    "attn_sub_norm": "inner_attn_ln",
+    "ffn_sub_norm": "ffn_layernorm",
 }
 """Parts of transformers' names, and what the package `gguf` has for them."""
 _WIDE = (".expert_bias", ".e_score_correction_bias")
@@ -103,7 +107,8 @@ def located(file: GgufFile, model: Any) -> tuple[dict[str, Place], dict[str, Ten
     config = model.config.get_text_config()
     teach_transformers()
     processor: TensorProcessor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
-    architecture = next((key for key, name in MODEL_ARCH_NAMES.items() if name == file.architecture), None)
+    known = _NAMED_AS.get(file.architecture, file.architecture)
+    architecture = next((key for key, name in MODEL_ARCH_NAMES.items() if name == known), None)
     if architecture is None:
         raise Unreadable(f"gguf knows no {file.architecture}")
     names = get_tensor_name_map(architecture, config.num_hidden_layers)
@@ -196,7 +201,7 @@ def _values(file: GgufFile, tensor: GgufTensor, processor: TensorProcessor, shap
         raise Unreadable(f"{tensor.name} is stored in another shape")
     values = torch.from_numpy(np.ascontiguousarray(made.weights))
     if not values.to(torch.bfloat16).isfinite().all():
-        raise ModelError(f"model={file.path}: tensor {tensor.name} holds NaN or infinity; get the file again")
+        raise ModelError(f"{file.field}: tensor {tensor.name} holds NaN or infinity; get the file again")
     return values
 
 
@@ -251,6 +256,8 @@ def _scale_positions(file: GgufFile, config: Any, value: _Values) -> None:
     """
     rope = dict(config.get_text_config().rope_parameters or {})
     kind = value("rope.scaling.type", "none")
+    if kind == "linear" and value("rope.scaling.factor", 1.0) == 1:  # BitNet
+        kind = "none"
     if "partial_rotary_factor" in rope:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rope["partial_rotary_factor"] = value("rope.dimension_count", head_dim) / head_dim

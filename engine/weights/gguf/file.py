@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from engine.core.errors import ModelError, shown
 from engine.core.processor import cores
+from engine.weights.gguf import ternary
 from engine.weights.gguf.header import GgufHeader, GgufTensor, read_header
 
 _PART = re.compile(r"(?P<name>.*)-\d{5}-of-(?P<count>\d{5})(?P<ending>\.gguf)", re.DOTALL | re.IGNORECASE)
@@ -42,11 +43,11 @@ _SAME = ("general.architecture", "general.name", "split.tensors.count")  # the s
 
 class GgufFile:
     """The GGUF file, or files, of one model. parts: at least one, in their order. metadata: scalars and strings as they
-    are, an array as its length.
+    are, an array as its length. key: the one that names the file, for errors.
     """
 
-    def __init__(self, parts: Sequence[GgufHeader]):
-        self.parts = parts
+    def __init__(self, parts: Sequence[GgufHeader], key: str = "model"):
+        self.parts, self.key = parts, key
         self.metadata: dict[str, Any] = parts[0].metadata
         numbered = ((i, tensor) for i, part in enumerate(parts) for tensor in part.tensors)
         self.tensors: list[GgufTensor] = [replace(tensor, part=i) if i else tensor for i, tensor in numbered]
@@ -55,6 +56,11 @@ class GgufFile:
     def path(self) -> Path:
         """The file, or the first part."""
         return self.parts[0].path
+
+    @property
+    def field(self) -> str:
+        """How errors begin that are about it."""
+        return f"{self.key}={self.path}"
 
     @property
     def architecture(self) -> str:
@@ -91,8 +97,8 @@ class GgufFile:
         return None if tensor is None or tensor.kind != GGMLQuantizationType.F32 else self.read(tensor).view("<f4")
 
     def read(self, tensor: GgufTensor) -> NDArray[np.uint8]:
-        """Return [bytes] a copy of the tensor's bytes, made on all cores. A mapping would end the process if the file
-        were cut meanwhile; this raises ModelError.
+        """Return [bytes] a copy of the tensor's bytes of its `kind`, made on all cores. A mapping would end the process
+        if the file were cut meanwhile; this raises ModelError.
         """
         part = self.parts[tensor.part]
         raw = np.empty(tensor.size, np.uint8)
@@ -102,7 +108,7 @@ class GgufFile:
             stop = min(done + _AT_ONCE, len(view))
             while done < stop:
                 if not (count := os.preadv(part.content.fileno(), [view[done:stop]], at + done)):
-                    raise ModelError(f"model={part.path}: the GGUF file was cut short while it was read; get it again")
+                    raise self._cut(part)
                 done += count
 
         with ThreadPoolExecutor(cores()) as threads:  # starts no threads for an empty list
@@ -110,15 +116,26 @@ class GgufFile:
             read_some(0)
             for _ in rest:
                 pass
+        if tensor.one_scale:
+            return ternary.blocks_of(raw[: -ternary.SCALE_BYTES], raw[-ternary.SCALE_BYTES :])
         return raw
 
     def read_rows(self, tensor: GgufTensor, rows: Sequence[int]) -> NDArray[np.uint8]:
         """Return [rows, bytes] some rows of a matrix. Raises ModelError if the file was cut meanwhile."""
-        part, size = self.parts[tensor.part], tensor.size // tensor.shape[1]
-        found = [os.pread(part.content.fileno(), size, part.start + tensor.offset + row * size) for row in rows]
-        if any(len(row) < size for row in found):
-            raise ModelError(f"model={part.path}: the GGUF file was cut short while it was read; get it again")
-        return np.frombuffer(b"".join(found), np.uint8).reshape(len(found), size)
+        part, at = self.parts[tensor.part], self.parts[tensor.part].start + tensor.offset
+        behind = ternary.SCALE_BYTES if tensor.one_scale else 0
+        size = (tensor.size - behind) // tensor.shape[1]
+        found = [os.pread(part.content.fileno(), size, at + row * size) for row in rows]
+        scale = os.pread(part.content.fileno(), behind, at + tensor.size - behind)
+        if any(len(row) < size for row in found) or len(scale) < behind:
+            raise self._cut(part)
+        joined = np.frombuffer(b"".join(found), np.uint8)
+        if tensor.one_scale:
+            joined = ternary.blocks_of(joined, np.frombuffer(scale, np.uint8))
+        return joined.reshape(len(found), joined.size // max(1, len(found)))
+
+    def _cut(self, part: GgufHeader) -> ModelError:
+        return ModelError(f"{self.key}={part.path}: the GGUF file was cut short while it was read; get it again")
 
     @property
     def kind(self) -> str:
@@ -131,7 +148,7 @@ class GgufFile:
     @property
     def kinds(self) -> str:
         """How the tensors are stored: `210 Q4_1, 61 F32, 1 Q8_0`."""
-        counts = Counter(tensor.kind.name for tensor in self.tensors)
+        counts = Counter(tensor.stored_kind for tensor in self.tensors)
         return ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
 
 
@@ -149,7 +166,7 @@ def read_gguf(path: Path, field: str) -> GgufFile:
 
     Raises ModelError if a file does not exist, is not a GGUF file, is cut short, or is of another model than the first.
     """
-    paths = parts_of(path)
+    paths, key = parts_of(path), re.split("[= ]", field, maxsplit=1)[0]
     if len(paths) == 1:
         whole = read_header(path, field)
         if isinstance(count := whole.metadata.get("split.count"), int) and count > 1:
@@ -157,7 +174,7 @@ def read_gguf(path: Path, field: str) -> GgufFile:
                 f"{field}: is one of {count} parts, whose names have to end in -00001-of-{count:05d}.gguf and so on; "
                 "rename them, or join them with llama-gguf-split --merge"
             )
-        return _checked(GgufFile([whole]), field)
+        return _checked(GgufFile([whole], key), field)
     parts: list[GgufHeader] = []
     for number, name in enumerate(paths, 1):
         if not name.exists():
@@ -172,7 +189,7 @@ def read_gguf(path: Path, field: str) -> GgufFile:
                 other = f"{key} is {shown(part.metadata[key])}, and {shown(first.metadata.get(key))} in the first part"
                 raise _foreign(field, name, other)
         parts.append(part)
-    return _checked(GgufFile(parts), field)
+    return _checked(GgufFile(parts, key), field)
 
 
 def _checked(file: GgufFile, field: str) -> GgufFile:

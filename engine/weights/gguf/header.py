@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from engine.core.errors import ModelError, shown
+from engine.weights.gguf import ternary
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -31,7 +32,8 @@ _LARGEST = 1 << 28  # most bytes of a header: a damaged one may claim to be as l
 @dataclass(frozen=True)
 class GgufTensor:
     """A tensor of a GGUF file, as the header describes it. shape: in ggml's order, the fastest dimension first. offset:
-    from the start of the data. part: which of the files that the model is in, from 0.
+    from the start of the data. part: which of the files that the model is in, from 0. one_scale: it is stored as I2_S,
+    and read as its `kind` (`engine.weights.gguf.ternary`).
     """
 
     name: str
@@ -39,14 +41,22 @@ class GgufTensor:
     kind: GGMLQuantizationType
     offset: int
     part: int = 0
+    one_scale: bool = False
 
     @property
     def elements(self) -> int:
         return prod(self.shape)
 
     @property
+    def stored_kind(self) -> str:
+        """The name of the type in the file."""
+        return "I2_S" if self.one_scale else self.kind.name
+
+    @property
     def size(self) -> int:
-        """The number of bytes."""
+        """The number of bytes in the file."""
+        if self.one_scale:
+            return ternary.stored_bytes(self.elements)
         block, block_bytes = GGML_QUANT_SIZES[self.kind]
         return int(self.elements // block * block_bytes)
 
@@ -155,12 +165,14 @@ class _Reader:
             raise self._broken(f"tensor {shown(name)} has {dimensions} dimensions")
         shape = self._unpack(f"<{dimensions}Q")
         kind, offset = self._unpack("<IQ")
+        one_scale = kind == ternary.I2_S
         try:
-            tensor = GgufTensor(name, shape, GGMLQuantizationType(kind), offset)
+            of_kind = ternary.READ_AS if one_scale else GGMLQuantizationType(kind)
+            tensor = GgufTensor(name, shape, of_kind, offset, one_scale=one_scale)
         except ValueError:
             raise self._broken(f"tensor {shown(name)} is of the unknown type {kind}") from None
         if not tensor.elements or shape[0] % GGML_QUANT_SIZES[tensor.kind][0]:
-            raise self._broken(f"tensor {shown(name)} of type {tensor.kind.name} has shape {list(shape)}")
+            raise self._broken(f"tensor {shown(name)} of type {tensor.stored_kind} has shape {list(shape)}")
         return tensor
 
     def _string(self) -> str:

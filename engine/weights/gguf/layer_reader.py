@@ -26,7 +26,7 @@ class LayerReader:
         """Return minus the exponential of transformers' `A_log`, [heads]."""
         decay = self.numbers("ssm_a", heads)
         if not bool((decay < 0).all()):
-            raise ModelError(f"model={self.file.path}: tensor {self.block}ssm_a is not negative; get the file again")
+            raise ModelError(f"{self.file.field}: tensor {self.block}ssm_a is not negative; get the file again")
         return decay
 
     def numbers(self, name: str, count: int) -> Tensor:
@@ -41,7 +41,7 @@ class LayerReader:
         if len(values) != count:
             raise Unreadable(f"{stored} is stored in another shape")
         if not values.isfinite().all():
-            raise ModelError(f"model={self.file.path}: tensor {stored} holds NaN or infinity; get the file again")
+            raise ModelError(f"{self.file.field}: tensor {stored} holds NaN or infinity; get the file again")
         return values
 
     def found(self, name: str, shape: tuple[int, ...] | None) -> str:

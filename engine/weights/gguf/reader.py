@@ -13,6 +13,7 @@ import numpy as np
 
 from engine.weights.gguf.families import teach_transformers
 from engine.weights.gguf.file import GgufFile
+from engine.weights.gguf.ternary import I2_S
 
 MODEL = "model.gguf"
 _LONG_ARRAY = 1000
@@ -48,8 +49,12 @@ def read_by_transformers(file: GgufFile) -> Iterator[str]:
 
 class _ShortReader(gguf.GGUFReader):
     """Leaves out long arrays, those of the vocabulary. The package's reader would make objects of each of their
-    numbers, for ten seconds, and transformers uses none: it reads vocabularies in another way.
+    numbers, for ten seconds, and transformers uses none: it reads vocabularies in another way. Leaves out tensors of a
+    type that the package does not know.
     """
+
+    def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+        super()._build_tensors(start_offs, [field for field in fields if int(field.parts[4][0]) != I2_S])
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type == gguf.GGUFValueType.ARRAY:

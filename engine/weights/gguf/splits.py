@@ -44,6 +44,15 @@ _KIMI_K2 = (
     rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+_ENGLISH = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])?"
+_UPPER_OR_NONE, _LOWER_OR_NONE = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_YOUTU = (
+    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER_OR_NONE}*{_LOWER_OR_NONE}+{_ENGLISH}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER_OR_NONE}+{_LOWER_OR_NONE}*{_ENGLISH}"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _PATTERNS = {
     "deepseek-v3": _DEEPSEEK3,
     "hunyuan-dense": _DEEPSEEK3,
@@ -51,8 +60,11 @@ _PATTERNS = {
     "chatglm-bpe": _GLM4,
     "deepseek-llm": _DEEPSEEK_LLM,
     "kimi-k2": _KIMI_K2,
+    "youtu": _YOUTU,
 }
 """The patterns that split a text into words, by what `tokenizer.ggml.pre` calls the vocabulary."""
+WHOLE_WORDS = {"youtu"}
+"""The vocabularies of which a word that is a token is not made by merges."""
 
 
 def split_of(vocabulary: str) -> pre_tokenizers.PreTokenizer | None:

@@ -47,6 +47,6 @@ class GgufWeights(StoredWeights):
             return StoredMatrix.of_numbers(matrix.values())
         except NotImplementedError:
             raise ModelError(
-                f"model={self.gguf.path}: tensor {tensor} is of type {matrix.kind}, which is not read; take "
+                f"{self.gguf.field}: tensor {tensor} is of type {matrix.kind}, which is not read; take "
                 "another quantisation of the model"
             ) from None

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.kernels.attention.attention import Rule
-from engine.kernels.fused import Activation
+from engine.kernels.layer.activation import Activation
 from engine.model.loading import Facts
 from engine.model.rotary import Frequencies
 from engine.model.structure import (

@@ -162,13 +162,13 @@ def test_the_snapshot_used_longest_ago_makes_room_and_those_in_use_stay() -> Non
         pool.take()
 
 
-def test_a_snapshot_that_is_to_last_is_not_replaced() -> None:
+def test_a_snapshot_that_is_to_last_is_not_thinned_out() -> None:
     pool = new_pool()
-    for number, lasts in ((1, False), (2, True)):
+    for number, passing in ((1, 16), (2, None)):
         slot = pool.take()
-        pool.keep(number, slot, lasts)
+        pool.keep(number, slot, passing)
         pool.give(slot)
-        pool.replace(number)
+    pool.thin([1, 2], newest=160, prompt_end=0)
     assert pool.find(1) is None and pool.find(2) is not None
 
 

@@ -13,7 +13,7 @@ from engine.core.state_shape import StateShape
 from engine.model.kv_cache import KVCache
 from engine.model.kv_pool import KVPool
 from engine.model.runner import Runner
-from engine.model.state_pool import StatePool
+from engine.model.state_pool import SPACING, StatePool
 
 TEXT = list(range(100))
 
@@ -32,7 +32,7 @@ def read(cache: KVCache, count: int, text: list[int] = TEXT) -> None:
     tokens = np.asarray(text[cache.length : cache.length + count], np.int32)
     rows = cache.state.rows(Segment(tokens, None, cache, cache.length))
     for end, slot in zip(rows.ends, rows.slots[1:], strict=True):
-        cache.state.pool.states[slot, 0] = cache.length + end
+        cache.state.pool.states[slot, 0] = (cache.length + end) % 256
     cache.state.end()
     cache.commit(range(count))
     cache.cache_blocks(text)
@@ -66,14 +66,69 @@ def test_the_place_where_a_prompt_parts_from_another_gets_a_snapshot() -> None:
     assert third.length == position_of(third) == 48
 
 
-def test_a_request_that_grows_leaves_two_snapshots() -> None:
-    pool = new_pool()
-    cache = adopted(pool, TEXT[:40])
+def snapshots(pool: KVPool) -> int:
     assert pool.layer_states is not None
-    for _ in range(10):
-        read(cache, 10)
-    assert len(pool.layer_states._snapshots) == 2
-    assert [adopted(pool, TEXT[:end]).length for end in (40, 100)] == [32, 96]
+    return len(pool.layer_states._snapshots)
+
+
+def read_and_answered(pool: KVPool, text: list[int], prompt: int) -> KVCache:
+    """The cache of a request that read its prompt in chunks, and decoded what follows."""
+    cache = adopted(pool, text[: prompt - 1])
+    while cache.length < prompt:
+        read(cache, min(512, prompt - cache.length), text)
+    while cache.length < len(text):
+        read(cache, min(3, len(text) - cache.length), text)
+    return cache
+
+
+def read_again(pool: KVPool, text: list[int], shared: int) -> int:
+    """How many of the tokens that a text shares with an earlier one are read again."""
+    cache = adopted(pool, text[:shared] + [-1] * 30)
+    assert cache.length == position_of(cache) % 256 + cache.length // 256 * 256
+    length = cache.length
+    cache.release()
+    return shared - length
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_wherever_a_turn_parts_from_an_earlier_text_it_reads_little_of_it_again(ended: bool) -> None:
+    """At most twice what follows in the earlier text, counted from the end of its prompt or of its answer, and never
+    more than the spacing of snapshots.
+    """
+    text, prompt = list(range(17_000)), 15_000
+    pool = new_pool(blocks=1_100, slots=64)
+    cache = read_and_answered(pool, text, prompt)
+    if ended:
+        cache.release()
+    for shared in [*range(16, len(text), 101), *range(prompt - 64, prompt), *range(len(text) - 64, len(text))]:
+        behind = min(end - shared for end in (prompt, len(text)) if end >= shared)
+        assert 0 <= read_again(pool, text, shared) < min(SPACING, 2 * behind) + 2 * BLOCK_SIZE
+    assert snapshots(pool) < 2 + len(text) / SPACING + 2 * np.log2(SPACING / BLOCK_SIZE)
+
+
+def test_a_request_finds_what_another_has_read_of_a_prompt_so_far() -> None:
+    text, pool = list(range(5_000)), new_pool(blocks=800, slots=64)
+    cache = adopted(pool, text)
+    for so_far in (500, 1_000, 1_500):
+        read(cache, 500, text)
+        assert 0 <= read_again(pool, text, so_far) < BLOCK_SIZE
+    assert snapshots(pool) < 4, "the ends of earlier chunks are dropped"
+
+
+def test_a_later_turn_thins_out_the_snapshots_of_an_earlier_one_but_for_where_prompt_and_answer_ended() -> None:
+    text, pool = list(range(3_000)), new_pool(blocks=800, slots=64)
+    read_and_answered(pool, text[:1_100], 1_000).release()
+    earlier = snapshots(pool)
+    read_and_answered(pool, text, 2_900).release()
+    assert snapshots(pool) < earlier + 8
+    assert [read_again(pool, text, shared) for shared in (1_000, 1_100)] == [8, 12]
+
+
+def test_a_text_that_nobody_else_may_find_takes_one_snapshot() -> None:
+    pool = new_pool(blocks=800, slots=64)
+    cache = KVCache(pool)
+    read(cache, 9_000, list(range(9_000)))
+    assert snapshots(pool) == 1
 
 
 def test_a_snapshot_goes_with_the_block_that_its_text_ends() -> None:

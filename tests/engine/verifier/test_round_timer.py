@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from engine.core.methods import GRAMMAR, source_of
 from engine.core.tree import TokenTree
 from engine.costs.cost_model import CostModel
 from engine.costs.forward_time import ForwardTime
+from engine.verifier import round_timer
 from engine.verifier.round_timer import RoundTimer
 
 FORWARDS = {1: 0.010, 8: 0.010, 64: 0.080}
@@ -26,6 +27,10 @@ class Part:
 
     def __len__(self) -> int:
         return self.rows
+
+
+class Root(Part):
+    tree = TokenTree.root_only(0)
 
 
 class One:
@@ -81,6 +86,19 @@ def test_the_cost_model_hears_of_rows_keys_and_past_positions(
     assert heard["observe_round"][:3] == (1, 4, 3) and heard["observe_round"][4] == 100
     end_round(meter, rows=4, tokens=3, chunk=8)
     assert heard["observe"][:2] == (12, (200, 1200))
+
+
+def test_a_forward_that_was_launched_behind_another_began_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, traced = [0], list[int]()
+    monkeypatch.setattr(round_timer.time, "perf_counter_ns", lambda: now[0])
+    nothing: Any = None
+    trace: Any = SimpleNamespace(span=lambda name, started, *_: traced.append(started))
+    timer, segments = RoundTimer(Config(model="none"), nothing, nothing, trace), [Root(1)]
+    for started, ended, queued, forward in ((100, 500, False, 400), (450, 800, True, 300), (850, 1000, False, 150)):
+        output: Any = SimpleNamespace(wait=lambda ended=ended: now.__setitem__(0, ended))
+        timer.end_forward(started, cast(Any, segments), output, queued)
+        assert timer.forward_ns == forward
+    assert timer.busy_ns == 850 and traced == [100, 500, 850]
 
 
 SUFFIX, HEAD = source_of("suffix"), source_of("block")

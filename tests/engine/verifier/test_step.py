@@ -40,7 +40,7 @@ def conclude_a_tree(monkeypatch: pytest.MonkeyPatch, error: Exception, failed: l
     request = SimpleNamespace(sampling=params, sampler=SimpleNamespace(params=params, is_plain=True))
     root, of_request = TokenTree.root_only(1), cast(Any, request)
     step = Step(of_request, root, True, [], root, np.zeros(1, int))
-    conclude(deferred_draws([step], [], [], torch.zeros(1, 8), None, 0), failed)
+    conclude(deferred_draws([step], [], [], torch.zeros(1, 8), None, 0)[1], failed)
 
 
 def conclude_a_chunk(monkeypatch: pytest.MonkeyPatch, error: Exception, failed: list[Exception]) -> None:
@@ -52,7 +52,7 @@ def conclude_a_chunk(monkeypatch: pytest.MonkeyPatch, error: Exception, failed: 
         sampler=SimpleNamespace(choices=fails(error), draw=None),
     )
     chunk = Segment.of_text([1], cache)
-    conclude(deferred_draws([], [request], [chunk], torch.zeros(1, 8), None, 0), failed)
+    conclude(deferred_draws([], [request], [chunk], torch.zeros(1, 8), None, 0)[1], failed)
 
 
 @pytest.mark.parametrize("conclude", [conclude_a_tree, conclude_a_chunk])

@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
+from engine.weights.gguf.ternary import I2_S
 from tests.engine.weights.tiny_gguf import MERGES, SPECIAL, TEMPLATE, TOKENS
 
 COMMON: dict[str, Any] = {
@@ -160,6 +161,7 @@ _OF_LATENT = {
     "attention.value_length_mla": 16,
     "rope.dimension_count": 16,
 }
+_BITNET = {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
 _GROUPED = {
     "n_routed_experts": 8,
     "n_shared_experts": 2,
@@ -331,6 +333,16 @@ FAMILIES = {
            "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 16,
            "rope.scaling.yarn_log_multiplier": 0.0707},
     ),
+    "youtu": Family(  # whose layers are all dense
+        "YoutuConfig",
+        _LATENT,
+        "deepseek2",
+        _OF_LATENT | {"leading_dense_block_count": 3, "expert_feed_forward_length": 192, "expert_shared_count": 0},
+    ),
+    "bitnet": Family("BitNetConfig", _BITNET | {"hidden_act": "silu"}, "bitnet",
+                     {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}),
+    "bitnet 2.5": Family("BitNetConfig", _BITNET, "bitnet-25"),
+    "bitnet b1.58": Family("BitNetConfig", _BITNET, "bitnet-b1.58"),
     "kimi linear": Family(
         "KimiLinearConfig",
         {name: value for name, value in (_LATENT | _GROUPED).items() if name not in ("n_routed_experts",
@@ -407,9 +419,11 @@ def write_family(
     head: Mapping[str, torch.Tensor] = MappingProxyType({}),
     changes: Mapping[str, Any] = MappingProxyType({}),
     head_alone: bool = False,
+    i2_s: bool = False,
 ) -> None:
     """kind: of the matrices. head: of a draft head (`draft_head`), stored as one more block. changes: of the metadata,
-    None leaves out. head_alone: without the model's blocks.
+    None leaves out. head_alone: without the model's blocks. i2_s: whether matrices of layers are stored so, which are
+    a number times -1, 0 and 1.
     """
     about, config = FAMILIES[family], model.config
     writer = gguf.GGUFWriter(path, about.architecture)
@@ -456,6 +470,9 @@ def write_family(
             continue
         of_kind = kind if array.ndim > 1 and array.shape[-1] % 32 == 0 else Kind.F32
         of_kind = Kind.F32 if "ffn_gate_inp" in name or "norm" in name else of_kind
+        if i2_s and array.ndim == 2 and name.startswith("blk."):
+            writer.add_tensor(name, stored_as_i2_s(array).view(np.int8), raw_shape=array.shape, raw_dtype=I2_S)
+            continue
         writer.add_tensor(name, gguf.quantize(array, of_kind), raw_dtype=of_kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -463,10 +480,21 @@ def write_family(
     writer.close()
 
 
+def stored_as_i2_s(weight: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """The bytes of a matrix as `quantize_to_i2_s` of bitnet.cpp writes them."""
+    scale = np.abs(weight).max()
+    codes = np.round(weight / scale).astype(np.int8).reshape(-1, 4, 32) + 1
+    packed = codes[:, 0] << 6 | codes[:, 1] << 4 | codes[:, 2] << 2 | codes[:, 3]
+    tail = np.zeros(32, np.uint8)
+    tail[:4] = np.frombuffer(np.float32(scale).tobytes(), np.uint8)
+    return np.concatenate([packed.astype(np.uint8).reshape(-1), tail])
+
+
 def stored_tensors(family: str, model: Any) -> dict[str, NDArray[np.float32]]:
     """The model's weights under the names, and in the order of rows, that llama.cpp has for them."""
     about, config = FAMILIES[family], model.config
-    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == about.architecture)
+    known = "bitnet" if about.architecture.startswith("bitnet") else about.architecture
+    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == known)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     tied = config.tie_word_embeddings
     made: dict[str, NDArray[np.float32]] = {}
@@ -506,6 +534,7 @@ def stored_tensors(family: str, model: Any) -> dict[str, NDArray[np.float32]]:
         if module.endswith("self_attn") and suffix == "sinks":
             module, suffix = name, "weight"
         module = re.sub(r"(mlp|block_sparse_moe)\.router", "mlp.gate", module)
+        module = module.replace("attn_sub_norm", "inner_attn_ln").replace("ffn_sub_norm", "ffn_layernorm")
         found = names.get_name(module) or names.get_name(module.replace("model.", "backbone.", 1))
         if whole := names.get_name(name) if found is None else None:
             made[whole] = array

@@ -100,6 +100,26 @@ def test_other_vocabularies_keep_their_words(directory: Callable[..., Path]) -> 
             ["It", "'", "s", " ", "12345", " ,", "ab", "\u6c49", "cd", "\n", "\n", " \u00df\u00e4", " ;;"],
         ),
         ("kimi-k2", ["It's", " ", "123", "45", " ,", "ab", "\u6c49\u5b57", "Cd", "EF", "\n\n", " \u00dfx", " ;;\n"]),
+        (
+            "youtu",
+            [
+                "It's",
+                " ",
+                "1",
+                "2",
+                " ,",
+                "ab",
+                "\u6c49\u5b57",
+                "Cd",
+                "EF'RE",
+                "\n\n",
+                " \u00dfx",
+                " ;;\n/",
+                "\u3001\uff0c",
+                "\uac00\u3131",
+                "\u3105",
+            ],
+        ),
     ],
 )
 def test_vocabularies_of_latent_models_split_text_as_llama_cpp_does(vocabulary: str, words: list[str]) -> None:
@@ -132,6 +152,15 @@ def test_kimis_vocabulary_splits_any_text_as_its_own_pattern_does(seed: int) -> 
     assert split is not None
     found = [text[start:end] for _, (start, end) in split.pre_tokenize_str(text)]
     assert found == regex.findall(_KIMI_K2, text, flags=regex.V1)
+
+
+@pytest.mark.parametrize(("vocabulary", "tokens"), [("youtu", ["hi"]), ("kimi-k2", ["h", "i"])])
+def test_a_word_that_is_a_token_needs_no_merges_where_the_vocabulary_says_so(
+    vocabulary: str, tokens: list[str], directory: Callable[..., Path]
+) -> None:
+    named = ["hi" if token == "~" else token for token in TOKENS]
+    values = {"tokenizer.ggml.pre": vocabulary, "tokenizer.ggml.tokens": named}
+    assert AutoTokenizer.from_pretrained(directory(values=values)).tokenize("hi") == tokens
 
 
 def test_an_unknown_way_of_splitting_text_is_told(
@@ -468,12 +497,18 @@ def test_a_file_replaced_while_it_is_read_stays_what_it_was(
     assert all(np.array_equal(opened.read(tensor), raw) for tensor, raw in zip(opened.tensors, before, strict=True))
 
 
-def test_a_file_cut_while_it_is_read_is_one_line(write: Callable[..., tuple[Path, Any]]) -> None:
+@pytest.mark.parametrize("field", ["model=x", "drafter.path=x", "model"])
+def test_a_file_cut_while_it_is_read_is_one_line_with_the_key_that_names_it(
+    field: str, write: Callable[..., tuple[Path, Any]]
+) -> None:
     path, _ = write()
-    opened = read_gguf(path, "model=x")
+    opened = read_gguf(path, field)
+    matrix = next(tensor for tensor in opened.tensors if len(tensor.shape) == 2)
     os.truncate(path, opened.parts[0].start)
-    with pytest.raises(ModelError, match="was cut short while it was read"):
-        opened.read(opened.tensors[0])
+    told = re.escape(f"{field.partition('=')[0]}={path}: the GGUF file was cut short while it was read; get it again")
+    for read in (lambda: opened.read(matrix), lambda: opened.read_rows(matrix, [0])):
+        with pytest.raises(ModelError, match=f"^{told}$"):
+            read()
 
 
 def test_a_shape_that_is_not_whole_blocks_is_told(write: Callable[..., tuple[Path, Any]]) -> None:

@@ -185,7 +185,7 @@ class _Block:
             return builder.load(pointer(builder, place, self.ints), align=4)
 
         def masked(x: ir.Value, mask: int) -> ir.Value:
-            """These bits of every byte."""
+            """Return these bits of every byte."""
             return builder.and_(x, same(self.ints, mask * 0x01010101))
 
         def up(x: ir.Value, by: int) -> ir.Value:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,16 @@ def block(path: Path, target: TargetWeights) -> BlockHead:
 
 
 def plain_states(
-    weights: dict[str, Tensor], embedding: Tensor, features: Tensor, block: list[int], causal: bool
+    weights: dict[str, Tensor],
+    embedding: Tensor,
+    features: Tensor,
+    block: list[int],
+    causal: bool,
+    leaves: Callable[[int, Tensor], Tensor] = lambda layer, x: x,
 ) -> Tensor:
-    """[block, hidden]: one whole forward, row by row, without a cache. features: [context, layers, hidden]."""
+    """[block, hidden]: one whole forward, row by row, without a cache. features: [context, layers, hidden]. leaves: how
+    the states that leave a layer change.
+    """
     context = rms(features.flatten(1) @ weights["fc.weight"].T, weights["hidden_norm.weight"])
     past, size = len(context), len(block)
     x = embedding[block]
@@ -134,6 +142,7 @@ def plain_states(
         normed = rms(x, weights[f"{name}.post_attention_layernorm.weight"])
         gate = torch.nn.functional.silu(normed @ weights[f"{name}.mlp.gate_proj.weight"].T)
         x = x + (gate * (normed @ weights[f"{name}.mlp.up_proj.weight"].T)) @ weights[f"{name}.mlp.down_proj.weight"].T
+        x = leaves(i, x)
     return rms(x, weights["norm.weight"])
 
 

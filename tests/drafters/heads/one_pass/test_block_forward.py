@@ -47,6 +47,7 @@ def predicted(scores: list[float], totals: float) -> list[float]:
     ids, probs = np.zeros((1, 2), np.int64), np.empty((1, 2), np.float32)
     row, half = np.zeros(1, np.int64), np.full(1, 0.5, np.float32)
     of_row = np.array([scores], np.float32), np.array([totals], np.float32), np.arange(7, 10)[None]
-    likeliest(NO_LINK, row, row, *of_row, np.zeros((1, 0), np.float32), half, np.float32(1), ids, probs)
+    none = np.zeros((1, 0), np.float32)
+    likeliest(NO_LINK, row, row, *of_row, none, none[:0], half, np.float32(1), ids, probs)
     assert ids[0].tolist() == [7, 8]
     return [float(prob) for prob in probs[0]]

@@ -243,7 +243,6 @@ def test_a_gguf_file_holds_the_same_head(kind: str, tmp_path: Path, target: Targ
             "layer_types mixes layers with sliding",
         ),
         ({}, SLIDING | {"layer_types": ["sliding_attention"]}, "layer_types names 1 layers of 2"),
-        ({}, {"dspine_config": {"transfer_rank": 16}}, r"DSpine \(dspine_config\), whose layers pass on what they"),
     ],
 )
 def test_what_a_head_computes_beyond_this_is_refused_by_its_key(

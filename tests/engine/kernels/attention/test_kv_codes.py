@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.core.batch import BLOCK_SIZE
 from engine.core.kv_shape import KVShape
+from engine.kernels.attention.enter import ENTER
 from engine.kernels.attention.kv_codes import enter_codes_kernel
-from engine.kernels.fused import ENTER
 from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.threads import address_of
 from engine.model.kv_pool import KVPool

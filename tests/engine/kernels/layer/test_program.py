@@ -18,9 +18,10 @@ from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Attention
-from engine.kernels.fused import GATE, Activation, gate_kernel
 from engine.kernels.gemm.matmul import Matmul, units
 from engine.kernels.gemm.product import Product
+from engine.kernels.layer.activation import GATE, Activation, gate_kernel
+from engine.kernels.layer.decoder_steps import expert_mlp, gated_mlp
 from engine.kernels.layer.program import LayerProgram
 from engine.kernels.layer.row_kernels import (
     CAP,
@@ -90,7 +91,7 @@ def test_a_gate_is_silu_or_gelus_tanh_approximation(dtype: torch.dtype, activati
     gate_up, down = torch.randn(2 * INNER, HIDDEN) / 4, torch.randn(HIDDEN, INNER) / 4
     program.norm(None)
     products = Product(gate_up.to(dtype), gated=False), Product(down.to(dtype))
-    program._mlp(GatedMlp(products[0], products[1], INNER, gated=False, activation=activation), "inner", "delta")
+    gated_mlp(program, GatedMlp(products[0], products[1], INNER, gated=False, activation=activation), "inner", "delta")
     rows = ran(program, ROWS, x)
     gate, up = (rows @ gate_up.to(dtype).float().T).chunk(2, dim=1)
     gelu = activation is Activation.GELU
@@ -166,7 +167,7 @@ def test_a_norm_of_rows_adds_what_is_beside_them(dtype: torch.dtype) -> None:
     rows = program.buffer("rows", HIDDEN)
     rows[:ROWS] = torch.randn(ROWS, HIDDEN)
     expected = rms(rows[:ROWS].float(), norm) + beside.float()
-    program._row_norm(norm, rows, 0, beside)
+    program.row_norm(norm, rows, 0, beside)
     program.norm(None)
     ran(program, ROWS, torch.zeros(ROWS, HIDDEN))
     assert close(rows[:ROWS], expected, dtype)
@@ -179,7 +180,7 @@ def test_clipped_rows_stay_within_the_limit_on_both_sides(dtype: torch.dtype) ->
     rows = program.buffer("rows", 96)
     rows[:ROWS] = 3 * torch.randn(ROWS, 96)
     expected = rows[:ROWS].clamp(-1.5, 1.5)
-    program._clip(rows, 1.5)
+    program.clip(rows, 1.5)
     program.norm(None)
     ran(program, ROWS, torch.zeros(ROWS, HIDDEN))
     assert torch.equal(rows[:ROWS], expected)
@@ -239,7 +240,7 @@ def test_a_row_gets_the_experts_that_its_router_chooses(dtype: torch.dtype, top_
     mlp, plain = experts_of(dtype, top_k, normalised)
     program = program_of(dtype)
     program.norm(None)
-    program._experts_of(mlp)
+    expert_mlp(program, mlp)
     x = ran(program, ROWS, torch.randn(ROWS, HIDDEN))
     assert close(program.buffers["delta"][:ROWS], plain(x), dtype)
 
@@ -252,7 +253,7 @@ def test_a_row_has_the_same_bits_whatever_experts_other_rows_choose(dtype: torch
     mlp, _ = experts_of(dtype, 2, True)
     program, x = program_of(dtype), torch.randn(ROWS, HIDDEN)
     program.norm(None)
-    program._experts_of(mlp)
+    expert_mlp(program, mlp)
     ran(program, ROWS, x)
     together = program.buffers["delta"][:ROWS].clone()
     for first, end in pairwise((0, 1, 2, 5, ROWS)):
@@ -269,7 +270,7 @@ def test_experts_are_chosen_of_the_groups_whose_best_ones_have_the_largest_sum(
     mlp, _ = experts_of(dtype, 2, True)
     program = program_of(dtype)
     program.norm(None)
-    program._experts_of(replace(mlp, groups=3, top_groups=1, counted=counted, sigmoid=True))
+    expert_mlp(program, replace(mlp, groups=3, top_groups=1, counted=counted, sigmoid=True))
     ran(program, ROWS, torch.randn(ROWS, HIDDEN))
     scores = program.buffers["router"][:ROWS].float().sigmoid().unflatten(1, (3, 2))
     best = (scores.sum(2) if counted == 2 else scores.amax(2)).argmax(1)
@@ -291,7 +292,7 @@ def test_the_shares_of_tiny_scores_are_those_of_transformers(family: str) -> Non
     program, x = program_of(torch.float32), 1 + torch.randn(ROWS, HIDDEN) / 10
     program.norm(None)
     router = Product(stock.weight.detach())
-    program._experts_of(replace(mlp, router=router, sigmoid=True, scale=scale, least=routing.least))
+    expert_mlp(program, replace(mlp, router=router, sigmoid=True, scale=scale, least=routing.least))
     ran(program, ROWS, x)
     _, shares, chosen = stock(x)
     expected = torch.zeros(ROWS, 6).scatter(1, chosen, shares.detach())
@@ -308,7 +309,7 @@ def test_shares_are_multiplied_by_their_experts_scales(dtype: torch.dtype) -> No
     for scales in (None, torch.tensor([0.5, 1.0, 2.0, -1.0, 0.25, 3.0])):
         program = program_of(dtype)
         program.norm(None)
-        program._experts_of(replace(mlp, scales=scales))
+        expert_mlp(program, replace(mlp, scales=scales))
         torch.manual_seed(1)
         ran(program, ROWS, torch.randn(ROWS, HIDDEN))
         chosen, _, shares = (kept.view(-1, 3)[:ROWS] for kept in program._experts[0]._kept)

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -18,21 +19,26 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of torch bring it, or pip install triton")
 
+import triton.language as tl
+
 from engine.core.batch import BLOCK_SIZE, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model import cuda_products
-from engine.model.cuda import cuda_forward, graphs, triton_attention
+from engine.model.cuda import cuda_forward, graphs, noise_kernels, triton_attention
 from engine.model.cuda.cuda_forward import CudaForward
 from engine.model.cuda.graphs import Recorded, Work
+from engine.model.cuda.receipt import Receipt
 from engine.model.kv_cache import KVCache
 from engine.model.kv_pool import KVPool
 from engine.model.stock import NAME, Unsupported
 from engine.model.target import Target
 from engine.model.trial import forward_choice, probe
+from engine.verifier import step
 from tests.engine.model.test_target import COMMON
 from tests.engine.test_exact import decoded, with_siblings
+from tests.engine.verifier.test_ahead import stage_over, steps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FEATURES = (0, 2)
@@ -530,3 +536,34 @@ def test_texts_of_no_length_wait_for_a_graph(monkeypatch: pytest.MonkeyPatch) ->
     for cache.length in (30, 100):
         run(forward, Segment.of_text(text(4, 2), cache, "all"))
     assert set(forward.recorded) == graphs
+
+
+@pytest.mark.usefixtures("_products_by_rows")
+@pytest.mark.parametrize("tolerance", [2e-9, 1e3], ids=["drawn on the device", "left to the host"])
+def test_rounds_that_are_launched_before_the_last_is_read_give_the_texts_of_one_request_alone(
+    tolerance: float, loaded: tuple[Target, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _ = loaded
+    monkeypatch.setattr(step, "output_of", Receipt)
+    monkeypatch.setattr(noise_kernels, "_TOLERANCE", tl.constexpr(tolerance))
+    launched = []
+    run_roots = target.run_roots
+
+    def noted(roots: Sequence[Segment], *rest: Any) -> tuple[Tensor, Tensor | None]:
+        launched.append(len(roots))
+        return run_roots(roots, *rest)
+
+    monkeypatch.setattr(target, "run_roots", noted)
+    stage = stage_over(target)
+    asked = [
+        (text(14, 1), SamplingParams(max_tokens=5)),
+        (text(5, 2), SamplingParams(max_tokens=7, temperature=1.2, seed=4)),
+        (text(9, 3), SamplingParams(max_tokens=6, temperature=0.8, seed=9)),
+    ]
+    for number, (prompt, sampling) in enumerate(asked):
+        stage.submit(number, prompt, **msgspec.structs.asdict(sampling))
+    steps(stage, 20)
+    assert launched == [3, 3, 3, 2, 1]
+    for number, (prompt, sampling) in enumerate(asked):
+        assert stage.tokens(number) == decoded(target, prompt, sampling)
+    assert target.pool is not None and target.pool.free == target.pool.blocks

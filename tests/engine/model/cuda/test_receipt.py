@@ -157,6 +157,47 @@ def test_what_the_host_accepts_beyond_the_device_is_moved_from_where_it_still_is
     assert cache.keep([0, 2]) is None, "the request ended"
 
 
+@pytest.mark.parametrize("broken", ["keys", "values", ""])
+def test_blocks_that_a_round_fills_are_checked_in_its_receipt(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = KVPool(KVShape(2, 1, 8, torch.float32), 9, DEVICE)
+    caches = [KVCache(pool) for _ in range(4)]
+    trees = [*[TokenTree.root_only(0)] * 3, TokenTree.chain(0, [5, 6], [1.0] * 2)]
+    for cache, length in zip(caches, (15, 7, 31, 14), strict=True):
+        cache.reserve(length + 3)
+        cache.length = length
+        cache.cache_blocks([1] * length)
+    if broken:
+        getattr(pool, broken)[1, caches[0].block_table[0], 0, 3, 5] = torch.inf
+    found = receipt_of(trees, [sampler_of(GREEDY) for _ in trees], logits_of(FIRST + 6), pool=pool, caches=caches)
+    found.wait()
+    monkeypatch.setattr(pool, "finite", lambda blocks: pytest.fail("waits for the device again"))
+    for cache, tree in zip(caches, trees, strict=True):
+        cache.commit(range(len(tree)))
+        cache.cache_blocks([1] * cache.length)
+    assert [cache.spoiled for cache in caches] == [bool(broken), False, False, False]
+
+
+def test_a_block_into_which_the_host_moves_entries_is_checked_again() -> None:
+    pool = KVPool(KVShape(1, 1, 8, torch.float32), 4)
+    cache = KVCache(pool)
+    cache.reserve(20)
+    cache.length, cache.checked = 14, {int(cache.block_table[0]): True}
+    pool.keys[0, cache.block_table[1], 0, 0, 1] = torch.nan
+    cache.commit([0, 3])
+    cache.cache_blocks([1] * 16)
+    assert cache.spoiled
+
+
+def test_roots_that_are_all_drawn_on_the_device_are_known_there() -> None:
+    logits, root = logits_of(FIRST + 8), TokenTree.root_only(0)
+    plain = receipt_of([root] * 3, [sampler_of(GREEDY), sampler_of(SAMPLED), sampler_of(GREEDY)], logits)
+    assert plain.roots is not None and plain.roots.tolist() == [
+        token for i in range(3) for token in plain.known(i) or []
+    ]
+    assert receipt_of([root] * 2, [sampler_of(GREEDY), sampler_of(TRUNCATED)], logits).roots is None
+    assert receipt_of([root, tree_of(1, 4)], [sampler_of(GREEDY)] * 2, logits).roots is None
+
+
 def test_nothing_is_moved_where_a_grammar_may_rule_a_token_out() -> None:
     pool = KVPool(KVShape(1, 1, 8, torch.float32), 4, DEVICE)
     cache, sampler = KVCache(pool), sampler_of(GREEDY)

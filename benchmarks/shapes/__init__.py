@@ -1,0 +1,1 @@
+"""Measures shapes of published models with random weights: `python -m benchmarks.shapes`."""

@@ -1,0 +1,123 @@
+"""`python -m benchmarks.shapes NAME --out DIR`: a published model's shape with random weights, measured here.
+
+Weights decide no time of a plain forward, so a shape shows what a model would cost here before anybody has its file.
+They decide texts: how many drafts are accepted is not measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import torch
+import typer
+from rich.console import Console
+
+from engine.cli.command import SetOption, one_line_errors, overrides
+from engine.config import Config
+from engine.core.errors import ConfigError
+
+from ..measure.profile import loaded
+from ..report.about import machine
+from ..report.out_folder import results_in
+from ..report.tables import Table
+from .forwards import ForwardFigures, llama_bench, time_forwards
+from .random_file import write_random
+from .served import Served, serve
+from .shape import SHAPES, shape_of
+
+Figures = tuple[Served | None, ForwardFigures | None]
+
+
+class Measured(msgspec.Struct):
+    """A line of shapes.jsonl. figures: by engine, of its server and of its forwards."""
+
+    shape: str
+    layers: int
+    weights: str
+    file_gb: float
+    machine: str
+    settings: list[str]
+    figures: dict[str, Figures]
+
+
+def main(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(SHAPES)}.")],
+    out: Annotated[Path, typer.Option(help="Folder for the file and for shapes.jsonl.")] = Path("out-shapes"),
+    layers: Annotated[int | None, typer.Option(help="Only the first ones.", show_default="all", min=1)] = None,
+    tokens: Annotated[int, typer.Option(help="Of a chat's first turn.", min=100, max=8000)] = 2000,
+    repeats: Annotated[int, typer.Option(help="ForwardFigures of each kind.", min=1)] = 7,
+    bench: Annotated[Path | None, typer.Option("--llama-bench", help="Its program, to compare with.")] = None,
+    server: Annotated[Path | None, typer.Option("--llama-server", help="Its program, to compare with.")] = None,
+    set_: SetOption = None,
+) -> None:
+    """Write a GGUF file of random weights in the shape of a published model, and measure plain tokens, trees, prompts,
+    second turns, memory and starts, beside llama.cpp if its programs are named.
+    """
+    with one_line_errors(), results_in(out):
+        if name not in SHAPES:
+            raise ConfigError(f"{name!r} is no shape; these are: {', '.join(SHAPES)}")
+        console, shape = Console(stderr=True), shape_of(name, layers)
+        file = out / f"{name}-{shape.layers}-layers.gguf"
+        if not file.exists():
+            whole = file.with_suffix(".part")
+            write_random(shape, whole, console)
+            whole.rename(file)
+        settings = Config(**overrides(set_) | {"model": str(file)})
+        console.print("Talon: starts, second turns")
+        options = [part for text in (f"model={file}", *(set_ or [])) for part in ("--set", text)]
+        served = serve([sys.executable, "-m", "engine", "serve", *options], tokens)
+        console.print("Talon: forwards")
+        figures: dict[str, Figures] = {"Talon": (served, time_forwards(loaded(settings), repeats))}
+        if bench is not None or server is not None:
+            console.print("llama.cpp")
+            threads = torch.get_num_threads()
+            command = [str(server), "-m", str(file), "-t", str(threads), "-c", str(2 * tokens + 1024), "-np", "1"]
+            figures["llama.cpp"] = (
+                None if server is None else serve(command, tokens),
+                None if bench is None else llama_bench(bench, file, threads, repeats),
+            )
+        size = file.stat().st_size / 1e9
+        row = Measured(name, shape.layers, "random weights", size, machine(), set_ or [], figures)
+        with (out / "shapes.jsonl").open("a", encoding="utf8") as rows:
+            rows.write(msgspec.json.encode(row).decode() + "\n")
+        print(row.machine)
+        Console().print(table(row).rich())
+
+
+def table(row: Measured) -> Table:
+    """Make the table: a line for each figure, a column for each engine."""
+    title = f"{row.shape}, {row.layers} layers, {row.file_gb:.1f} GB, {row.weights}"
+    figures = row.figures.values()
+    rows = [[what, *(value(*one) for one in figures)] for what, value in _LINES.items()]
+    return Table(title, ("", *row.figures), rows)
+
+
+def _of_forwards(show: Callable[[ForwardFigures], str]) -> Callable[..., str]:
+    return lambda _, forwards: "-" if forwards is None else show(forwards)
+
+
+def _of_server(show: Callable[[Served], str]) -> Callable[..., str]:
+    return lambda served, _: "-" if served is None else show(served)
+
+
+_LINES: dict[str, Callable[..., str]] = {
+    "a plain token, ms": _of_forwards(lambda f: f"{f.token_ms:.1f}"),
+    "trees of 8, 16, 32 nodes, ms": _of_forwards(lambda f: ", ".join(f"{ms:.0f}" for ms in f.tree_ms.values()) or "-"),
+    "a prompt of 512, tokens/s": _of_forwards(lambda f: f"{f.prompt_tokens_per_s:.0f}"),
+    "second turn: tokens; read; first token, s": _of_server(
+        lambda s: f"{s.whole.tokens}; {s.whole.read}; {s.whole.seconds:.2f}"
+    ),
+    "second turn after an aborted answer": _of_server(
+        lambda s: f"{s.aborted.tokens}; {s.aborted.read}; {s.aborted.seconds:.2f}"
+    ),
+    "memory (PSS), MB": _of_server(lambda s: f"{s.memory_mb:.0f}"),
+    "start: the first, a later one, s": _of_server(lambda s: f"{s.start_s[0]:.1f}, {s.start_s[1]:.1f}"),
+}
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,153 @@
+"""What a server of a file shows from outside: its start, second turns of a chat, its memory. Talon's or llama.cpp's."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Sequence
+from contextlib import suppress
+from http.client import HTTPResponse
+from itertools import islice
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+import msgspec
+
+from engine.core.child_environment import child_environment
+from engine.core.errors import ConfigError
+
+_START_S, _ANSWER_S, _STOP_S = 900.0, 900.0, 20.0
+_WORD_TOKENS, _LETTERS = 6, 8  # a space, and letters in pairs and alone
+_ANSWER, _ABORTED = 48, 24  # tokens of a whole answer, pieces of one that is cut off
+
+
+class SecondTurn(msgspec.Struct):
+    """seconds: until the first token of the second turn; read: how many of its `tokens` were not cached."""
+
+    seconds: float
+    tokens: int
+    read: int
+
+
+class Served(msgspec.Struct):
+    """start_s: of the file's first start, and of a later one. whole, aborted: second turns after an answer that ended,
+    and after one that the client cut off and does not send back. memory_mb: PSS of all processes then.
+    """
+
+    start_s: tuple[float, float]
+    whole: SecondTurn
+    aborted: SecondTurn
+    memory_mb: float
+
+
+def serve(command: Sequence[str], tokens: int) -> Served:
+    """Start a server twice, and chat with the second one. command: without the port; tokens: of a first turn."""
+    with Server(command) as server:
+        first_s = server.start_s
+    with Server(command) as server:
+        whole, aborted = server.whole_turn(tokens), server.aborted_turn(tokens)
+        return Served((first_s, server.start_s), whole, aborted, server.memory_mb())
+
+
+class Server:
+    """A server in a process of its own, at a free port."""
+
+    def __init__(self, command: Sequence[str]):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._command, self._url = [*command, "--port", str(port)], f"http://127.0.0.1:{port}"
+        self._model, self.start_s = "", 0.0
+
+    def __enter__(self) -> Server:
+        started, nowhere = time.perf_counter(), subprocess.DEVNULL
+        self._process = subprocess.Popen(self._command, stdout=nowhere, stderr=nowhere, env=child_environment())
+        try:
+            while not self._ready():
+                if self._process.poll() is not None or time.perf_counter() - started > _START_S:
+                    raise ConfigError(f"the server did not start: try {' '.join(self._command)}")
+                time.sleep(0.05)
+        except BaseException:
+            self.__exit__()
+            raise
+        self.start_s = time.perf_counter() - started
+        with urllib.request.urlopen(f"{self._url}/v1/models", timeout=_STOP_S) as reply:
+            self._model = json.load(reply)["data"][0]["id"]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._url}/health", timeout=5):
+                return True
+        except OSError:
+            return False
+
+    def whole_turn(self, tokens: int) -> SecondTurn:
+        """Ask for a whole answer, and send it back with the next question."""
+        chat = [{"role": "user", "content": _words(tokens, seed=1)}]
+        with self._ask(chat, _ANSWER) as reply:
+            message = json.load(reply)["choices"][0]["message"]
+        return self._second([*chat, {"role": "assistant", "content": message.get("content") or "yes"}])
+
+    def aborted_turn(self, tokens: int) -> SecondTurn:
+        """Hang up in the middle of an answer, and ask something else."""
+        chat = [{"role": "user", "content": _words(tokens, seed=2)}]
+        with self._ask(chat, 20 * _ANSWER, stream=True) as reply:
+            for _ in islice(filter(_has_text, reply), _ABORTED):
+                pass
+        time.sleep(1.0)  # until the server has noticed
+        return self._second(chat)
+
+    def _second(self, chat: list[dict[str, str]]) -> SecondTurn:
+        started = time.perf_counter()
+        with self._ask([*chat, {"role": "user", "content": "and what happened then"}], 1) as reply:
+            usage = json.load(reply)["usage"]
+        seconds, cached = time.perf_counter() - started, (usage.get("prompt_tokens_details") or {})["cached_tokens"]
+        return SecondTurn(seconds, usage["prompt_tokens"], usage["prompt_tokens"] - cached)
+
+    def _ask(self, chat: list[dict[str, str]], max_tokens: int, stream: bool = False) -> HTTPResponse:
+        body = {"model": self._model, "messages": chat, "max_tokens": max_tokens, "temperature": 0, "stream": stream}
+        request = urllib.request.Request(
+            f"{self._url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        reply: HTTPResponse = urllib.request.urlopen(request, timeout=_ANSWER_S)
+        return reply
+
+    def memory_mb(self) -> float:
+        """Return the proportional set size of the server and its children."""
+        total, processes = 0, [self._process.pid]
+        for process in processes:
+            with suppress(OSError):  # it has ended
+                lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+                total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+                for children in Path(f"/proc/{process}/task").glob("*/children"):
+                    processes += map(int, children.read_text().split())
+        return total * 1024 / 1e6
+
+
+def _words(tokens: int, seed: int) -> str:
+    """Return random words of about so many tokens."""
+    numbers = random.Random(seed)
+    return " ".join("".join(numbers.choices(ascii_lowercase, k=_LETTERS)) for _ in range(tokens // _WORD_TOKENS))
+
+
+def _has_text(line: bytes) -> bool:
+    """Return whether a line of a stream carries a piece of an answer, or of its thoughts."""
+    if not line.startswith(b"data: {"):
+        return False
+    choices: list[dict[str, Any]] = json.loads(line[len(b"data: ") :]).get("choices") or [{}]
+    return any(value for key, value in choices[0].get("delta", {}).items() if key != "role")

@@ -1,0 +1,115 @@
+"""Shapes of published models with random weights, made tiny."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from benchmarks.measure.profile import loaded
+from benchmarks.shapes import __main__ as command
+from benchmarks.shapes.forwards import llama_bench
+from benchmarks.shapes.random_file import write_random
+from benchmarks.shapes.shape import SHAPES, Shape
+from benchmarks.shapes.tensors import tensors_of
+from engine.config import Config
+from engine.core.errors import ConfigError
+from engine.model.decoder import LeanDecoder
+
+APP = typer.Typer()
+APP.command()(command.main)
+
+
+def tiny(name: str) -> Shape:
+    """The shape with four layers of little width, of which the third one attends where not all do."""
+    whole = SHAPES[name]
+    numbers = {"layers": 4, "hidden": 256, "inner": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocabulary": 1024}
+    if whole.state_heads:
+        numbers |= {"groups": min(2, whole.groups), "state_heads": 4, "state_dim": 32, "state_head_dim": 64}
+    if whole.architecture.startswith("qwen35"):
+        numbers |= {"state_head_dim": 32}
+    if whole.experts:
+        numbers |= {"experts": 4, "used": 2, "shared": 256 if whole.shared else 0}
+    attends = whole.attends if whole.architecture != "granitehybrid" else {2}.__contains__
+    return replace(whole, attends=attends, **numbers)
+
+
+def weights(shape: Shape) -> float:
+    """Billions of them."""
+    return sum(torch.Size(tensor.shape).numel() for tensor in tensors_of(shape)) / 1e9
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen3.5-0.8b", 0.75), ("qwen3.5-4b", 4.2), ("qwen3.5-9b", 8.95), ("qwen3.5-35b-a3b", 34.7),
+     ("granite-4.0-h-350m", 0.34), ("gpt-oss-20b", 20.9)],
+)  # fmt: skip
+def test_a_shape_has_the_published_number_of_weights(name: str, billions: float) -> None:
+    assert weights(SHAPES[name]) == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "granite-4.0-h-350m", "gpt-oss-20b"])
+def test_the_lean_decoder_runs_a_file_of_random_weights(name: str, tmp_path: Path) -> None:
+    write_random(tiny(name), tmp_path / "tiny.gguf", Console(quiet=True))
+    target = loaded(Config(model=str(tmp_path / "tiny.gguf")))
+    assert isinstance(target.forward, LeanDecoder)
+    logits, _ = target.prefill(target.new_cache(64), [*range(40)])
+    assert logits.isfinite().all() and logits.std() > 0.01
+
+
+def test_matrices_are_mixed_as_q4_k_m_mixes_them(tmp_path: Path) -> None:
+    write_random(replace(tiny("qwen3.5-0.8b"), layers=8), tmp_path / "tiny.gguf", Console(quiet=True))
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors}
+    assert types["token_embd.weight"] == "Q6_K" and types["blk.1.ffn_up.weight"] == "Q4_K"
+    down = [types[f"blk.{layer}.ffn_down.weight"] for layer in range(8)]
+    assert down == ["Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K"]
+
+
+def test_the_command_writes_a_file_and_measures_it_beside_another_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Talon itself stands in for the other server."""
+    monkeypatch.setitem(command.SHAPES, "tiny", tiny("qwen3.5-0.8b"))
+    other = tmp_path / "server"
+    other.write_text(
+        f'#!/bin/sh\nwhile [ "$1" != -m ]; do shift; done\nfile=$2\nfor port; do :; done\n'
+        f'exec {sys.executable} -m engine serve --set "model=$file" --set activations=bfloat16 --port $port\n'
+    )
+    other.chmod(0o755)
+    asked = ["tiny", "--out", str(tmp_path), "--tokens", "400", "--repeats", "1", "--llama-server", str(other)]
+    done = CliRunner().invoke(APP, [*asked, "--set", "activations=bfloat16"])
+    assert done.exit_code == 0, done.output
+    [row] = map(json.loads, (tmp_path / "shapes.jsonl").read_text().splitlines())
+    assert (row["shape"], row["weights"], row["layers"]) == ("tiny", "random weights", 4)
+    for served, forwards in row["figures"].values():
+        for turn in (served["whole"], served["aborted"]):
+            assert turn["tokens"] > 300 and 0 < turn["read"] < 160 and turn["seconds"] > 0
+        assert served["memory_mb"] > 100 and min(served["start_s"]) > 0
+        assert forwards is None or (forwards["token_ms"] > 0 and [*forwards["tree_ms"]] == ["8", "16", "32"])
+    assert row["figures"]["llama.cpp"][1] is None and "second turn" in done.output
+
+
+def test_an_unknown_shape_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    done = CliRunner().invoke(APP, ["llama", "--out", str(tmp_path)])
+    assert done.exit_code == 2 and not [*tmp_path.iterdir()]
+
+
+def test_what_llama_bench_prints_is_read_and_its_failure_is_told(tmp_path: Path) -> None:
+    program = tmp_path / "llama-bench"
+    program.write_text(
+        '#!/bin/sh\necho \'[{"n_prompt":512,"n_gen":0,"avg_ts":200.0},{"n_prompt":0,"n_gen":32,"avg_ts":20.0}]\'\n'
+    )
+    program.chmod(0o755)
+    found = llama_bench(program, tmp_path / "file.gguf", 2, 1)
+    assert (found.token_ms, found.prompt_tokens_per_s) == (50.0, 200.0)
+    program.write_text("#!/bin/sh\necho unknown model >&2\nexit 1\n")
+    with pytest.raises(ConfigError, match=r"--llama-bench .*unknown model"):
+        llama_bench(program, tmp_path / "file.gguf", 2, 1)
