@@ -23,6 +23,7 @@ from engine.weights.catalogue import find
 from engine.weights.gguf.file import read_gguf
 from engine.weights.resolve import folder_of
 from retrieval_index.build import build
+from tests.forked_process import fork_workers
 
 settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], database=None, deadline=None)
 settings.register_profile("any machine", deadline=None)  # a shared machine may stall in any example
@@ -171,9 +172,17 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the workers of engines. Tests of how processes start, slow ones and those of a GPU start whole ones."""
+    if not request.node.nodeid.startswith(FRONT_END) and not {"slow", "gpu"} & {*request.node.keywords}:
+        fork_workers(monkeypatch)
+
+
+FRONT_END = "tests/engine/frontend/"
 SERVERS = "tests/engine/server/"
 KERNELS = ("tests/engine/kernels/quant/", "tests/engine/kernels/attention/")
-STARTS = ("tests/faults/", "tests/test_", "tests/engine/weights/", "tests/engine/frontend/", "tests/engine/cli/")
+STARTS = ("tests/faults/", "tests/test_", "tests/engine/weights/", FRONT_END, "tests/engine/cli/")
 LONG = (SERVERS, *KERNELS, "tests/engine/model/cuda/test_cuda_forward", *STARTS)
 """What begins first: whole folders of one process, the longest files, and files whose tests start processes."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.forked_worker import fork_workers
+from tests.forked_process import fork_server
 
 
 @pytest.fixture(scope="session")
@@ -13,8 +13,7 @@ def tiny(tiny_gguf: str) -> str:
     return tiny_gguf
 
 
-@pytest.fixture(autouse=True)
-def _forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork workers; slow tests watch the memory and the starts of whole processes."""
-    if request.node.get_closest_marker("slow") is None:
-        fork_workers(monkeypatch)
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server() -> None:
+    """Start what forks workers before a test counts processes."""
+    fork_server()

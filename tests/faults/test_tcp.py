@@ -35,6 +35,7 @@ from tests.faults.test_faults import (
     pid_of,
     replaced,
 )
+from tests.forked_process import ForkedProcess
 
 __all__ = ["_own_temporary_folder"]
 
@@ -60,18 +61,17 @@ async def tcp_engine(model: str, keys: Path, **overrides: Any) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def drafter_process(model: str, method: str, endpoint: str, keys: Path) -> AsyncIterator[subprocess.Popen[str]]:
+async def drafter_process(model: str, method: str, endpoint: str, keys: Path) -> AsyncIterator[ForkedProcess]:
     """`talon drafter`, as a person on another machine would start it."""
     config = keys.parent / "drafter.yaml"
     config.write_text(yaml.safe_dump({"model": model, "method": method}))
-    command = [sys.executable, "-m", "engine", "drafter", "--config", config, "--connect", endpoint, "--keys", keys]
-    root = Path(__file__).parents[2]
-    process = subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True)  # noqa: ASYNC220
+    command = [sys.executable, "-m", "engine", "drafter", "--config", str(config), "--connect", endpoint]
+    process = ForkedProcess([*command, "--keys", str(keys)], cwd=Path(__file__).parents[2], stderr=subprocess.PIPE)
     try:
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 @pytest.mark.parametrize("method", ["pld", pytest.param("sps", marks=pytest.mark.slow)])

@@ -1,4 +1,4 @@
-"""`talon serve` as a process of its own, as people run it."""
+"""`talon serve` as a process of its own."""
 
 from __future__ import annotations
 
@@ -11,22 +11,28 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.forked_process import ForkedProcess
 
 ROOT = Path(__file__).parents[3]
 KEY = "secret"
 
 
 class ServerProcess:
-    """url: where it listens. lines: what it has logged so far."""
+    """url: where it listens. lines: what it has logged so far. whole: its workers are its own children, and it imports
+    what it needs itself; otherwise all are forked.
+    """
 
-    def __init__(self, *options: str, **environment: str):
+    def __init__(self, *options: str, whole: bool = False, **environment: str):
         command = [sys.executable, "-m", "engine", "serve", "--port", "0", "--set", "verifier.threads=1", *options]
         more = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | more, stderr=subprocess.PIPE, text=True)
+        start = partial(subprocess.Popen, text=True) if whole else ForkedProcess
+        self.process: Any = start(command, cwd=ROOT, env=os.environ | more, stderr=subprocess.PIPE)
         self.lines: list[dict[str, Any]] = []
         self.raw: list[str] = []
         self.url = ""
@@ -43,7 +49,7 @@ class ServerProcess:
     def end(self, number: int = signal.SIGTERM, timeout_s: float = 60) -> int:
         """Send a signal, and wait for the end; returns the exit code."""
         self.process.send_signal(number)
-        code = self.process.wait(timeout_s)
+        code: int = self.process.wait(timeout_s)
         self._reader.join(timeout_s)
         return code
 
@@ -72,9 +78,9 @@ class ServerProcess:
 
 
 @contextmanager
-def serving(*options: str, **environment: str) -> Iterator[ServerProcess]:
+def serving(*options: str, whole: bool = False, **environment: str) -> Iterator[ServerProcess]:
     """Start a server, which ends with the block."""
-    server = ServerProcess(*options, **environment)
+    server = ServerProcess(*options, whole=whole, **environment)
     try:
         yield server.wait()
     finally:

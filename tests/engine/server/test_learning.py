@@ -37,7 +37,6 @@ from tests.benchmarks.tuning.conftest import RECIPE, text_from, walker
 from tests.command import talon
 from tests.drafters.learning.conftest import remember
 from tests.engine.server.process import serving
-from tests.forked_worker import fork_workers
 
 __all__ = ["walker"]
 TOKENS = 24
@@ -49,8 +48,7 @@ SLEEPS = "import time; input(); time.sleep(60)"
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let lessons begin soon, by a small recipe, in a folder of the test's own, and fork workers of engines."""
-    fork_workers(monkeypatch)
+    """Let lessons begin soon, by a small recipe, in a folder of the test's own."""
     monkeypatch.setenv("TALON_HOME", str(tmp_path / "home"))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(RECIPE))
@@ -71,7 +69,7 @@ def learners() -> list[psutil.Process]:
     for child in psutil.Process().children():
         try:
             program = " ".join(child.cmdline())
-            if " -c " in program and "multiprocessing" not in program and child.status() != psutil.STATUS_ZOMBIE:
+            if " -c " in program and child.status() != psutil.STATUS_ZOMBIE:
                 found.append(child)
         except psutil.NoSuchProcess:
             continue

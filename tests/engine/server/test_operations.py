@@ -265,7 +265,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(guarded: ServerProcess)
 
 
 def test_answers_survive_a_killed_verifier_and_new_ones_are_told_to_come_back(tiny: str) -> None:
-    with serving("--set", f"model={tiny}", *TINY, *SLOW) as server:
+    with serving("--set", f"model={tiny}", *TINY, *SLOW, whole=True) as server:
         text = complete(server, max_tokens=300, ignore_eos=True).json()["choices"][0]["text"]
         under_way: list[httpx.Response] = []
         body = {"max_tokens": 300, "ignore_eos": True, "n": 8, "seed": 1}
@@ -285,7 +285,7 @@ def test_answers_survive_a_killed_verifier_and_new_ones_are_told_to_come_back(ti
 
 
 def test_sigterm_lets_answers_end_and_leaves_nothing(tiny: str) -> None:
-    with serving("--set", f"model={tiny}", *TINY, *SLOW) as server:
+    with serving("--set", f"model={tiny}", *TINY, *SLOW, whole=True) as server:
         workers = psutil.Process(server.process.pid).children(recursive=True)
         answers: list[httpx.Response] = []
         body = {"max_tokens": 400, "ignore_eos": True, "n": 8}

@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_a_server_under_mixed_load_stays_as_large_as_it_was(tiny: str) -> None:
     minutes = float(os.environ.get("TALON_SOAK_MINUTES", "1"))
     bounded = ("--method", "suffix", "--set", "verifier.kv_memory=2097152")
-    with serving("--set", f"model={tiny}", "--served-model-name", "tiny", *bounded) as server:
+    with serving("--set", f"model={tiny}", "--served-model-name", "tiny", *bounded, whole=True) as server:
         came, sizes = asyncio.run(_load(server, 60 * minutes))
         settle(server)
     assert not {kind: count for kind, count in came.items() if kind.endswith("not as expected")}, came
