@@ -22,4 +22,5 @@ def draw_curve(points: Path, picture: Path) -> None:
     shown = {f"after {at:.1f} min": accepted for at, accepted in (curve[0], curve[len(curve) // 2], curve[-1])}
     by_position = {label: (range(1, len(accepted) + 1), accepted) for label, accepted in shown.items()}
     lines(right, by_position, xlabel="position", ylabel="accepted, given all before", ylim=(0, 1))
+    right.set_xticks(range(1, len(curve[-1][1]) + 1))
     save(figure, picture)
