@@ -139,31 +139,34 @@ class RequestState:
         Only the last state may take the slot that is read: the windows of all are made of the one in it.
         """
         end = self.position + trunk
-        positions = sorted({end, *self._due(end)})
-        own = [self.slot] if not self._read and self.pool.owned(self.slot) else []
-        slots: list[int] = []
-        while len(slots) + len(own) < len(positions):
-            if self._spare:
-                slots.append(self._spare.pop())
-            elif self.pool.has_free():
-                slots.append(self.pool.take())
-            else:
-                del positions[: len(positions) - len(slots) - len(own)]  # snapshots that there is no room for
-        return [*zip(positions, [*slots, *own], strict=True)]
+        in_place = not self._read and self.pool.owned(self.slot)
+        goals = {end: self.slot if in_place else self._new_slot()}
+        needed = {at for at in (end // BLOCK_SIZE * BLOCK_SIZE, *self.wanted) if self.position < at < end}
+        for at in sorted(needed, reverse=True):
+            if self._spare or self.pool.has_free():
+                goals[at] = self._new_slot()
+        for at in self._passing(end):
+            if at not in goals and (slot := self.pool.take_passing()) is not None:
+                goals[at] = slot
+        return sorted(goals.items())
 
-    def _due(self, end: int) -> Iterator[int]:
-        """Yield the positions before `end`, and after that of the state, where snapshots are taken."""
-        last = end // BLOCK_SIZE * BLOCK_SIZE
-        for at in range(self.position // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE, end, BLOCK_SIZE):
-            shared = self.prompt_end is not None and stays(at, self.prompt_end, max(self.prompt_end, end))
-            if at == last or at in self.wanted or shared:
+    def _new_slot(self) -> int:
+        return self._spare.pop() if self._spare else self.pool.take()
+
+    def _passing(self, end: int) -> Iterator[int]:
+        """Yield the positions before `end`, and after that of the state, whose snapshots stay along a shared text."""
+        first = self.position // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE
+        for at in range(first, end if self.prompt_end is not None else first, BLOCK_SIZE):
+            if stays(at, self.prompt_end or 0, max(self.prompt_end or 0, end)):
                 yield at
 
     def _return_goals(self) -> None:
-        """Return the slots of the latest forward's states, which are not those of the request: they may be written to
-        again.
+        """Return the slots of the latest forward's states, which are not those of the request. One of them may be
+        written to again.
         """
         self._spare += [slot for _, slot in self._goals if slot != self.slot]
+        while len(self._spare) > 1:
+            self.pool.give(self._spare.pop())
         self._goals = []
 
     def _add(self, snapshots: Sequence[Snapshot]) -> None:

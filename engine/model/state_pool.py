@@ -31,6 +31,8 @@ ROWS = 64
 """Rows of the store at first. It grows where the trees that are verified together have more nodes."""
 SPACING = 4096
 """Positions between the snapshots of a text that are never thinned out, a power of two."""
+PASSING_SHARE = 4
+"""Snapshots that may be thinned out take the place of others only up to this part of the slots, a quarter."""
 _LINE = 64  # bytes of a cache line
 _CPU = torch.device("cpu")
 
@@ -97,10 +99,25 @@ class StatePool:
 
     def take(self) -> int:
         """Take a slot. Raises OutOfBlocks if requests use all of them."""
-        if not self._free:
-            if (oldest := next(self._unused(), None)) is None:
-                raise OutOfBlocks(f"verifier.kv_memory: {self.slots} states of requests are in use; raise it")
+        if not (self._free or self._evict(self.slots // PASSING_SHARE + 1) or self._evict(self.slots + 1)):
+            raise OutOfBlocks(f"verifier.kv_memory: {self.slots} states of requests are in use; raise it")
+        return self._take_free()
+
+    def take_passing(self) -> int | None:
+        """Take a slot for a snapshot that may be thinned out; None if there is none."""
+        return self._take_free() if self._free or self._evict(self.slots // PASSING_SHARE) else None
+
+    def _evict(self, enough: int) -> bool:
+        """Forget the snapshot used longest ago, of those that may be thinned out if there are `enough` of them. Return
+        whether there was one.
+        """
+        passing = len(self._passing) >= enough
+        oldest = next((number for number in self._unused() if not passing or number in self._passing), None)
+        if oldest is not None:
             self.drop(oldest)
+        return oldest is not None
+
+    def _take_free(self) -> int:
         slot = self._free.pop()
         self._references[slot] = 1
         return slot

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from engine.core.batch import BLOCK_SIZE, Segment
-from engine.core.errors import OutOfBlocks
 from engine.core.tree import TokenTree
 from engine.model.target import Target
 from engine.verifier.forward_output import Output
@@ -96,7 +95,9 @@ class Ahead:
             tokens = torch.cat([tokens[tree : tree + 1] for tree in trees])
         try:
             rows = self.target.run_roots(roots, tokens, layers)
-        except OutOfBlocks:
+        except torch.AcceleratorError:
+            raise
+        except Exception:  # no block is left, say, or no memory: the next round finds out whether it needs any
             return
         for cache in caches:
             cache.ahead = 1

@@ -124,6 +124,22 @@ def test_a_later_turn_thins_out_the_snapshots_of_an_earlier_one_but_for_where_pr
     assert [read_again(pool, text, shared) for shared in (1_000, 1_100)] == [8, 12]
 
 
+def test_snapshots_along_a_text_take_the_place_of_few_that_last() -> None:
+    pool = new_pool(blocks=800, slots=20)
+    others = [[*range(1_000 * i, 1_000 * i + 32)] for i in range(1, 9)]
+    for other in others:
+        read_and_answered(pool, other, 32).release()
+    read_and_answered(pool, [*range(10_000, 12_100)], 2_030).release()
+    assert [adopted(pool, [*other, -1]).length for other in others].count(32) >= 6
+
+
+def test_where_slots_are_short_the_place_where_prompts_part_gets_one() -> None:
+    pool, common = new_pool(blocks=800, slots=4), [*range(160)]
+    for i in (1, 2):
+        read_and_answered(pool, [*common, *range(1_000 * i, 1_000 * i + 900)], 1_060).release()
+    assert adopted(pool, [*common, -1]).length == 160
+
+
 def test_a_text_that_nobody_else_may_find_takes_one_snapshot() -> None:
     pool = new_pool(blocks=800, slots=64)
     cache = KVCache(pool)
