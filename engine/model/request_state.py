@@ -155,9 +155,10 @@ class RequestState:
 
     def _passing(self, end: int) -> Iterator[int]:
         """Yield the positions before `end`, and after that of the state, whose snapshots stay along a shared text."""
-        first = self.position // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE
-        for at in range(first, end if self.prompt_end is not None else first, BLOCK_SIZE):
-            if stays(at, self.prompt_end or 0, max(self.prompt_end or 0, end)):
+        if (prompt_end := self.prompt_end) is None:
+            return
+        for at in range(self.position // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE, end, BLOCK_SIZE):
+            if stays(at, prompt_end, max(prompt_end, end)):
                 yield at
 
     def _return_goals(self) -> None:

@@ -64,7 +64,8 @@ class Ahead:
         """Run one forward over all segments, as `Runner.run` does, except for the rows that are launched already."""
         launched, self._launched, self.queued = self._launched, None, False
         if launched is None:
-            return self._run(segments, layers)
+            rows: Rows = self.target.run(segments, layers)
+            return rows
         for root in launched.roots:
             root.cache.ahead = 0
         found = [launched.row_of(segment) if launched.layers == tuple(layers) else None for segment in segments]
@@ -72,12 +73,8 @@ class Ahead:
         if found == [*range(len(launched.roots))]:
             return launched.rows
         rest = [segment for segment, row in zip(segments, found, strict=True) if row is None]
-        others = self._run(rest, layers) if rest else None
+        others: Rows | None = self.target.run(rest, layers) if rest else None
         return _joined(found, launched.rows, rest, others) if self.queued or others is None else others
-
-    def _run(self, segments: Sequence[Segment], layers: Sequence[int]) -> Rows:
-        logits, states = self.target.run(segments, layers)
-        return logits, states
 
     def launch(self, requests: Sequence[Request], output: Output, layers: Sequence[int]) -> None:
         """Launch the next forward of these requests, if a device draws the tokens that they go on with. output: what
