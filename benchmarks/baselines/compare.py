@@ -71,7 +71,25 @@ def turns(
         asked = open_ if budget.bounded else levels
         if repeat and (budget.spent or not asked):
             return
-        yield [(level, [*itertools.islice(endless, max(_LEAST, _ROUNDS * level))]) for level in asked]
+        yield [(level, [*itertools.islice(endless, prompts_of_turn(level))]) for level in asked]
+
+
+def prompts_of_turn(level: int) -> int:
+    """Return how many prompts a contestant answers at a level of requests at once."""
+    return max(_LEAST, _ROUNDS * level)
+
+
+def warn_of_repeats(prompts: int, levels: Sequence[int], console: Console) -> None:
+    """Say so if a contestant is asked the same prompt twice before it starts afresh, which flatters one that remembers
+    its answers. levels: of a repeat.
+    """
+    asked = sum(map(prompts_of_turn, levels))
+    if prompts < asked:
+        console.print(
+            f"--limit: {prompts} prompts for {asked} answers of each contestant: repeats flatter engines that remember "
+            f"answers; name {asked} prompts or more by --questions and --limit",
+            highlight=False,
+        )
 
 
 class StartedEngine(Protocol):
@@ -147,6 +165,7 @@ async def run_baselines(plan: MeasurementPlan, levels: Sequence[int], rivals: Ri
     asked = [plan.encoded(suite, question) for suite, question in mixed_questions(plan.files, plan.limit)]
     found: list[Turn] = []
     prompts = [one.prompt for one in asked]
+    warn_of_repeats(len(prompts), levels, console)
     order = turns(levels, prompts, plan.repeats, Budget(plan.minutes), lambda level: _ratios(found, level))
     ours = [
         Own(name, weights_of(plan.config), load(settings_of(name, plan.config, plan.heads), {"activations": kind}))

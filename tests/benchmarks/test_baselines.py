@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.baselines import engines
-from benchmarks.baselines.compare import compare, turns
+from benchmarks.baselines.compare import compare, turns, warn_of_repeats
 from benchmarks.baselines.engines import INSTALL, Baseline, Given, Missing, Process, baselines
 from benchmarks.baselines.gguf import retype
 from benchmarks.measure.budget import Budget
@@ -68,6 +68,14 @@ async def test_engines_take_turns_at_every_level() -> None:
     assert taken == [(r, n, name, count) for r in (0, 1) for n, count in ((1, 20), (8, 24)) for name in ("one", "two")]
     assert all(set(turn.tokens) == {3} for turn in found)
     assert "broken" in printed and "pip install gone" in printed
+
+
+@pytest.mark.parametrize(("prompts", "told"), [(44, False), (43, True)])
+def test_repeats_of_prompts_which_flatter_engines_that_remember_are_told(prompts: int, told: bool) -> None:
+    console = Console(file=io.StringIO(), width=400)
+    warn_of_repeats(prompts, [1, 8], console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert ("43 prompts for 44 answers" in printed) == bool(printed) == told
 
 
 async def test_an_engine_that_ends_in_its_turn_is_left_out_from_there_on_and_ends_no_other() -> None:
