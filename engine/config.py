@@ -59,9 +59,9 @@ class DrafterConfig(_Section):
     which come before those of path; auto: those that `talon tune` has made for the model, unless path names others.
     threads: size of its torch pool, None: an even share of the machine's cores; in sequential mode the verifier's are
     used. length: tokens of a drafted chain, None: 10 for pld and 5 for sps, whose tokens cost a forward each. branches:
-    width of the SPS tree at each level, e.g. [3, 2, 1]; empty drafts a chain. max_ngram, min_ngram: context lengths
-    tried. growth: of draft heads. shared_noise: heads and `suffix` rank candidates by the noise of the target's own
-    draw. head, memories: the methods that `hybrid` merges, one draft model and any number of retrieval drafters; head
+    width of the SPS tree at each level, e.g. [3, 2, 1]; empty drafts a chain. growth: of draft heads. shared_noise:
+    heads and `suffix` rank candidates by the noise of the target's own draw.
+    head, memories: the methods that `hybrid` merges, one draft model and any number of retrieval drafters; head
     auto: the method of the head that the file of the path or else the model's own brings, or of the assistant that lies
     beside the model, otherwise the best that Talon has trained for the model; one that was tuned comes first.
     vocabulary: the most tokens that mtp and assistant draft. datastore: a folder made by "talon index build". answers:
@@ -87,8 +87,6 @@ class DrafterConfig(_Section):
     threads: int | None = Field(None, ge=1)
     length: int | None = Field(None, ge=1, le=64)
     branches: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], Field(max_length=64)] = ()
-    max_ngram: int = Field(3, ge=1)
-    min_ngram: int = Field(1, ge=1)
 
     @property
     def answers_folder(self) -> str | None:
@@ -102,15 +100,6 @@ class DrafterConfig(_Section):
         if self.tuned not in (None, AUTO) and (tuned := Path(str(self.tuned), method)).is_dir():
             return str(tuned)
         return None if self.path is None or self.path == AUTO else self.path.replace("{method}", method)
-
-    @model_validator(mode="after")
-    def _ngrams_descend(self) -> DrafterConfig:
-        if self.min_ngram > self.max_ngram:
-            raise ValueError(
-                f"drafter.min_ngram={self.min_ngram}: is above drafter.max_ngram={self.max_ngram}, so nothing would "
-                "be looked up; lower it or raise the other"
-            )
-        return self
 
 
 class VerifierConfig(_Section):

@@ -16,7 +16,7 @@ from engine.text.encode import encode_text
 from engine.text.template import told_the_day
 
 OPEN_PROMPTS = ROOT / "configs" / "train" / "prompts.jsonl.xz"
-"""The prompts that come with Talon; docs/heads.md names their licences."""
+"""The prompts that come with Talon; NOTICES.txt beside them names their licences."""
 LEAST = 32  # prompts, of which a head learns anything at all
 _DAY = datetime(2026, 1, 1)
 """What chat templates that name the day are told: a tuning that lasts past midnight goes on with the same prompts."""

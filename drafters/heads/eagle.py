@@ -59,13 +59,7 @@ class EagleHead(FeatureHead):
         return features[:, 0]
 
     def forward(
-        self,
-        features: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: HeadCache,
-        at: int,
-        mask: Tensor | None,
+        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: HeadCache, at: int, mask: Tensor | None
     ) -> Tensor:
         x = self.fc(tokens, features)
         return self.layer(self.qkv(x), x, positions, cache, at, mask)

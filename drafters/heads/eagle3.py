@@ -109,13 +109,7 @@ class Eagle3Head(FeatureHead):
         return self.fc(joined if self.input_norm is None else self.input_norm(joined))
 
     def forward(
-        self,
-        features: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: HeadCache,
-        at: int,
-        mask: Tensor | None,
+        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: HeadCache, at: int, mask: Tensor | None
     ) -> Tensor:
         normed = self.feature_norm(features)
         residual = normed if self.norm_before_residual else features

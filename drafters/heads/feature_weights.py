@@ -17,13 +17,7 @@ class FeatureWeights(PooledWeights):
 
     @abstractmethod
     def forward(
-        self,
-        features: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: HeadCache,
-        at: int,
-        mask: Tensor | None,
+        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: HeadCache, at: int, mask: Tensor | None
     ) -> Tensor:
         """Return [n, hidden_size]: the features guessed after (feature, token) pairs. at: as in `HeadCache.write`."""
 

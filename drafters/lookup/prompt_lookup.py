@@ -12,17 +12,17 @@ from engine.core.tree import TokenTree
 
 
 class PromptLookup(Drafter):
-    """As published: n-grams of `max_ngram` down to `min_ngram` tokens, the first match in the context, a chain of
-    `length` tokens. first[n] maps each n-gram to the position after its first occurrence.
+    """As published: n-grams of three tokens down to one, the first match in the context, a chain of `length` tokens.
+    first[n] maps each n-gram to the position after its first occurrence.
     """
 
     acceptance = 0.6
     """The prior probability of each next token, for c(v) only: the published method has none."""
 
     calibrated = True
+    ngrams = range(3, 0, -1)
 
-    def __init__(self, max_ngram: int = 3, min_ngram: int = 1, length: int = 10):
-        self.ngrams = range(max_ngram, min_ngram - 1, -1)
+    def __init__(self, length: int = 10):
         self.length = length
         self.texts: dict[int, list[int]] = {}
         self.first: dict[int, dict[tuple[int, ...], int]] = {}
@@ -31,7 +31,7 @@ class PromptLookup(Drafter):
     @classmethod
     def from_config(cls, config: Config) -> PromptLookup:
         options = config.drafter
-        return cls(options.max_ngram, options.min_ngram, min(options.length or 10, options.budget - 1))
+        return cls(min(options.length or 10, options.budget - 1))
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
         self.texts[request], self.first[request] = [], {}

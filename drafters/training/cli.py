@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -25,17 +27,37 @@ Start = Annotated[
     typer.Option(help="Folder of a trained head to train longer, or on prompts of your own."),
 ]
 Answers = Annotated[Path | None, typer.Option(help="Folder of generated answers, default OUT/../answers.")]
-SaveMinutes = Annotated[float, typer.Option(min=0, help="Time between checkpoints.")]
 Minutes = Annotated[
     float | None,
     typer.Option(min=0.01, help="Train this long, not the recipe's steps; the learning rate falls with the time."),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
+_METHODS = {
+    "block": "Talon's block head: a tree of tokens from one forward.",
+    "eagle": "EAGLE-1/2: one layer that predicts the target's last hidden state.",
+    "eagle3": "EAGLE-3: three fused hidden states, training-time test.",
+    "medusa": "Medusa-1: independent heads on the frozen target's last hidden state.",
+    "sps": "A small causal LM of the target's vocabulary, distilled from it.",
+    "hydra": "Hydra: heads that read the tokens drafted before them, teacher forced.",
+}
 
 
-def _command(method: str, summary: str) -> None:
-    @app.command(method, help=summary)
+@contextmanager
+def _one_line_errors(stopped: str) -> Iterator[None]:
+    """Turn Talon's errors into one line and exit code 2, Ctrl-C into `stopped` and exit code 130."""
+    try:
+        yield
+    except TalonError as error:
+        typer.echo(f"talon: {error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo(f"stopped; {stopped}", err=True)
+        raise typer.Exit(130) from None
+
+
+def _command(method: str) -> None:
+    @app.command(method, help=_METHODS[method])
     def command(
         target: Target,
         data: Data,
@@ -46,24 +68,17 @@ def _command(method: str, summary: str) -> None:
         resume: Resume = False,
         start: Start = None,
         answers: Answers = None,
-        save_minutes: SaveMinutes = 3.0,
         minutes: Minutes = None,
         device: Device = "auto",
         threads: Threads = None,
     ) -> None:
         from drafters.training.run import train  # torch and transformers take seconds to import
 
-        try:
+        with _one_line_errors("--resume goes on from the last checkpoint"):
             train(
-                method, target, data, out, recipe, steps, prompts, resume, start, answers, save_minutes, device,
-                threads, minutes,
+                method, target, data, out, recipe, steps, prompts, resume, start, answers,
+                device=device, threads=threads, minutes=minutes,
             )  # fmt: skip
-        except TalonError as error:
-            typer.echo(f"talon: {error}", err=True)
-            raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            typer.echo("stopped; --resume goes on from the last checkpoint", err=True)
-            raise typer.Exit(130) from None
 
 
 @app.command("answers", help="The target's answers to prompts, in large batches; `talon train` learns from them.")
@@ -84,20 +99,10 @@ def answers(
     from drafters.training.run import answer_file  # torch and transformers take seconds to import
     from engine.core.params import SamplingParams
 
-    try:
+    with _one_line_errors("the same command goes on from here"):
         sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens).validate()
         answer_file(target, data, out, sampling, longest, batch, minutes, device, Console())
-    except TalonError as error:
-        typer.echo(f"talon: {error}", err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        typer.echo("stopped; the same command goes on from here", err=True)
-        raise typer.Exit(130) from None
 
 
-_command("block", "Talon's block head: a tree of tokens from one forward.")
-_command("eagle", "EAGLE-1/2: one layer that predicts the target's last hidden state.")
-_command("eagle3", "EAGLE-3: three fused hidden states, training-time test.")
-_command("medusa", "Medusa-1: independent heads on the frozen target's last hidden state.")
-_command("sps", "A small causal LM of the target's vocabulary, distilled from it.")
-_command("hydra", "Hydra: heads that read the tokens drafted before them, teacher forced.")
+for _method in _METHODS:
+    _command(_method)

@@ -1,6 +1,4 @@
-"""Clients that work with this server as they are installed, and what each has to be told. docs/serving.md shows the
-same lines, and a test compares them.
-"""
+"""Clients that work with this server as they are installed, and what each has to be told."""
 
 from __future__ import annotations
 
@@ -63,11 +61,12 @@ class Agent:
         return [_filled(text, server) for text in self.command]
 
     def lines(self, server: ServedModel) -> list[str]:
-        """Return what a person types or pastes."""
+        """Return what a person types or pastes, behind a comment with the client's installation."""
+        heading = [f"# {'; '.join(filter(None, (self.install, self.place)))}"]
         told = [shlex.join(["unset", *self.removes])] if self.removes else []
         told += [f"export {name}={shlex.quote(value)}" for name, value in self.variables(server).items()]
         told += [shlex.join(self.started_by(server))] if self.command else []
-        return told + _filled(self.settings, server).splitlines()
+        return heading + told + _filled(self.settings, server).splitlines()
 
 
 def _filled(template: str, server: ServedModel) -> str:

@@ -49,8 +49,7 @@ def connect(
             line = f"begins with about {agent.own_tokens} tokens of its own, and {held}"
             print(f"talon: {name} {line}", file=sys.stderr)
         if print_ or not agent.command:
-            where = [f"# {agent.place}"] if agent.place else []
-            print("\n".join([*where, *agent.lines(server)]))
+            print("\n".join(agent.lines(server)))
         else:
             _start(agent, server, arguments or [])
 

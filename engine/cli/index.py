@@ -50,11 +50,9 @@ def build(
         typer.Option(help="Text, or JSON lines with `text` or, of an answer, `tokens`; also .xz or .gz; repeatable."),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the index; a killed build goes on there.")],
-    shard_tokens: Annotated[int, typer.Option(help="Tokens sorted at a time, 13 bytes each.", min=1000)] = 32_000_000,
     dense: Annotated[
         bool, typer.Option("--dense", help="Index what passages are about, not their every word.")
     ] = False,
-    passage_tokens: Annotated[int, typer.Option(help="Longest passage of a dense index.", min=8)] = 160,
 ) -> None:
     """Build a datastore or a dense index. Run again after a crash, it resumes where it stopped."""
     from rich.console import Console
@@ -69,22 +67,22 @@ def build(
             task = progress.add_task("build", total=None)
             words, report = find_tokenizer(folder), partial(progress.advance, task)
             if dense:
-                done = f"{_build_dense(folder, words, input, out, passage_tokens, report).passages:,} passages"
+                done = f"{_build_dense(folder, words, input, out, report).passages:,} passages"
             else:
-                shards = build_datastore(words, input, out, shard_tokens, report).shards
+                shards = build_datastore(words, input, out, report=report).shards
                 done = f"{sum(shard.tokens for shard in shards):,} tokens in {len(shards)} shards"
     typer.echo(f"{out}: {done}")
 
 
 def _build_dense(
-    target: Path, tokenizer: Any, inputs: list[Path], out: Path, passage_tokens: int, report: Callable[[int], None]
+    target: Path, tokenizer: Any, inputs: list[Path], out: Path, report: Callable[[int], None]
 ) -> DenseHeader:
     from drafters.heads.checkpoint import TargetWeights
     from drafters.heads.matrices import numbers
     from retrieval_index.dense_build import build_dense
 
     embedding = numbers(TargetWeights.read(str(target)).embedding).float().numpy()
-    return build_dense(tokenizer, embedding, inputs, out, passage_tokens, report)
+    return build_dense(tokenizer, embedding, inputs, out, report=report)
 
 
 @app.command()

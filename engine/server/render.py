@@ -342,7 +342,6 @@ def _metrics(results: Sequence[Result], ignored: list[str]) -> AnswerMetrics:
     rounds = [round_ for result in results for round_ in result.rounds[1:]]
     tokens = sum(len(result.token_ids) for result in results)
     longest_s = max(len(result.token_ids) / result.metrics.tokens_per_second for result in results)
-    drafted = speculative_decoding(rounds)
     return AnswerMetrics(
         rounds=len(rounds),
         mean_accepted_tokens=(tokens - len(results)) / len(rounds) if rounds else 0.0,
@@ -354,10 +353,5 @@ def _metrics(results: Sequence[Result], ignored: list[str]) -> AnswerMetrics:
         kv_type=results[0].metrics.kv_type,
         weights=results[0].metrics.weights,
         ignored=ignored,
-        speculative_decoding=SpeculativeDecoding(
-            drafts=drafted.drafts,
-            draft_tokens=drafted.draft_tokens,
-            accepted_tokens=drafted.accepted_tokens,
-            accepted_per_position=drafted.accepted_per_position,
-        ),
+        speculative_decoding=SpeculativeDecoding(**msgspec.structs.asdict(speculative_decoding(rounds))),
     )

@@ -50,7 +50,6 @@ def test_paths_with_a_dot_are_relative_to_the_file(tmp_path: Path) -> None:
         ({"heartbeat_timeout_s": float("inf")}, "heartbeat_timeout_s=inf: "),
         ({"tcp": {"endpoint": "tcp://127.0.0.1:0"}}, "tcp.endpoint='tcp://127.0.0.1:0': "),
         ({"start_timeout_s": 0.001}, "start_timeout_s=0.001: "),
-        ({"drafter": {"min_ngram": 5}}, "drafter.min_ngram=5: is above drafter.max_ngram=3"),
     ],
 )
 def test_a_wrong_key_or_value_is_told_in_one_line(values: dict[str, Any], told: str) -> None:

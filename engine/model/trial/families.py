@@ -138,9 +138,9 @@ def why_not_lean(family: Family) -> str:
 def table() -> str:
     """Return the families as a table of Markdown."""
     transformers.logging.set_verbosity_error()  # the sizes are small, and one family names a package that it lacks
-    rows = ["| family | safetensors | GGUF, by its `general.architecture` | beside |", "| --- | --- | --- | --- |"]
+    rows = ["| family | GGUF, by its `general.architecture` | beside |", "| --- | --- | --- |"]
     for family in FAMILIES:
         reason = why_not_lean(family)
         stored = ", ".join(f"`{name}`" for name in family.gguf) or "-"
-        rows.append(f"| {family.name} | {f'not lean: {reason}' if reason else 'lean'} | {stored} | {family.note} |")
+        rows.append(f"| {family.name} | {stored} | {f'not lean: {reason}' if reason else family.note} |")
     return "\n".join(rows)

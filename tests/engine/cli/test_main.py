@@ -100,7 +100,7 @@ WRONG = [
     ["--set", "model=/nowhere"],
     ["--method", "eagle3", "--set", "drafter.path=/nowhere"],
     ["--set", "verifier.draft_timeout_s=.inf"],
-    ["--set", "drafter.min_ngram=9", "--set", "drafter.max_ngram=3"],
+    ["--set", "transport=tcp"],
     ["--temperature", "-1"],
 ]
 RUN = """

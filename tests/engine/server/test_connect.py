@@ -140,10 +140,16 @@ def test_a_key_that_is_wrong_and_a_client_that_is_not_there_are_one_line(one_pla
     )
 
 
-def test_the_documentation_shows_every_clients_lines() -> None:
-    text = (ROOT / "docs" / "serving.md").read_text("utf8")
-    missing = {name: line for name, agent in AGENTS.items() for line in agent.lines(LOCAL) if line not in text}
-    assert missing == {}
+def test_the_documentation_names_every_client() -> None:
+    section = (ROOT / "docs" / "serving.md").read_text("utf8").partition("\n## Agents\n")[2].partition("\n```\n")[0]
+    assert [name for name in AGENTS if f"`{name}`" not in section] == []
+
+
+def test_a_clients_lines_begin_with_how_it_is_installed_and_where_settings_belong() -> None:
+    first, setting = AGENTS["continue"].lines(LOCAL)
+    assert first == "# npm install -g @continuedev/cli; ~/.continue/config.yaml, below models"
+    assert setting.startswith("- {name: Talon") and 'model: "coder"' in setting
+    assert AGENTS["codex"].lines(LOCAL)[0] == "# npm install -g @openai/codex"
 
 
 def test_a_hostile_name_stays_one_value_of_codexs_settings() -> None:
@@ -162,7 +168,7 @@ def test_a_hostile_name_stays_one_value_of_opencodes_settings() -> None:
 
 
 def test_a_hostile_name_stays_one_value_of_continues_settings() -> None:
-    [line] = AGENTS["continue"].lines(replace(LOCAL, model=HOSTILE))
+    _, line = AGENTS["continue"].lines(replace(LOCAL, model=HOSTILE))
     assert yaml.safe_load(line)[0]["model"] == HOSTILE and "{{" not in line
 
 
