@@ -6,14 +6,12 @@ processes leave what they compile in numba's cache.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import threading
 
 from drafters.registry import compile_kernels
 from engine.config import Config
-from engine.core.child_environment import child_environment
+from engine.core.child_environment import child_environment, end_with_parent
 
 
 def begin(config: Config) -> None:
@@ -33,15 +31,9 @@ def begin(config: Config) -> None:
     process.stdin.flush()
 
 
-def _exit_with_parent() -> None:
-    while os.read(0, 4096):
-        pass
-    os._exit(0)
-
-
 def main() -> None:
     config = Config.model_validate_json(sys.stdin.readline())
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    end_with_parent()
     import torch
 
     from engine.kernels.attention.attention import attention_kernels

@@ -10,12 +10,12 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from engine.core.child_environment import end_with_parent
 from engine.core.errors import TalonError, first_line
 from engine.files.lessons import LessonPlan, LessonReply
 
@@ -27,7 +27,7 @@ def main() -> None:
     _give_way()
     if not (line := sys.stdin.buffer.readline()):
         return
-    threading.Thread(target=_end_with_input, daemon=True).start()
+    end_with_parent()
     print(msgspec.json.encode(reply(msgspec.json.decode(line, type=LessonPlan))).decode(), flush=True)
 
 
@@ -53,12 +53,6 @@ def _give_way() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _end_with_input() -> None:
-    while os.read(0, 4096):
-        pass
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def test_it_compiles_attention_for_the_configured_types(
     compiled: list[tuple[torch.dtype, bool]] = []
     others: list[Config] = []
     monkeypatch.setattr("sys.stdin", io.StringIO(config.model_dump_json() + "\n"))
-    monkeypatch.setattr(compile_ahead, "_exit_with_parent", lambda: None)
+    monkeypatch.setattr(compile_ahead, "end_with_parent", lambda: None)
     monkeypatch.setattr(attention, "attention_kernels", lambda *types: compiled.append(types))
     monkeypatch.setattr(compile_ahead, "compile_kernels", others.append)
     compile_ahead.main()

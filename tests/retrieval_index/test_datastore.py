@@ -277,6 +277,7 @@ LIMITED = """
 import resource, signal, sys
 from engine.cli.index import app
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sys.dont_write_bytecode = True  # a module's file that is cut off would be read by the next process
 limit = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 app(sys.argv[2:])

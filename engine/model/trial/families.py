@@ -136,11 +136,13 @@ def why_not_lean(family: Family) -> str:
 
 
 def table() -> str:
-    """Return the families as a table of Markdown."""
+    """Return the families as a table of Markdown, and a sentence with those of which there is nothing else to say."""
     transformers.logging.set_verbosity_error()  # the sizes are small, and one family names a package that it lacks
-    rows = ["| family | GGUF, by its `general.architecture` | beside |", "| --- | --- | --- |"]
+    rows, plain = ["| family | GGUF, by its `general.architecture` | beside |", "| --- | --- | --- |"], []
     for family in FAMILIES:
-        reason = why_not_lean(family)
-        stored = ", ".join(f"`{name}`" for name in family.gguf) or "-"
-        rows.append(f"| {family.name} | {stored} | {f'not lean: {reason}' if reason else family.note} |")
-    return "\n".join(rows)
+        note = f"not lean: {reason}" if (reason := why_not_lean(family)) else family.note
+        if family.gguf or note:
+            rows.append(f"| {family.name} | {', '.join(f'`{name}`' for name in family.gguf) or '-'} | {note} |")
+        else:
+            plain.append(family.name)
+    return "\n".join([*rows, "", f"From safetensors alone: {'; '.join(plain)}."])

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from engine.server.body import Body, Ignored
+from engine.server.schema import TextFormat
 from engine.server.tools.schema import AskedFunction, ToolName
 
 
@@ -17,12 +18,6 @@ class FunctionTool(AskedFunction):
     allowed_callers: Ignored = False
     defer_loading: Ignored = False
     output_schema: Ignored = False
-
-
-class FreeText(Body):
-    """Any text."""
-
-    type: Literal["text"]
 
 
 class GrammarText(Body):
@@ -39,7 +34,7 @@ class CustomTool(Body):
     type: Literal["custom"]
     name: ToolName
     description: str | None = None
-    format: Annotated[FreeText | GrammarText, Field(discriminator="type")] | None = None
+    format: Annotated[TextFormat | GrammarText, Field(discriminator="type")] | None = None
     allowed_callers: Ignored = False
     defer_loading: Ignored = False
 

@@ -39,8 +39,12 @@ def hybrid(path: Path, target: TargetWeights, text: list[int] = TEXT) -> HybridD
     return drafter
 
 
-def test_its_tree_holds_what_the_head_and_what_the_text_suggest(tmp_path: Path, target: TargetWeights) -> None:
-    drafter = hybrid(tmp_path, target)
+@pytest.fixture
+def drafter(tmp_path: Path, target: TargetWeights) -> HybridDrafter:
+    return hybrid(tmp_path, target)
+
+
+def test_its_tree_holds_what_the_head_and_what_the_text_suggest(drafter: HybridDrafter) -> None:
     tree = drafter.propose(1).validate(VOCAB)
     model = drafter.head.propose(1)
     assert tree.child(0, 8) is not None  # what followed 5 6 7 in the text
@@ -48,8 +52,7 @@ def test_its_tree_holds_what_the_head_and_what_the_text_suggest(tmp_path: Path, 
     assert len(tree) <= 24
 
 
-def test_the_head_drafts_on_below_a_retrieved_node(tmp_path: Path, target: TargetWeights) -> None:
-    drafter = hybrid(tmp_path, target)
+def test_the_head_drafts_on_below_a_retrieved_node(drafter: HybridDrafter) -> None:
     tree = drafter.propose(1)
     retrieved = tree.child(0, 8)
     assert retrieved is not None
@@ -57,8 +60,8 @@ def test_the_head_drafts_on_below_a_retrieved_node(tmp_path: Path, target: Targe
     assert continued
 
 
-def test_a_node_of_the_index_is_marked_as_such(tmp_path: Path, target: TargetWeights) -> None:
-    tree = hybrid(tmp_path, target).propose(1)
+def test_a_node_of_the_index_is_marked_as_such(drafter: HybridDrafter) -> None:
+    tree = drafter.propose(1)
     assert tree.source[0] == 0 and tree.source[tree.child(0, 8)] & source_of("suffix")
     assert (tree.source[1:] > 0).all()
 
@@ -69,15 +72,13 @@ def test_before_the_first_features_retrieval_drafts_alone(tmp_path: Path, target
     assert drafter.propose(1).child(0, 8) is not None
 
 
-def test_an_outcome_asked_about_leaves_no_trace(tmp_path: Path, target: TargetWeights) -> None:
-    drafter = hybrid(tmp_path, target)
+def test_an_outcome_asked_about_leaves_no_trace(drafter: HybridDrafter) -> None:
     before = drafter.propose(1)
     assert [tree.tokens[0] for tree in drafter.propose_many([(1, [3]), (1, [4, 5])])] == [3, 5]
     assert drafter.propose(1).tokens.tolist() == before.tokens.tolist()
 
 
-def test_a_step_that_costs_more_than_it_can_bring_is_left_to_retrieval(tmp_path: Path, target: TargetWeights) -> None:
-    drafter = hybrid(tmp_path, target)
+def test_a_step_that_costs_more_than_it_can_bring_is_left_to_retrieval(drafter: HybridDrafter) -> None:
     drafter._token_s = 1e-9
     steps = drafter.head.steps
     tree = drafter.propose(1)
@@ -85,9 +86,7 @@ def test_a_step_that_costs_more_than_it_can_bring_is_left_to_retrieval(tmp_path:
     assert tree.child(tree.child(0, 8) or 0, 9) is not None  # the text goes on: 8 9
 
 
-def test_a_head_that_is_to_rest_drafts_no_more_until_it_may_again(tmp_path: Path, target: TargetWeights) -> None:
-    drafter = hybrid(tmp_path, target)
-
+def test_a_head_that_is_to_rest_drafts_no_more_until_it_may_again(drafter: HybridDrafter) -> None:
     def steps_after(rest: bool) -> int:
         tree, steps = drafter.propose(1), drafter.head.steps
         features = bfloat16_bits(true_features(1, "eagle3"))
@@ -99,8 +98,7 @@ def test_a_head_that_is_to_rest_drafts_no_more_until_it_may_again(tmp_path: Path
     assert drafter.rests
 
 
-def test_the_more_requests_share_a_step_the_less_it_has_to_bring(tmp_path: Path, target: TargetWeights) -> None:
-    drafter = hybrid(tmp_path, target)
+def test_the_more_requests_share_a_step_the_less_it_has_to_bring(drafter: HybridDrafter) -> None:
     features = bfloat16_bits(true_features(len(TEXT) - 1, "eagle3"))
     drafter.start(2, TEXT[:-1], SamplingParams(max_tokens=160))
     drafter.observe(2, Verdict(TokenTree.root_only(TEXT[-2]), [0], TEXT[-1:], features, token_s=1.0))
@@ -218,10 +216,7 @@ def test_what_retrieval_alone_would_have_had_verified_stays_in_the_tree_without_
     assert marked.source.tolist() == [0, suffix, head, suffix, suffix]
 
 
-def test_with_these_nodes_too_a_tree_fits_the_budget_and_the_likelier_nodes_stay(
-    tmp_path: Path, target: TargetWeights
-) -> None:
-    drafter = hybrid(tmp_path, target)
+def test_with_these_nodes_too_a_tree_fits_the_budget_and_the_likelier_nodes_stay(drafter: HybridDrafter) -> None:
     grown, drafter.budget = drafter.propose(1), 3
     chain = TokenTree.chain(int(grown.tokens[0]), [9, 9, 9], [0.9, 0.8, 0.7]).marked(source_of("suffix"))
     (tree,) = drafter._merged([chain], {0: grown})
@@ -229,25 +224,23 @@ def test_with_these_nodes_too_a_tree_fits_the_budget_and_the_likelier_nodes_stay
 
 
 def test_what_is_retrievals_alone_is_marked_where_the_head_has_drafted_for_another_outcome(
-    tmp_path: Path, target: TargetWeights
+    drafter: HybridDrafter,
 ) -> None:
-    drafter = hybrid(tmp_path, target)
     drafter._row_tokens = 0.5
     chain = TokenTree.chain(5, [6, 7], [0.9, 0.2]).marked(source_of("suffix"))
     (tree,) = drafter._merged([chain], {})
     assert tree.source.tolist() == [0, source_of("suffix"), source_of("suffix") | source_of("eagle3")]
 
 
-def test_a_tree_that_has_just_begun_does_not_replace_retrievals(tmp_path: Path, target: TargetWeights) -> None:
-    def offers(drafter: HybridDrafter) -> list[TokenTree]:
+def test_a_tree_that_has_just_begun_does_not_replace_retrievals(drafter: HybridDrafter) -> None:
+    def offers() -> list[TokenTree]:
         offered: list[TokenTree] = []
         drafter.propose_many([(1, ())], lambda so_far: offered.append(so_far()[0]))
         return offered
 
-    long = hybrid(tmp_path, target)
-    assert {tuple(tree.tokens.tolist()) for tree in offers(long)} == {tuple(long._retrieve(1, ()).tokens.tolist())}
-    long.memories = []
-    sizes = [len(tree) for tree in offers(long)]
+    assert {tuple(tree.tokens.tolist()) for tree in offers()} == {tuple(drafter._retrieve(1, ()).tokens.tolist())}
+    drafter.memories = []
+    sizes = [len(tree) for tree in offers()]
     assert sizes[0] == 1 and sizes[1] > 1 and sizes == sorted(sizes)
 
 
@@ -259,8 +252,7 @@ def test_what_several_memories_retrieve_together_fits_the_budget(tmp_path: Path,
     assert len(drafter.propose(1).validate(VOCAB)) == 6
 
 
-def test_a_head_alone_drafts_nothing_while_it_rests(tmp_path: Path, target: TargetWeights) -> None:
-    drafter = hybrid(tmp_path, target)
+def test_a_head_alone_drafts_nothing_while_it_rests(drafter: HybridDrafter) -> None:
     drafter.memories = []
     assert len(drafter.propose(1)) > 1
     drafter.observe(1, Verdict(TokenTree.root_only(TEXT[-1]), [0], [3], rest=True, token_s=1e6))
@@ -272,9 +264,8 @@ def test_a_head_alone_drafts_nothing_while_it_rests(tmp_path: Path, target: Targ
 
 
 def test_a_head_that_is_told_to_draft_does_so_where_retrieval_is_unsure_whatever_it_has_learned(
-    tmp_path: Path, target: TargetWeights
+    drafter: HybridDrafter,
 ) -> None:
-    drafter = hybrid(tmp_path, target)
     drafter._step_s = 1e6
     drafter._rescues.observe(1, 0, 1e6)
     drafter.propose(1)
@@ -284,10 +275,7 @@ def test_a_head_that_is_told_to_draft_does_so_where_retrieval_is_unsure_whatever
     assert drafter.head.steps
 
 
-def test_each_request_learns_for_itself_and_the_next_begins_with_what_all_have(
-    tmp_path: Path, target: TargetWeights
-) -> None:
-    drafter = hybrid(tmp_path, target)
+def test_each_request_learns_for_itself_and_the_next_begins_with_what_all_have(drafter: HybridDrafter) -> None:
     before, tree = drafter._rescues.expected(1), drafter.propose(1)
     unforeseen = next(t for t in range(VOCAB) if tree.child(0, t) is None)
     after = rescue_after(drafter, tree, [0], [unforeseen])
@@ -321,8 +309,7 @@ def test_merged_candidates_are_both_sides_best_first_and_no_more_than_certain(
     assert probs == sorted(probs, reverse=True) and sum(probs) <= 1 + 1e-6
 
 
-def test_a_verdict_that_the_head_cannot_digest_is_not_kept_for_ever(tmp_path: Path, target: TargetWeights) -> None:
-    drafter = hybrid(tmp_path, target)
+def test_a_verdict_that_the_head_cannot_digest_is_not_kept_for_ever(drafter: HybridDrafter) -> None:
     drafter.settle()
     tree = drafter.propose(1)
     drafter.observe(1, Verdict(tree, [0], [3], np.zeros((1, 3, 5), np.uint16)))
@@ -333,10 +320,7 @@ def test_a_verdict_that_the_head_cannot_digest_is_not_kept_for_ever(tmp_path: Pa
     drafter.finish(1)
 
 
-def test_a_request_ends_whatever_others_left_to_read(
-    tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafter = hybrid(tmp_path, target)
+def test_a_request_ends_whatever_others_left_to_read(drafter: HybridDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter.settle()
     drafter.start(2, TEXT, SamplingParams())
     monkeypatch.setattr(drafter.head, "observe", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))

@@ -17,6 +17,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from drafters.training.run import train
+from drafters.training.score import Score
 from tests.drafters.conftest import LAYERS, LLAMA, VOCAB
 
 METHODS = ["block", "eagle", "eagle3", "medusa", "hydra", "sps"]
@@ -25,6 +27,7 @@ SMALL: dict[str, Any] = {
     "lr": 3e-3, "warmup": 2, "heads": 3, "blocks": 2, "unroll": 2,
     "hidden_size": 16, "attention_heads": 2, "evaluate_every": 3, "anchors": 5, "markov_rank": 8,
 }  # fmt: skip
+Training = Callable[..., Score]
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,16 @@ def recipe(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def trained(chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path) -> Training:
+    """Train a head for the target into a folder of the test's own, with changes of the small recipe."""
+
+    def run(method: str, out: str = "head", prompts: Path = data, plan: Any = (), **options: Any) -> Score:
+        return train(method, str(chatty), prompts, tmp_path / out, recipe(method, **dict(plan)), **options)
+
+    return run
 
 
 def weights(out: Path) -> dict[str, Tensor]:

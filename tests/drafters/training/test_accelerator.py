@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from drafters.training.build import build
 from drafters.training.cli import app
 from drafters.training.features import FeatureSource, KeptFeatures
 from drafters.training.recipe import Recipe
-from drafters.training.run import train
 from drafters.training.score import Score
 from drafters.training.target import chat, generate, load_target
 from drafters.training.trainer import Trainer
@@ -34,7 +32,7 @@ from engine.files.answer_rows import AnswerRow, open_answers
 from engine.files.json_lines import json_lines
 from engine.files.prompt_file import read_prompts
 from tests.drafters.conftest import VOCAB
-from tests.drafters.training.conftest import SMALL
+from tests.drafters.training.conftest import SMALL, Training
 
 
 def answers_of(target: Path, data: Path, out: Path, *options: str) -> list[AnswerRow]:
@@ -46,7 +44,7 @@ def answers_of(target: Path, data: Path, out: Path, *options: str) -> list[Answe
 
 
 def test_answers_in_batches_are_rows_of_talon_answer_and_are_what_a_head_learns_from(
-    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chatty: Path, data: Path, trained: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "answers.jsonl"
     rows = answers_of(chatty, data, out, "--batch", "5")
@@ -56,7 +54,7 @@ def test_answers_in_batches_are_rows_of_talon_answer_and_are_what_a_head_learns_
     assert all((row.finish_reason == "eos") == (row.tokens[-1] == 3) for row in rows)
     monkeypatch.setattr(answers_module, "generate", None)  # not called
     assert answers_of(chatty, data, out) == rows
-    train("medusa", str(chatty), out, tmp_path / "head", recipe("medusa"))
+    trained("medusa", prompts=out)
 
 
 def test_no_batch_of_answers_is_begun_after_the_time_is_up(
@@ -92,7 +90,7 @@ def test_a_batch_that_does_not_fit_the_memory_is_halved(chatty: Path, monkeypatc
 
 
 def test_prompts_are_answered_together_with_others_of_their_length(
-    chatty: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = tmp_path / "prompts.jsonl"
     data.write_text(
@@ -105,7 +103,7 @@ def test_prompts_are_answered_together_with_others_of_their_length(
         return generate(model, batch, *rest, **options)
 
     monkeypatch.setattr("drafters.training.answers.generate", noted)
-    train("medusa", str(chatty), data, tmp_path / "head", recipe("medusa"))
+    trained("medusa", prompts=data)
     assert sorted(batches) == [[3] * 3 + [4], [4] * 2 + [5] * 2, [5] + [6] * 3]
 
 
@@ -169,10 +167,10 @@ def test_a_run_of_a_given_time_ends_with_it_and_its_learning_rate_falls_to_the_e
 
 @pytest.mark.parametrize(("method", "head"), [("block", BlockHead), ("eagle3", Eagle3Head)])
 def test_a_head_in_codes_of_8_bits_takes_half_the_bytes_and_is_the_same_but_for_rounding(
-    method: str, head: Any, chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
+    method: str, head: Any, chatty: Path, trained: Training, tmp_path: Path
 ) -> None:
     for bits in (16, 8):
-        train(method, str(chatty), data, tmp_path / str(bits), recipe(method, stored_bits=bits, markov_rank=32))
+        trained(method, str(bits), plan={"stored_bits": bits, "markov_rank": 32})
     files = [tmp_path / name / "model.safetensors" for name in ("16", "8")]
     whole, codes = (sum(t.nbytes for name, t in load_file(file).items() if "norm" not in name) for file in files)
     assert codes < 0.65 * whole
@@ -182,15 +180,13 @@ def test_a_head_in_codes_of_8_bits_takes_half_the_bytes_and_is_the_same_but_for_
         if tensor.is_floating_point():
             torch.testing.assert_close(coded_[name], tensor, atol=0.01 * float(tensor.abs().max()), rtol=0)
     head.load(str(tmp_path / "8"), TargetWeights.read(str(chatty)))
-    train(method, str(chatty), data, tmp_path / "on", recipe(method, markov_rank=32), start=tmp_path / "8")
+    trained(method, "on", plan={"markov_rank": 32}, start=tmp_path / "8")
 
 
-def test_codes_that_do_not_match_their_scales_are_refused(
-    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_codes_that_do_not_match_their_scales_are_refused(trained: Training, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    train("eagle3", str(chatty), data, tmp_path / "head", recipe("eagle3", stored_bits=8))
+    trained("eagle3", plan={"stored_bits": 8})
     file = tmp_path / "head" / "model.safetensors"
     stored = load_file(file)
     for wrong, told in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,34 +15,25 @@ from drafters.training.cli import app
 from drafters.training.features import KeptFeatures
 from drafters.training.loss import Teacher, vocabulary_loss
 from drafters.training.recipe import Recipe
-from drafters.training.run import train
 from drafters.training.trainer import Trainer, states_read
 from tests.drafters.conftest import VOCAB
-from tests.drafters.training.conftest import METHODS, SMALL
+from tests.drafters.training.conftest import METHODS, SMALL, Training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_head_is_trained_on_a_gpu(
-    method: str, chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
-) -> None:
-    train(method, str(chatty), data, tmp_path / "head", recipe(method), device="cuda")
+def test_a_head_is_trained_on_a_gpu(method: str, trained: Training, tmp_path: Path) -> None:
+    trained(method, device="cuda")
     assert (tmp_path / "head" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("method", ["block", "eagle3"])
 def test_a_head_is_trained_on_a_gpu_that_has_no_room_for_the_features(
-    method: str,
-    chatty: Path,
-    data: Path,
-    recipe: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    method: str, trained: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drafters.training.run.room_for", lambda *_: False)
-    plan = recipe(method, stored_bits=8, markov_rank=32)
-    train(method, str(chatty), data, tmp_path / "head", plan, device="cuda", minutes=0.05)
+    trained(method, plan={"stored_bits": 8, "markov_rank": 32}, device="cuda", minutes=0.05)
     assert (tmp_path / "head" / "config.json").is_file()
 
 

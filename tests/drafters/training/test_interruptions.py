@@ -24,13 +24,13 @@ from drafters.training.run import train
 from engine.core.errors import ConfigError, ModelError
 from engine.files.prompt_file import read_prompts
 from tests.drafters.conftest import LLAMA
-from tests.drafters.training.conftest import METHODS, weights
+from tests.drafters.training.conftest import METHODS, Training, weights
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_intact(
-    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, plan = tmp_path / "head", recipe("medusa")
+    out = tmp_path / "head"
     saved, fsync = [], answers_module.os.fsync
 
     def full(descriptor: int) -> None:
@@ -41,16 +41,17 @@ def test_a_full_disk_leaves_the_last_checkpoint_intact(
 
     with monkeypatch.context() as patch, pytest.raises(ModelError, match=r"No space left.*--resume"):
         patch.setattr("os.fsync", full)
-        train("medusa", str(chatty), data, out, plan, save_minutes=0)
+        trained("medusa", save_minutes=0)
     assert torch.load(out / "training" / "state.pt", weights_only=True)["step"] == 2
     assert [file.name for file in (out / "training").iterdir()] == ["state.pt"]
-    train("medusa", str(chatty), data, out, plan, resume=True)
+    trained("medusa", resume=True)
 
 
 LIMITED = """
 import resource, signal, sys
 from drafters.training.cli import app
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sys.dont_write_bytecode = True  # a module's file that is cut off would be read by the next process
 limit = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 app(sys.argv[2:])
@@ -79,28 +80,23 @@ def test_a_disk_that_fills_in_the_middle_of_a_file_is_one_line_and_the_run_goes_
     assert all(torch.equal(torn[name], whole[name]) for name in whole)
 
 
-def test_a_folder_with_a_run_in_it_is_not_overwritten(
-    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
-) -> None:
-    out, plan = tmp_path / "head", recipe("medusa")
-    train("medusa", str(chatty), data, out, plan)
+def test_a_folder_with_a_run_in_it_is_not_overwritten(trained: Training, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    trained("medusa")
     before = weights(out)
     with pytest.raises(ConfigError, match=r"out=.*holds a run already: go on with --resume"):
-        train("medusa", str(chatty), data, out, plan)
+        trained("medusa")
     assert all(torch.equal(tensor, weights(out)[name]) for name, tensor in before.items())
 
 
-def test_answers_that_can_be_kept_nowhere_or_are_damaged_are_one_line(
-    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
-) -> None:
-    plan = recipe("medusa")
+def test_answers_that_can_be_kept_nowhere_or_are_damaged_are_one_line(trained: Training, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"answers=.*cannot be written"):
-        train("medusa", str(chatty), data, tmp_path / "head", plan, answers=Path("/dev/full/answers"))
-    train("medusa", str(chatty), data, tmp_path / "head", plan)
+        trained("medusa", answers=Path("/dev/full/answers"))
+    trained("medusa")
     cache = next((tmp_path / "answers").glob("answers-*"))
     cache.write_bytes(b"\x00junk\n" + cache.read_bytes())
     with pytest.raises(ConfigError, match=r"answers-.*is no file of answers \(line 1: "):
-        train("medusa", str(chatty), data, tmp_path / "other", plan)
+        trained("medusa", "other")
 
 
 @pytest.mark.parametrize(
@@ -114,21 +110,19 @@ def test_answers_that_can_be_kept_nowhere_or_are_damaged_are_one_line(
     ],
 )
 def test_a_file_that_is_no_training_data_is_refused(
-    content: str, message: str, chatty: Path, recipe: Callable[..., Path], tmp_path: Path
+    content: str, message: str, trained: Training, tmp_path: Path
 ) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(content)
     with pytest.raises(ConfigError, match=message):
-        train("medusa", str(chatty), file, tmp_path / "head", recipe("medusa"))
+        trained("medusa", prompts=file)
 
 
-def test_a_missing_file_and_a_broken_archive_are_refused(
-    chatty: Path, recipe: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_missing_file_and_a_broken_archive_are_refused(trained: Training, tmp_path: Path) -> None:
     (tmp_path / "x.xz").write_bytes(b"no archive")
     for name in ("nowhere.jsonl", "x.xz"):
         with pytest.raises(ConfigError, match="cannot be read"):
-            train("medusa", str(chatty), tmp_path / name, tmp_path / "head", recipe("medusa"))
+            trained("medusa", prompts=tmp_path / name)
 
 
 def test_a_target_without_the_wanted_layers_is_refused_before_work_starts(
@@ -144,41 +138,36 @@ def test_a_target_without_the_wanted_layers_is_refused_before_work_starts(
 
 
 def test_resuming_before_the_first_checkpoint_begins_and_needs_the_same_recipe_after_it(
-    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
+    data: Path, trained: Training, tmp_path: Path
 ) -> None:
-    out = tmp_path / "head"
     said = Console(record=True, width=200)
-    train("medusa", str(chatty), data, out, recipe("medusa"), resume=True, console=said)
-    assert "holds no checkpoint yet" in said.export_text() and (out / "training" / "state.pt").is_file()
+    trained("medusa", resume=True, console=said)
+    assert "holds no checkpoint yet" in said.export_text() and (tmp_path / "head/training/state.pt").is_file()
     with pytest.raises(ConfigError, match="another recipe"):
-        train("medusa", str(chatty), data, out, recipe("medusa", lr=0.5), resume=True)
+        trained("medusa", plan={"lr": 0.5}, resume=True)
     fewer = tmp_path / "fewer.jsonl"
     fewer.write_text("".join(json.dumps({"prompt": row.prompt}) + "\n" for row in [*read_prompts(data, "data")][:-1]))
     with pytest.raises(ConfigError, match="other data"):
-        train("medusa", str(chatty), fewer, out, recipe("medusa"), resume=True)
+        trained("medusa", prompts=fewer, resume=True)
 
 
-def test_two_trainings_do_not_answer_into_one_file(
-    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_trainings_do_not_answer_into_one_file(trained: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     def meanwhile(*rest: Any) -> Any:
         monkeypatch.undo()
         with pytest.raises(ConfigError, match="another run is making them"):
-            train("medusa", str(chatty), data, tmp_path / "other", recipe("medusa"))
+            trained("medusa", "other")
         return generate(*rest)
 
     generate = answers_module.generate
     monkeypatch.setattr(answers_module, "generate", meanwhile)
-    train("medusa", str(chatty), data, tmp_path / "head", recipe("medusa"))
-    train("medusa", str(chatty), data, tmp_path / "other", recipe("medusa"))
+    trained("medusa")
+    trained("medusa", "other")
 
 
-def test_without_a_terminal_stages_say_how_far_they_are(
-    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_terminal_stages_say_how_far_they_are(trained: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafters.training.progress._SAID_S", 0.0)
     said = Console(record=True, width=200, force_terminal=False)
-    train("medusa", str(chatty), data, tmp_path / "head", recipe("medusa"), console=said)
+    trained("medusa", console=said)
     text = said.export_text()
     assert "answering: " in text and "training: 1 of " in text and "--method medusa --set drafter.path=" in text
 
@@ -200,3 +189,12 @@ def test_the_command_prints_one_line_on_bad_input(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["medusa", "--target", missing, "--data", missing, "--out", str(tmp_path / "o")])
     assert result.exit_code == 2
     assert result.output.count("\n") == 1 and result.output.startswith("talon: target=")
+
+
+def test_a_command_that_is_interrupted_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("drafters.training.run.train", interrupted)
+    result = CliRunner().invoke(app, ["medusa", "--target", "t", "--data", "d", "--out", str(tmp_path)])
+    assert (result.exit_code, result.output) == (130, "stopped; --resume goes on from the last checkpoint\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from drafters.training.features import FeatureSource, KeptFeatures, kept_states
 from drafters.training.head_module import Texts
 from drafters.training.loss import Teacher, vocabulary_loss
 from drafters.training.recipe import Recipe
-from drafters.training.run import export, train
+from drafters.training.run import export
 from drafters.training.score import Score
 from drafters.training.target import load_target
 from drafters.training.trainer import Trainer, draft_vocabulary, held_apart
@@ -43,7 +42,7 @@ from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model.runner import bfloat16_bits
 from tests.drafters.conftest import LAYERS, LLAMA, VOCAB
-from tests.drafters.training.conftest import METHODS, SMALL, weights
+from tests.drafters.training.conftest import METHODS, SMALL, Training, weights
 
 LOADERS = {
     "block": BlockHead,
@@ -57,24 +56,19 @@ LOADERS = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_trained_head_loads_from_the_public_layout(
-    method: str, chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path
+    method: str, chatty: Path, trained: Training, tmp_path: Path
 ) -> None:
-    score = train(method, str(chatty), data, tmp_path / "head", recipe(method))
+    score = trained(method)
     assert len(score.count) == {"block": 2, "eagle": 5, "eagle3": 5, "medusa": 3, "hydra": 3, "sps": 1}[method]
     LOADERS[method].load(str(tmp_path / "head"), TargetWeights.read(str(chatty)))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_that_was_killed_and_resumed_ends_with_the_same_weights(
-    method: str,
-    chatty: Path,
-    data: Path,
-    recipe: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    method: str, trained: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = recipe(method, feature_noise=0.1, known_share=0.5)
-    train(method, str(chatty), data, tmp_path / "whole", plan)
+    plan = {"feature_noise": 0.1, "known_share": 0.5}
+    trained(method, "whole", plan=plan)
     step, calls = Trainer.train_step, []
 
     def dies(self: Trainer) -> Any:
@@ -85,17 +79,17 @@ def test_a_run_that_was_killed_and_resumed_ends_with_the_same_weights(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Trainer, "train_step", dies)
-        train(method, str(chatty), data, tmp_path / "cut", plan, save_minutes=0)
-    train(method, str(chatty), data, tmp_path / "cut", plan, resume=True)
+        trained(method, "cut", plan=plan, save_minutes=0)
+    trained(method, "cut", plan=plan, resume=True)
     whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
     assert whole.keys() == cut.keys()
     assert all(whole[name].equal(cut[name]) for name in whole)
 
 
 def test_answers_are_generated_once_and_a_cut_off_line_is_generated_again(
-    chatty: Path, data: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train("medusa", str(chatty), data, tmp_path / "one", recipe("medusa"))
+    trained("medusa", "one")
     [cache] = (tmp_path / "answers").glob("answers-*")
     complete = cache.read_bytes()
     lines = complete.splitlines(keepends=True)
@@ -107,7 +101,7 @@ def test_answers_are_generated_once_and_a_cut_off_line_is_generated_again(
         "generate",
         lambda model, batch, *rest, **kw: generated.append(len(batch)) or generate(model, batch, *rest, **kw),
     )
-    train("hydra", str(chatty), data, tmp_path / "two", recipe("hydra"))
+    trained("hydra", "two")
     assert generated == [4]  # of twelve prompts eight were left
     assert sorted(cache.read_bytes().splitlines()) == sorted(complete.splitlines())
 
@@ -264,19 +258,19 @@ def test_features_kept_on_disk_are_those_computed_anew(copying: tuple[Any, list[
 
 
 def test_prompts_that_come_with_their_answers_are_not_asked(
-    chatty: Path, recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = tmp_path / "answered.jsonl"
     rows = [{"prompt": f"w{4 + i} w{9 + i}", "tokens": [20 + i, 21 + i, 22 + i, 3]} for i in range(8)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(answers_module, "generate", None)  # not called
-    train("medusa", str(chatty), data, tmp_path / "head", recipe("medusa"))
+    trained("medusa", prompts=data)
     card = json.loads((tmp_path / "head" / "training.json").read_text())
     assert card["drafts_seen"] > 0 and len(card["held_out_acceptance_by_position"]) == 3
     rows[3]["tokens"] = [VOCAB]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ConfigError, match="are not ids of this target"):
-        train("medusa", str(chatty), data, tmp_path / "other", recipe("medusa"))
+        trained("medusa", "other", prompts=data)
 
 
 def test_a_prompt_that_comes_with_its_tokens_is_taken_as_it_is(chatty: Path, tmp_path: Path) -> None:
@@ -315,20 +309,14 @@ def test_the_loss_and_its_gradients_are_those_written_out_in_full() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_training_and_drafting_run_in_bfloat16_where_the_hardware_has_it(
-    method: str,
-    chatty: Path,
-    data: Path,
-    recipe: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    method: str, chatty: Path, trained: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Emulated here: the types must fit together, the speed is the hardware's business."""
     for module in ("drafters.training.target", "drafters.training.trainer"):
         monkeypatch.setattr(f"{module}.has_native_bfloat16", lambda: True)
     monkeypatch.setattr("drafters.heads.layers.multiplies", lambda dtype: True)
-    out = tmp_path / "head"
-    train(method, str(chatty), data, out, recipe(method, steps=2))
-    head = LOADERS[method].load(str(out), TargetWeights.read(str(chatty)))
+    trained(method, plan={"steps": 2})
+    head = LOADERS[method].load(str(tmp_path / "head"), TargetWeights.read(str(chatty)))
     drafter = HeadDrafter(head, Adaptive(budget=12, top_k=4))
     drafter.start(1, [4, 5, 6], SamplingParams(temperature=1.0))
     features = bfloat16_bits(torch.randn(3, len(head.feature_layers), 32))

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import TypeAdapter, ValidationError
 
 from engine.core.errors import EngineClosed, NotANumber, ProtocolError, QueueFull, RequestError, TalonError, WorkerDied
+from engine.server.answers import ErrorDetail
 from engine.server.errors import api_error
 from engine.server.schema import ChatRequest, CompletionRequest
 
 HI = [{"role": "user", "content": "hi"}]
 HALF = "\ud83d"
+
+
+def refusal(kind: Any, fields: dict[str, Any]) -> ErrorDetail:
+    """What a client is told of a body with these fields."""
+    with pytest.raises(ValidationError) as wrong:
+        TypeAdapter(kind).validate_python({"model": "m"} | fields)
+    errors = [error | {"loc": ("body", *error["loc"])} for error in wrong.value.errors()]
+    return api_error(RequestValidationError(errors)).body.error
+
+
+def chat_refusal(fields: dict[str, Any]) -> ErrorDetail:
+    return refusal(ChatRequest, {"messages": HI} | fields)
 
 
 @pytest.mark.parametrize(
@@ -72,10 +87,7 @@ def test_of_what_nobody_expected_a_client_learns_nothing(error: Exception) -> No
     ],
 )  # fmt: skip
 def test_wrong_fields_are_named_by_their_path(fields: dict[str, object], param: str) -> None:
-    with pytest.raises(ValidationError) as wrong:
-        TypeAdapter(ChatRequest).validate_python({"model": "m", "messages": HI} | fields)
-    errors = [error | {"loc": ("body", *error["loc"])} for error in wrong.value.errors()]
-    assert api_error(RequestValidationError(errors)).param == param
+    assert chat_refusal(fields).param == param
 
 
 @pytest.mark.parametrize(
@@ -97,10 +109,7 @@ def test_wrong_fields_are_named_by_their_path(fields: dict[str, object], param: 
     ],
 )
 def test_what_is_wrong_is_said_without_the_names_of_a_library(fields: dict[str, object], said: str) -> None:
-    with pytest.raises(ValidationError) as wrong:
-        TypeAdapter(ChatRequest).validate_python({"model": "m", "messages": HI} | fields)
-    errors = [error | {"loc": ("body", *error["loc"])} for error in wrong.value.errors()]
-    assert str(api_error(RequestValidationError(errors))).startswith(said)
+    assert chat_refusal(fields).message.startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -118,10 +127,7 @@ def test_what_is_wrong_is_said_without_the_names_of_a_library(fields: dict[str, 
     ],
 )  # fmt: skip
 def test_half_a_character_is_refused_by_the_field_it_is_in(fields: dict[str, object], param: str) -> None:
-    with pytest.raises(ValidationError) as wrong:
-        ChatRequest.model_validate({"model": "m", "messages": HI} | fields)
-    errors = [error | {"loc": ("body", *error["loc"])} for error in wrong.value.errors()]
-    told = api_error(RequestValidationError(errors)).body.error
+    told = chat_refusal(fields)
     assert told.param == param and told.message.startswith(f"{param}: holds half a character")
 
 
@@ -145,18 +151,13 @@ def test_half_a_character_is_no_prompt(prompt: object) -> None:
     ],
 )  # fmt: skip
 def test_of_a_wrong_prompt_the_client_learns_what_a_prompt_is(prompt: object, said: str) -> None:
-    with pytest.raises(ValidationError) as wrong:
-        CompletionRequest.model_validate({"model": "m", "prompt": prompt})
-    errors = [error | {"loc": ("body", *error["loc"])} for error in wrong.value.errors()]
-    told = api_error(RequestValidationError(errors)).body.error
+    told = refusal(CompletionRequest, {"prompt": prompt})
     assert told.param == "prompt" and told.message.startswith(f"prompt: {said}")
 
 
 def test_a_field_whose_name_begins_like_the_prompts_is_another() -> None:
-    with pytest.raises(ValidationError) as wrong:
-        CompletionRequest.model_validate({"model": "m", "prompt": "a", "prompt_logprobs": "x", "temperature": -1})
-    errors = [error | {"loc": ("body", *error["loc"])} for error in wrong.value.errors()]
-    assert api_error(RequestValidationError(errors)).param in ("prompt_logprobs", "temperature")
+    told = refusal(CompletionRequest, {"prompt": "a", "prompt_logprobs": "x", "temperature": -1})
+    assert told.param in ("prompt_logprobs", "temperature")
 
 
 def test_what_asks_for_nothing_is_let_through() -> None:
