@@ -78,7 +78,11 @@ class InfillRenderer:
             "prompt": self._vocabulary.texts(self._wanted.prompt),
             "has_new_line": "\n" in content,
             "truncated": False,
-            "stop_type": "word" if result.stop_text else _REASONS[result.finish_reason] if self._body.n_predict else "limit",
+            "stop_type": "word"
+            if result.stop_text
+            else _REASONS[result.finish_reason]
+            if self._body.n_predict
+            else "limit",
             "stopping_word": result.stop_text,
             "timings": timings(result).model_dump(),
         }
