@@ -64,8 +64,8 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """A finished answer. finish_reason: "eos", "length" or "stop"; stop_text: the stop text that ended it, "" if none did.
-    rounds: what each round emitted and cost.
+    """A finished answer. finish_reason: "eos", "length" or "stop". stop_text: the stop text that ended it, "" if none
+    did. rounds: what each round emitted and cost.
 
     sources: who proposed each token: "head", "retrieval", "grammar", or "target" if no drafter did. logprobs: one per
     token, None unless requested. prompt_logprobs: one per prompt token; the first is None, since nothing precedes it.

@@ -13,8 +13,8 @@ _BEHIND = range(6, 10)  # tokens before an answer, to decode its first ones with
 
 
 class TextStream:
-    """Detokenises one answer. `push` tokens, `take` what can be shown; `text` is all there is so far, and `stop_text` the
-    stop string that has ended it, "" if none has.
+    """Detokenises one answer. `push` tokens, `take` what can be shown; `text` is all there is so far, and `stop_text`
+    the stop string that has ended it, "" if none has.
 
     tokenizer: of `load_tokenizer`. A window of the last tokens is decoded with and without the newest, because a
     token's text depends on its neighbours (word-initial spaces). Tokens that are parts of characters are decoded here,
