@@ -64,7 +64,8 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """A finished answer. finish_reason: "eos", "length" or "stop". rounds: what each round emitted and cost.
+    """A finished answer. finish_reason: "eos", "length" or "stop". stop_text: the stop text that ended it, "" if none
+    did. rounds: what each round emitted and cost.
 
     sources: who proposed each token: "head", "retrieval", "grammar", or "target" if no drafter did. logprobs: one per
     token, None unless requested. prompt_logprobs: one per prompt token; the first is None, since nothing precedes it.
@@ -79,6 +80,7 @@ class Result(msgspec.Struct, frozen=True):
     sources: list[str] = []
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    stop_text: str = ""
 
 
 class Answer:
@@ -149,6 +151,7 @@ class Answer:
             [source_name(bits) for round_ in self.rounds for bits in round_.sources][:kept],
             None if self.sampling.logprobs is None else [t for r in self.rounds for t in r.logprobs][:kept],
             None if self.sampling.prompt_logprobs is None else [None, *first.prompt_logprobs],
+            self.text.stop_text,
         )
 
     def _busy_us(self) -> int:

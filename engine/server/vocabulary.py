@@ -21,9 +21,9 @@ class Vocabulary:
         self.text = lru_cache(maxsize=1 << 16)(self._text)
         self.bytes = lru_cache(maxsize=1 << 16)(self._bytes)
 
-    def texts(self, tokens: list[int], special: bool = True) -> str:
-        """Return the text of several tokens together. special: whether special tokens are shown."""
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+    def texts(self, tokens: list[int]) -> str:
+        """Return the text of several tokens together, special ones included."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def stream(self, special: bool = False, before: Sequence[int] = ()) -> TextStream:

@@ -13,7 +13,8 @@ _BEHIND = range(6, 10)  # tokens before an answer, to decode its first ones with
 
 
 class TextStream:
-    """Detokenises one answer. `push` tokens, `take` what can be shown; `text` is all there is so far.
+    """Detokenises one answer. `push` tokens, `take` what can be shown; `text` is all there is so far, and `stop_text`
+    the stop string that has ended it, "" if none has.
 
     tokenizer: of `load_tokenizer`. A window of the last tokens is decoded with and without the newest, because a
     token's text depends on its neighbours (word-initial spaces). Tokens that are parts of characters are decoded here,
@@ -32,7 +33,7 @@ class TextStream:
     ):
         self._tokenizer, self._stop = tokenizer, [StopText(text) for text in stop]
         named = special_tokens(tokenizer)
-        self._stop_tokens = {token for token, text in named.items() if text in stop} if stop else set()
+        self._stop_tokens = {token: text for token, text in named.items() if text in stop} if stop else {}
         self._hidden = set() if special else {token for token in named if token not in visible}
         self._skips_special = self._hidden == named.keys()
         self._tokens = self._whole_end(before)
@@ -40,7 +41,7 @@ class TextStream:
         self._bytes = getincrementaldecoder("utf8")("replace")
         self._shown = 0
         self.text = ""
-        self._may_stop, self.stopped = True, False
+        self._may_stop, self.stop_text = True, ""
 
     def push(self, token: int, may_stop: bool = True) -> bool:
         """Add a token; return whether a stop string is complete, which ends the text before it. may_stop: whether a
@@ -49,17 +50,17 @@ class TextStream:
         self._may_stop = may_stop
         if may_stop and token in self._stop_tokens:
             self._append(self._bytes.decode(b"", final=True))
-            self.stopped = True
+            self.stop_text = self.stop_text or self._stop_tokens[token]
         elif token not in self._hidden:
             self._append(self._text_of(token))
-        return self.stopped
+        return bool(self.stop_text)
 
     def take(self, final: bool = False) -> str:
         """Return the text that was not taken yet. final: nothing follows, so nothing is held back."""
-        if final and not self.stopped:
+        if final and not self.stop_text:
             self._append(self._bytes.decode(b"", final=True))
         end = len(self.text)
-        if not final and not self.stopped:
+        if not final and not self.stop_text:
             end -= max((stop.matched for stop in self._stop), default=0)
         piece, self._shown = self.text[self._shown : end], max(self._shown, end)
         return piece
@@ -95,8 +96,9 @@ class TextStream:
         return text
 
     def _append(self, piece: str) -> None:
-        begins = [at for stop in self._stop if (at := stop.find(piece, self._may_stop)) is not None]
+        begins = [(at, stop.text) for stop in self._stop if (at := stop.find(piece, self._may_stop)) is not None]
         before = len(self.text)
         self.text += piece
         if begins:
-            self.text, self.stopped = self.text[: max(0, before + min(begins))], True
+            first, self.stop_text = min(begins, key=lambda one: one[0])
+            self.text = self.text[: max(0, before + first)]

@@ -39,6 +39,14 @@ def test_a_stop_string_counts_if_it_ends_after_min_tokens_whatever_a_round_bring
     assert answer.finish_reason == ("length" if text == "abcabc" else "stop")
 
 
+@pytest.mark.parametrize("first", ["<|unused|>", "\u2581"])
+def test_the_stop_string_that_ended_an_answer_is_named_whatever_tokens_came_before(first: str) -> None:
+    answer = Answer(TextStream(TOKENIZER, ("x", "bc", "c")), 1, 0.0, Ready(), SamplingParams())
+    answer.add(round_of(f"{first}ab"))
+    answer.add(round_of("c"))
+    assert (answer.result().finish_reason, answer.result().stop_text) == ("stop", "bc")
+
+
 def test_a_verifier_that_was_replaced_counts_its_busy_time_from_nothing() -> None:
     answer = Answer(TextStream(TOKENIZER), 1, 0.0, Ready(), SamplingParams())
     for text, at_us, busy_us in (("a", 0, 50), ("b", 100, 110), ("c", 200, 5), ("d", 300, 65)):

@@ -115,17 +115,18 @@ class Guard:
         return _given(_authorization(headers))[1] if self._keys else b""
 
     def _limited(self, receive: Receive, headers: Headers) -> Receive:
-        """Return a `receive` that decompresses a body, and refuses it once it grows too long."""
-        received, gunzip = 0, gunzip_for(headers.get("content-encoding", ""), self.max_body_bytes)
+        """Return a `receive` that decompresses a body, and refuses it once it is too long, as it comes or as text."""
+        sent, received, gunzip = 0, 0, gunzip_for(headers.get("content-encoding", ""), self.max_body_bytes)
 
         async def limited() -> Message:
-            nonlocal received
+            nonlocal sent, received
             message = await receive()
+            sent += len(message.get("body", b""))
             try:
                 if gunzip is not None and message["type"] == "http.request":
                     message = {**message, "body": gunzip.feed(message.get("body", b""))}
                 received += len(message.get("body", b""))
-                if received > self.max_body_bytes:
+                if max(sent, received) > self.max_body_bytes:
                     raise self._too_long()
                 if gunzip is not None and message["type"] == "http.request" and not message.get("more_body", False):
                     gunzip.end()

@@ -65,10 +65,6 @@ class InfillRenderer:
     def _final(self, result: Result) -> dict[str, Any]:
         shown = result.token_ids if self._body.n_predict else []
         content = result.text if self._body.n_predict else ""
-        stops = (self._body.stop or ()) if result.finish_reason == "stop" else ()
-        texts = [self._vocabulary.texts(result.token_ids, special) for special in (False, True)]
-        rests = [text[len(result.text) :] for text in texts]
-        stopped = next((stop for stop in stops if any(rest.startswith(stop) for rest in rests)), "")
         return {
             "index": 0,
             "content": content,
@@ -82,8 +78,12 @@ class InfillRenderer:
             "prompt": self._vocabulary.texts(self._wanted.prompt),
             "has_new_line": "\n" in content,
             "truncated": False,
-            "stop_type": "word" if stopped else _REASONS[result.finish_reason] if self._body.n_predict else "limit",
-            "stopping_word": stopped,
+            "stop_type": "word"
+            if result.stop_text
+            else _REASONS[result.finish_reason]
+            if self._body.n_predict
+            else "limit",
+            "stopping_word": result.stop_text,
             "timings": timings(result).model_dump(),
         }
 

@@ -15,7 +15,6 @@ from engine.server.tools.blocks import Block, Blocks, Change
 from engine.server.tools.calling import Calling
 from engine.server.tools.message import ChatAnswer
 from engine.server.translate import ChoiceRequest
-from engine.server.vocabulary import Vocabulary
 from engine.wire.messages import PromptProgress
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -36,11 +35,10 @@ class MessagesRenderer:
         self,
         model: str,
         wanted: Sequence[ChoiceRequest],
-        vocabulary: Vocabulary,
         calling: Calling,
         ignored: Sequence[str] = (),
     ):
-        self._wanted, self._vocabulary = wanted[0], vocabulary
+        self._wanted = wanted[0]
         self._answer = ChatAnswer(calling.reader(wanted[0].thinking), calling.format)
         self._blocks = Blocks()
         head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
@@ -84,15 +82,8 @@ class MessagesRenderer:
         return [_event(change) for change in changes]
 
     def _ending(self, result: Result) -> dict[str, Any]:
-        stopped = self._stopped(result) if result.finish_reason == "stop" else None
-        reason = _REASONS[self._answer.reason(result)] if stopped is None else "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": stopped}
-
-    def _stopped(self, result: Result) -> str | None:
-        """Return the stop text that ended the answer."""
-        stops = self._wanted.sampling.stop
-        rest = self._vocabulary.texts(result.token_ids)[len(result.text) :]
-        return next((stop for stop in stops if rest.startswith(stop)), stops[0] if stops else None)
+        reason = "stop_sequence" if result.stop_text else _REASONS[self._answer.reason(result)]
+        return {"stop_reason": reason, "stop_sequence": result.stop_text or None}
 
     def _usage(self, result: Result) -> dict[str, int]:
         """Return the tokens of the prompt and the answer. What the prefix cache had, and the whole blocks that it has

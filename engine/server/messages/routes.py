@@ -32,7 +32,7 @@ def add_messages(app: FastAPI, serving: Serving, stream: OpenApiResponses, refus
         serving.note(ignored)
 
         def renderer(wanted: list[ChoiceRequest], calling: Calling) -> MessagesRenderer:
-            return MessagesRenderer(serving.settings.model, wanted, serving.vocabulary, calling, ignored)
+            return MessagesRenderer(serving.settings.model, wanted, calling, ignored)
 
         return await serving.chat(request, chat, renderer, client_names(body))
 

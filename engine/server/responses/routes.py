@@ -21,6 +21,7 @@ from engine.server.responses.translate import Message, chat_fields, client_names
 from engine.server.serving import Serving
 from engine.server.tools.blocks import Block
 from engine.server.tools.calling import Calling
+from engine.server.tools.schema import is_object
 from engine.server.translate import ChoiceRequest, chat_request
 
 
@@ -75,6 +76,6 @@ def _answered(blocks: Sequence[Block]) -> list[Message]:
     calls = [
         {"id": block.call_id, "function": {"name": block.name, "arguments": block.text}}
         for block in blocks
-        if block.kind == "call" and block.text.endswith("}")
+        if block.kind == "call" and is_object(block.text)
     ]
     return [{"role": "assistant", "content": text, "tool_calls": calls, "reasoning_content": thought or None}]

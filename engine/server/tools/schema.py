@@ -73,6 +73,14 @@ class AllowedTools(Body):
 AskedToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
 
 
+def is_object(text: str) -> bool:
+    """Return whether this is the text of a JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 class CalledFunction(Body):
     """The function of an earlier call. arguments: the text of a JSON object; empty: none."""
 
@@ -82,11 +90,7 @@ class CalledFunction(Body):
     @field_validator("arguments")
     @classmethod
     def _is_an_object(cls, value: str) -> str:
-        try:
-            holds = isinstance(json.loads(value or "{}"), dict)
-        except (ValueError, RecursionError):
-            holds = False
-        if not holds:
+        if not is_object(value or "{}"):
             raise ValueError("should be the text of a JSON object")
         return value
 

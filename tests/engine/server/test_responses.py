@@ -75,6 +75,17 @@ def test_a_response_goes_on_from_an_earlier_one(client: Any) -> None:
     assert outputs(kept) == outputs(told) and kept.usage.input_tokens == told.usage.input_tokens
 
 
+def test_a_response_that_was_cut_off_behind_an_inner_brace_of_a_call_can_be_gone_on_from(client: Any) -> None:
+    city = {"properties": {"city": {"enum": ["Rome"]}}, "required": ["city"], "additionalProperties": False}
+    place = {"type": "object", **city}
+    schema = {"type": "object", "properties": {"place": place, "days": {"type": "integer"}}, "required": ["place"]}
+    said = '<tool_call>\n{"name": "weather", "arguments": {"place": {"city": "Rome"}'
+    more = asked(tools=[TOOLS[0] | {"parameters": schema, "strict": False}], tool_choice=CALL)
+    cut = client.responses.create(**more | {"max_output_tokens": len(said)})
+    assert (cut.status, cut.output[0].arguments) == ("incomplete", '{"place": {"city": "Rome"}')
+    assert client.responses.create(**asked(input="Go on.", previous_response_id=cut.id, max_output_tokens=3)).output
+
+
 def test_only_stored_responses_can_be_got_again(client: Any) -> None:
     kept = client.responses.create(**asked(max_output_tokens=3))
     assert client.responses.retrieve(kept.id).output == kept.output

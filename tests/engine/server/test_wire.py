@@ -193,7 +193,7 @@ def test_a_full_queue_is_a_streams_status_too(proxied: ServerProcess) -> None:
         assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
 
 
-def zipped(server: ServerProcess, body: bytes, **headers: str) -> httpx.Response:
+def zipped(server: ServerProcess, body: bytes | Iterator[bytes], **headers: str) -> httpx.Response:
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"} | headers
     return httpx.post(f"{server.url}/tokenize", content=body, headers=headers | KEY, timeout=60)  # type: ignore[arg-type]
 
@@ -209,6 +209,14 @@ def test_a_small_compressed_body_that_holds_too_much_is_refused(proxied: ServerP
     bomb = gzip.compress(json.dumps({"prompt": "a" * (100 << 10)}).encode())
     assert len(bomb) < 2000
     answer = zipped(proxied, bomb)
+    assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_long"
+
+
+def test_a_body_in_chunks_that_is_too_long_as_it_comes_is_refused_though_it_holds_little(
+    proxied: ServerProcess,
+) -> None:
+    parts = [gzip.compress(b"") * 200, gzip.compress(json.dumps({"prompt": "abc"}).encode())]
+    answer = zipped(proxied, iter(parts))
     assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_long"
 
 

@@ -164,7 +164,7 @@ def test_the_text_ends_before_the_first_stop_string_that_counts_and_none_of_it_w
         seen = text[: ends[0]]
         expected = min((seen.removesuffix(stop) for stop in stops), key=len)
     assert shown == stream.text == expected
-    assert stream.stopped == bool(ends)
+    assert expected + stream.stop_text == (text[: ends[0]] if ends else text)
 
 
 def test_special_tokens_are_shown_where_they_are_part_of_the_text() -> None:
@@ -210,7 +210,7 @@ def test_a_stop_text_that_is_a_special_token_ends_the_answer_before_it() -> None
     stream = TextStream(TOKENIZER, ("<|assistant|>", "never"))
     assert not any(stream.push(token) for token in tokens_of("abc"))
     assert not stream.push(end, may_stop=False)
-    assert stream.push(end) and stream.stopped
+    assert stream.push(end) and stream.stop_text == "<|assistant|>"
     assert stream.take(final=True) == stream.text == "abc"
 
 
