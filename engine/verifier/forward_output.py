@@ -102,10 +102,11 @@ def output_of(
     pool: KVPool | None,
     rows: int = 0,
     successors: int = 0,
+    states_stay: bool = False,
 ) -> Output:
     """Take what a forward gave. The arguments are those of `engine.model.cuda.receipt.Receipt`."""
     if logits.device.type != "cpu" and pool is not None:  # a pool on a GPU means that Triton's kernels have run there
         from engine.model.cuda.receipt import Receipt
 
-        return Receipt(trees, logits, states, pool, rows, successors)
+        return Receipt(trees, logits, states, pool, rows, successors, states_stay)
     return RowsOnHost(trees, logits, states, rows, successors)
