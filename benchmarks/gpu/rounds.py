@@ -70,8 +70,8 @@ class Parts(Generic[M]):
 
 
 class Rounds(Generic[M]):
-    """Requests with a tree a round. measuring: of one part of a round. states_stay: whether hidden states are taken from
-    the device, as within a process; between processes they pass the host.
+    """Requests with a tree a round. measuring: of one part of a round. states_stay: whether hidden states are taken
+    from the device, as within a process; between processes they pass the host.
     """
 
     def __init__(

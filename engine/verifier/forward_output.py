@@ -33,8 +33,8 @@ Known = Sequence[int] | None
 
 
 class RowsOnHost:
-    """Reads what is there when it is asked for. The arguments are those of `engine.model.cuda.receipt.Receipt`. roots:
-    None, since the host draws.
+    """Reads what is there when it is asked for, hidden states on the host. The arguments are those of
+    `engine.model.cuda.receipt.Receipt`. roots: None, since the host draws.
     """
 
     roots: Tensor | None = None
