@@ -80,11 +80,12 @@ def test_trees_of_several_requests_are_those_of_plain_operations(
                 drafter.observe(request, Verdict(root, [0], [33], bfloat16_bits(more)))
 
 
-@heads
+@pytest.mark.parametrize("build", [eagle3, block], ids=lambda build: build.__name__)
 def test_features_that_stay_on_the_device_are_read_as_those_from_the_host_are(
     build: Build, tmp_path: Path, target: TargetWeights
 ) -> None:
-    compare_places(*(on_cuda(build, tmp_path / name, target) for name in ("there", "here")), POLICY)
+    there, here = (on_cuda(build, tmp_path / name, target) for name in ("there", "here"))
+    compare_places(there, here, Dynamic(depth=1, top_k=2, budget=5), (0, 3), [(1, []), (3, [])])
 
 
 @heads
