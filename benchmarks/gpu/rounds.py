@@ -105,8 +105,10 @@ class Rounds(Generic[M]):
         cache, root = self.runner.new_cache(length), TokenTree.root_only(3)
         self.drafter.start(number, prompt, self.sampling)
         with self.measuring() as read:
-            out = self.runner.run([Segment.of_text(prompt, cache, "last")], self.drafter.feature_layers)
-            receipt = Receipt([DrawnTree(root, sampler, 0)], *out, self.runner.pool, states_stay=self.states_stay)
+            segment, layers = Segment.of_text(prompt, cache, "last"), self.drafter.feature_layers
+            logits, states = self.runner.run([segment], layers)
+            drawn = [DrawnTree(root, sampler, 0)]
+            receipt = Receipt(drawn, logits, states, self.runner.pool, states_stay=self.states_stay)
             receipt.wait()
             self.drafter.observe(number, Verdict(root, [0], [9], receipt.read_states(0, length)))
         with self.measuring() as draft:

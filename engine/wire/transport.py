@@ -176,9 +176,9 @@ class Router:
                 return
             self._bind()
 
-    def send(self, peer: str, message: Message, arrays: Sequence[Array | OnDevice] = ()) -> bool:
+    def send(self, peer: str, message: Message, arrays: Sequence[Any] = ()) -> bool:
         """Send to `peer`; a message to a peer that is gone is lost. Returns False if the peer has left too much unread,
-        and the message is not sent. `in_process`, the last array may be on a device.
+        and the message is not sent. If `in_process`, the last array may be an `OnDevice`.
         """
         if arrays and isinstance(last := arrays[-1], OnDevice):
             ticket = self._aside.put(peer, last)
