@@ -15,8 +15,11 @@ from torch import Tensor
 
 
 def uploaded(inputs: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """Return the inputs on the device: those from the host in one copy, which nobody waits for."""
-    return tuple(inputs) if device.type == "cpu" else upload(inputs, device)[1]
+    """Return the inputs on the device: those from the host in one copy, which nobody waits for; others as they are."""
+    if device.type == "cpu":
+        return tuple(inputs)
+    sent = iter(upload([given for given in inputs if given.device.type == "cpu"], device)[1])
+    return tuple(next(sent) if given.device.type == "cpu" else given for given in inputs)
 
 
 def downloaded(results: Sequence[Tensor]) -> tuple[Tensor, ...]:

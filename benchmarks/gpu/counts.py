@@ -39,6 +39,7 @@ from .traced_device import DEVICE, Counts, Launched, TracedTensor, Tracing, inve
 
 _ROUNDS = 3  # rounds, of which the last is counted: the graphs of the others are captured
 _PLAIN_ROUNDS = 16
+_PROMPT = 512  # tokens
 _KERNELS = {
     layer_kernels: ("norm", "enter", "gate"),
     triton_attention: ("_attend_texts", "_attend_rows"),
@@ -71,6 +72,12 @@ def run(device: str, layers: int | str = LLAMA_8B.num_hidden_layers) -> Iterator
                     name = f"{method}, T={temperature:g}"
                     served.append(tried(name, _round, tracing, runner, config, method, requests, temperature))
                     yield served[-1]
+        for requests in REQUESTS:
+            served.append(tried("eagle3, T=0, ipc", _round, tracing, runner, config, "eagle3", requests, 0.0, False))
+            yield served[-1]
+        for stay, name in ((True, "eagle3, a prompt"), (False, "eagle3, a prompt, ipc")):
+            served.append(tried(name, _prompt, tracing, runner, config, stay))
+            yield served[-1]
     yield {"check": "table", "table": _table(served)}
 
 
@@ -176,10 +183,33 @@ def _plain(tracing: Tracing, runner: Runner, requests: int, temperature: float) 
     }
 
 
+def _prompt(tracing: Tracing, runner: Runner, config: LlamaConfig, states_stay: bool) -> Record:
+    """Count what reading a prompt does, and the first draft after it."""
+    served = Rounds(tracing.counting, runner, config, head_of("eagle3", config, _weight), 1, 0.0, states_stay)
+    served.read(_PROMPT)  # captures the graphs
+    read, draft = served.read(_PROMPT)
+    served.close()
+    return {
+        "requests": 1,
+        "rows": _PROMPT,
+        "launches": sum(one.launches + one.replays for one in (read, draft)),
+        "waits": {"draft": draft.waits, "receipt": read.waits},
+        "bytes_up": read.up + draft.up,
+        "bytes_down": read.down + draft.down,
+    }
+
+
 def _round(
-    tracing: Tracing, runner: Runner, config: LlamaConfig, method: str, requests: int, temperature: float
+    tracing: Tracing,
+    runner: Runner,
+    config: LlamaConfig,
+    method: str,
+    requests: int,
+    temperature: float,
+    states_stay: bool = True,
 ) -> Record:
-    served = Rounds(tracing.counting, runner, config, head_of(method, config, _weight), requests, temperature)
+    head = head_of(method, config, _weight)
+    served = Rounds(tracing.counting, runner, config, head, requests, temperature, states_stay)
     for _ in range(_ROUNDS):
         steps = served.drafter.steps
         parts, rows = served.step()

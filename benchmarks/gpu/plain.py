@@ -21,7 +21,7 @@ M = TypeVar("M")
 class _Silent:
     """A line on which nothing comes and nobody listens."""
 
-    malformed = 0
+    malformed, in_process = 0, True
 
     def send(self, *_: Any) -> bool:
         return True

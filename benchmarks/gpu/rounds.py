@@ -11,20 +11,22 @@ from itertools import accumulate
 from typing import Generic, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
 from drafters.heads.checkpoint import Checkpoint, TargetWeights
 from drafters.heads.head import Head
 from drafters.heads.head_drafter import HeadDrafter
-from engine.core.batch import Segment
+from engine.core.batch import BLOCK_SIZE, Segment
 from engine.core.drafter_protocol import Verdict
+from engine.core.hidden_states import HiddenStates, States
 from engine.core.outcomes import DraftQuery
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model.cuda.receipt import Receipt
 from engine.model.drawn_tree import DrawnTree
-from engine.model.runner import Runner
+from engine.model.runner import Runner, bfloat16_bits
 from engine.sampling.sampler import Sampler, verify
 
 from .models import kind_of, layout_of
@@ -68,18 +70,21 @@ class Parts(Generic[M]):
 
 
 class Rounds(Generic[M]):
-    """Requests with a tree a round. measuring: of one part of a round."""
+    """Requests with a tree a round. measuring: of one part of a round. states_stay: whether hidden states are taken
+    from the device, as within a process; between processes they pass the host.
+    """
 
     def __init__(
         self, measuring: Callable[[], AbstractContextManager[M]], runner: Runner, config: LlamaConfig, head: Head,
-        requests: int, temperature: float,
+        requests: int, temperature: float, states_stay: bool = True,
     ):  # fmt: skip
         self.measuring, self.runner, self.hidden_size = measuring, runner, config.hidden_size
         self.drafter = HeadDrafter(head, head.published_growth)
-        self.numbers = range(requests)
+        self.numbers, self.states_stay = range(requests), states_stay
+        self.states = [HiddenStates(shared=True) for _ in self.numbers]
         past = min(_PAST, config.max_position_embeddings // 2)
         prompt = [3 + i % 50 for i in range(past)]
-        sampling = SamplingParams(temperature=temperature, max_tokens=256)
+        self.sampling = sampling = SamplingParams(temperature=temperature, max_tokens=256)
         self.samplers = [Sampler(sampling, prompt, [], runner.vocab_size) for _ in self.numbers]
         self.caches = [runner.new_cache(past) for _ in self.numbers]
         for number, cache in zip(self.numbers, self.caches, strict=True):
@@ -88,8 +93,29 @@ class Rounds(Generic[M]):
             root = TokenTree.root_only(prompt[-1])
             self.drafter.observe(number, Verdict(root, [0], [9], self._features(past)))
 
-    def _features(self, rows: int) -> np.ndarray:
-        return np.zeros((rows, len(self.drafter.feature_layers), self.hidden_size), np.uint16)
+    def _features(self, rows: int) -> States:
+        shape, device = (rows, len(self.drafter.feature_layers), self.hidden_size), self.drafter.head.device
+        states = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        return states if self.states_stay else bfloat16_bits(states)
+
+    def read(self, length: int) -> tuple[M, M]:
+        """Read a prompt of one more request, and draft for it; return what was measured of both."""
+        prompt, number = [3] * length, len(self.numbers)
+        sampler = Sampler(self.sampling, prompt, [], self.runner.vocab_size)
+        cache, root = self.runner.new_cache(length), TokenTree.root_only(3)
+        self.drafter.start(number, prompt, self.sampling)
+        with self.measuring() as read:
+            segment, layers = Segment.of_text(prompt, cache, "last"), self.drafter.feature_layers
+            logits, states = self.runner.run([segment], layers)
+            drawn = [DrawnTree(root, sampler, 0)]
+            receipt = Receipt(drawn, logits, states, self.runner.pool, states_stay=self.states_stay)
+            receipt.wait()
+            self.drafter.observe(number, Verdict(root, [0], [9], receipt.read_states(0, length)))
+        with self.measuring() as draft:
+            self.drafter.propose(number)
+        self.drafter.finish(number)
+        cache.release()
+        return read, draft
 
     def step(self) -> tuple[Parts[M], int]:
         """Run one round; return what was measured of its parts, and the rows verified."""
@@ -104,8 +130,11 @@ class Rounds(Generic[M]):
         with measuring() as told:
             for number, verdict in zip(self.numbers, verdicts, strict=True):
                 self.drafter.observe(number, verdict)
+            full = [cache.length // BLOCK_SIZE for cache in self.caches]
             self.runner.commit([(cache, one.path) for cache, one in zip(self.caches, verdicts, strict=True)])
-            for cache in self.caches:
+            for cache, states, first in zip(self.caches, self.states, full, strict=True):
+                for block in range(first, cache.length // BLOCK_SIZE):
+                    states.of_block(block)
                 cache.trim()
         return Parts(draft, forward, draws, told), len(logits)
 
@@ -113,14 +142,17 @@ class Rounds(Generic[M]):
         """Draw as the verifier does: all is launched after the forward, and waited for once."""
         begins = [*accumulate(map(len, trees), initial=0)]
         parts = zip(trees, self.samplers, begins, self.caches, strict=False)
-        receipt = Receipt([DrawnTree(*part) for part in parts], logits, hidden_states, self.runner.pool, len(logits))
+        drawn_trees = [DrawnTree(*part) for part in parts]
+        receipt = Receipt(drawn_trees, logits, hidden_states, self.runner.pool, len(logits), 0, self.states_stay)
         receipt.wait()
         absent = self.runner.vocab_size - 1
         receipt.take([token for tree in trees for token in _accepting(tree, absent)])
         verdicts = []
         for i, (tree, begin, sampler) in enumerate(zip(trees, begins, self.samplers, strict=False)):
             path, drawn = verify(tree, logits[begin : begin + len(tree)], sampler, receipt.known(i))
-            verdicts.append(Verdict(tree, path, drawn, receipt.states_of(i, path)))
+            if (of_path := receipt.states_of(i, path)) is not None:
+                self.states[i].add(self.caches[i].length, of_path, unsent=True)
+            verdicts.append(Verdict(tree, path, drawn, self.states[i].take()))
         return verdicts
 
     def close(self) -> None:

@@ -206,7 +206,7 @@ class CudaReader:
         assert of_context is not None
         self.stack, self.fc, self.norm = stack, fc, of_context
         self.layers = [(kv, *norms_of(decoder)) for decoder, kv in layers]
-        self._recorded: dict[int, Recorded] = {}  # by rows
+        self._recorded: dict[tuple[int, str], Recorded] = {}  # by rows, and where the features come from
         self._over: tuple[Tensor, Tensor] | None = None
 
     def read(self, features: Tensor, positions: Sequence[int], places: Int) -> None:
@@ -224,10 +224,10 @@ class CudaReader:
             written = np.full(size, stack.pool.blocks * BLOCK_SIZE)
             written[: len(some)] = places[rows[: len(some)]]
             indexes = written, np.asarray(positions)[rows], sources, *np.divmod(places[rows], BLOCK_SIZE)
-            if size not in self._recorded:
-                self._recorded[size] = Recorded(self._run, stack.first.device, owner=stack.owner)
+            if (key := (size, some.device.type)) not in self._recorded:
+                self._recorded[key] = Recorded(self._run, stack.first.device, owner=stack.owner)
             filled = F.pad(some.to(stack.dtype), (0, 0, 0, size - len(some)))
-            self._recorded[size](filled, *map(longs, indexes))
+            self._recorded[key](filled, *map(longs, indexes))
 
     def _run(self, features: Tensor, written: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
         """Run the part that a CUDA graph captures."""

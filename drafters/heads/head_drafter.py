@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from drafters.heads.checkpoint import TargetWeights
 from drafters.heads.forwards import Forwards
@@ -118,17 +120,21 @@ class HeadDrafter(Drafter):
     @torch.inference_mode()
     def warm_up(self, hidden_size: int) -> None:
         """Draft for a dummy text, and measure how long that takes. On a CPU a product's kernel is compiled when a
-        number of rows first occurs, 2 ms each; this must not happen during a request. hidden_size: the target's.
+        number of rows first occurs, 2 ms each; this must not happen during a request. Nor must a GPU's graphs be
+        captured then, which are others for features from the host than for those that stay. hidden_size: the target's.
         """
-        for warm in (False, True):
+        shape = _READ, len(self.feature_layers), hidden_size
+        for turn, stay in enumerate((False, False) if self.head.device.type == "cpu" else (False, True, True)):
             self.start(0, [0] * _READ, SamplingParams(max_tokens=1, temperature=1.0))
-            features = np.zeros((_READ, len(self.feature_layers), hidden_size), np.uint16)
+            features: NDArray[np.uint16] | Tensor = np.zeros(shape, np.uint16)
+            if stay:
+                features = torch.zeros(shape, dtype=torch.bfloat16, device=self.head.device)
             self.observe(0, Verdict(TokenTree.root_only(0), [0], [0], features if self.feature_layers else None))
             session = self._requests[0].session
             started = time.perf_counter()
             session.root()
             self.read_s = (time.perf_counter() - started) / _READ
-            if session.depth_limit is None and not warm:
+            if session.depth_limit is None and turn == 0:
                 for rows in range(1, min(self.policy.max_expansions, _USUAL_ROWS) + 1):
                     session.clear()
                     session.extend([0] * rows, [0] * rows)
@@ -168,8 +174,7 @@ class HeadDrafter(Drafter):
         known = max(0, session.synced - start)
         if known >= len(verdict.features):
             return
-        bits = torch.tensor(verdict.features[known:])  # copied, because messages' arrays are read-only
-        trie.commit(start + known, bits.view(torch.bfloat16))
+        trie.commit(start + known, _as_tensor(verdict.features[known:]))
 
     @torch.inference_mode()
     def finish(self, request: int) -> None:
@@ -207,3 +212,8 @@ class HeadDrafter(Drafter):
             if room[trie] >= 0:
                 fitting.append(row)
         return fitting
+
+
+def _as_tensor(features: NDArray[np.uint16] | Tensor) -> Tensor:
+    """Return bfloat16 numbers where they are; from the host copied, because messages' arrays are read-only."""
+    return features if isinstance(features, Tensor) else torch.tensor(features).view(torch.bfloat16)

@@ -26,6 +26,7 @@ from drafters.heads.layers import Linear, draft_dtype
 from drafters.heads.matrices import numbers
 from drafters.heads.medusa import ROWS
 from drafters.heads.session import Session
+from engine.device import uploaded
 from engine.model.cuda.graphs import RecordedRows
 
 
@@ -117,8 +118,8 @@ class HydraHead(Head):
         for depth in depths:
             rows = [row for row, path in enumerate(paths) if len(path) == depth]
             tokens = torch.tensor([paths[row] for row in rows])
-            of_rows = features[[number[nodes[row][0]] for row in rows]]
-            (found,) = self._recorded[depth - 1](of_rows, tokens)
+            (own,) = uploaded([torch.tensor([number[nodes[row][0]] for row in rows])], features.device)
+            (found,) = self._recorded[depth - 1](features.index_select(0, own), tokens)
             if len(depths) == 1:
                 return found
             logits = logits if len(logits) else found.new_empty(len(nodes), found.shape[1])

@@ -118,7 +118,7 @@ def _read(head: PooledWeights, taken: Sequence[tuple[PooledSession, Tensor, Rows
     for rows in parts:
         rows.cache.reserve(rows.first + len(rows))
     slots = [slot for rows in parts for slot in rows.slots]
-    true = torch.cat([features for _, features, _ in taken]).to(head.dtype)
+    true = torch.cat([features for _, features, _ in taken]).to(head.dtype)  # all come from the same place
     features, places = uploaded([true, torch.tensor(slots)], head.device)
     pool.features.index_copy_(0, places, head.fuse(features).to(pool.features.dtype))
     last = [end - 1 for end in accumulate(map(len, parts))]

@@ -33,8 +33,8 @@ class Session(ABC):
 
     @abstractmethod
     def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
-        """Commit true features [m, layers, hidden] of the text's positions from `start` on, on the CPU; tokens: the m
-        that follow them. features is None for a head without `feature_layers`.
+        """Commit true features [m, layers, hidden] of the text's positions from `start` on, on the CPU or the head's
+        device, always the same; tokens: the m that follow them. features is None for a head without `feature_layers`.
 
         Drops all drafted nodes. `start` is `synced` unless features were lost in between; the head then lacks them.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,9 @@ from engine.core.outcomes import DraftQuery, Following
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 
+if TYPE_CHECKING:
+    from torch import Tensor  # which drafters without a model do not import
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -20,8 +24,9 @@ class Verdict:
 
     tree: the tree it verified. path: the accepted nodes, root first. tokens: what the round emitted, the path's
     tokens below the root and the bonus token; of a model that rested, all that was emitted meanwhile.
-    features: [positions, layers, hidden] uint16 (`bfloat16_bits`), the target's hidden states of
-    `Drafter.feature_layers` at the path's nodes (the whole prompt, for the verdict of the prefill), or None.
+    features: [positions, layers, hidden] uint16 (`bfloat16_bits`), or bfloat16 on the target's device: the target's
+    hidden states of `Drafter.feature_layers` at the path's nodes (the whole prompt, for the verdict of the prefill), or
+    None.
     successors: [nodes, Drafter.successors] int32, the target's likeliest tokens after each node of the tree, best
     first, or None. rest: whether a draft model should rest. token_s: the time that one more token is currently
     worth. row_tokens: what verifying one more node costs, in tokens, None if that is unknown.
@@ -30,7 +35,7 @@ class Verdict:
     tree: TokenTree
     path: list[int]
     tokens: list[int]
-    features: NDArray[np.uint16] | None = None
+    features: NDArray[np.uint16] | Tensor | None = None
     successors: NDArray[np.int32] | None = None
     rest: bool = False
     token_s: float = 0.01

@@ -175,7 +175,7 @@ class DrafterWorker:
             prices = message.rates.token_s, message.rates.row_tokens
             if missed:
                 self.drafter.observe(message.request, Verdict(root, [0], missed, None, None, True, *prices))
-            features = arrays[5] if arrays[5].size else None
+            features = arrays[5] if len(arrays[5]) else None
             successors = arrays[2] if len(arrays[2]) == len(tree) else None
             self.drafter.observe(
                 message.request, Verdict(tree, path, tokens, features, successors, message.rest, *prices)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.core.batch import Int
 from engine.core.errors import OutOfBlocks
-from engine.core.hidden_states import States
+from engine.core.hidden_states import HostStates, States
 from engine.core.kv_shape import KVShape
 from engine.files.cache_folder import CacheFolder
 from engine.model.kv_part import KVPart
@@ -192,8 +192,9 @@ class KVPool:
             known = self._known.get(block_key)
             return known[0] if known is not None and known[1] == number else None
 
-        def states() -> States | None:
+        def states() -> HostStates | None:
             found = None if (place := block()) is None else self._hidden_states.get(place)
+            assert not isinstance(found, Tensor)  # a folder is there on a CPU alone
             return found if block() == place and self._hidden_state_layers == layers else None
 
         self.saved.save(key, block)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from engine.config import Config
 from engine.core.errors import ProtocolError
-from engine.core.hidden_states import NO_STATES
+from engine.core.hidden_states import NO_STATES, States
 from engine.core.methods import METHODS
 from engine.core.tree import TokenTree
 from engine.costs.bandit import Experience
 from engine.costs.cost_model import CostModel
 from engine.costs.draft_choice import DraftKinds
 from engine.model.target import Target
+from engine.verifier.handed_over import HandedOver
 from engine.verifier.request import Request
 from engine.verifier.scheduler import Scheduler
 from engine.verifier.step import Step, StepResult
@@ -143,7 +146,7 @@ class DrafterLink:
 
     # What is sent.
 
-    def _send(self, message: Message, arrays: Sequence[Array] = ()) -> None:
+    def _send(self, message: Message, arrays: Sequence[Any] = ()) -> None:
         """Send to the drafter. If it has left too much unread, it is dropped."""
         if self.peer is not None and not self.router.send(self.peer, message, arrays):
             self.peer, self._dropped = None, self.peer
@@ -177,8 +180,13 @@ class DrafterLink:
         successors = np.zeros((0, 0), np.int32) if result.successors is None else result.successors
         forced = np.asarray(result.forced_tokens, np.int32)
         missed = np.asarray(request.take_unsent(len(result.tokens)), np.int32)
-        arrays = [np.asarray(result.path), np.asarray(result.tokens), successors, forced, missed, features]
-        self._send(verdict, arrays)
+        arrays = [np.asarray(result.path), np.asarray(result.tokens), successors, forced, missed]
+        self._send(verdict, [*arrays, self._given(features)])
+
+    def _given(self, features: States) -> Any:
+        """Return hidden states as the drafter takes them: on a GPU another thread's stream waits for what made them."""
+        apart = isinstance(features, Tensor) and isinstance(self.router, Router)
+        return HandedOver(features) if apart else features
 
     def finish(self, request: Request) -> None:
         """End the request."""

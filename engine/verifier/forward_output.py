@@ -33,8 +33,8 @@ Known = Sequence[int] | None
 
 
 class RowsOnHost:
-    """Reads what is there when it is asked for. The arguments are those of `engine.model.cuda.receipt.Receipt`. roots:
-    None, since the host draws.
+    """Reads what is there when it is asked for, hidden states on the host. The arguments are those of
+    `engine.model.cuda.receipt.Receipt`. roots: None, since the host draws.
     """
 
     roots: Tensor | None = None
@@ -102,10 +102,11 @@ def output_of(
     pool: KVPool | None,
     rows: int = 0,
     successors: int = 0,
+    states_stay: bool = False,
 ) -> Output:
     """Take what a forward gave. The arguments are those of `engine.model.cuda.receipt.Receipt`."""
     if logits.device.type != "cpu" and pool is not None:  # a pool on a GPU means that Triton's kernels have run there
         from engine.model.cuda.receipt import Receipt
 
-        return Receipt(trees, logits, states, pool, rows, successors)
+        return Receipt(trees, logits, states, pool, rows, successors, states_stay)
     return RowsOnHost(trees, logits, states, rows, successors)

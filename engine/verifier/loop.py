@@ -121,7 +121,9 @@ class Verifier:
         readers, wants = [request for request, _ in plan.reading], self.drafter_link.wants
         try:
             rows = self.ahead.run([*trees, *chunks], wants.feature_layers)
-            output, draws = deferred_draws(steps, readers, chunks, *rows, wants.successors, self.target.pool)
+            output, draws = deferred_draws(
+                steps, readers, chunks, *rows, wants.successors, self.target.pool, self.drafter_link.router.in_process
+            )
             if not (chunks or any(map(self._may_draft, plan.decoding))):
                 self.ahead.launch(plan.decoding, output, wants.feature_layers)
         except (torch.AcceleratorError, StateLost):

@@ -155,11 +155,13 @@ def deferred_draws(
     hidden_states: Tensor | None,
     successors: int,
     pool: KVPool | None = None,
+    states_stay: bool = False,
 ) -> tuple[Output, list[DeferredDraw]]:
     """Give each tree, and then each chunk, its part of a forward's output, which is returned too. On a GPU all that can
     be drawn is launched, and nothing is waited for. logits: [rows wanted, vocab]; hidden_states: [rows, layers,
     hidden], None if nobody wants them. successors: how many of the likeliest tokens the drafter wants of each node.
-    pool: of keys and values, None if they are elsewhere.
+    pool: of keys and values, None if they are elsewhere. states_stay: whether a drafter takes hidden states from where
+    they are on a GPU.
     """
     *firsts, rows = accumulate((len(step.tree) for step in steps), initial=0)
     drawn, reads = list[DrawnTree](), list[partial[StepResult | None]]()
@@ -172,7 +174,7 @@ def deferred_draws(
         if chunk.wanted_rows:
             drawn.append(DrawnTree(TokenTree.root_only(0), request.sampler, end - 1))
         row, wanted = row + len(chunk), end
-    output = output_of(drawn, logits, hidden_states, pool, rows, successors)
+    output = output_of(drawn, logits, hidden_states, pool, rows, successors, states_stay)
     trees = enumerate(zip(steps, firsts, strict=True))
     return output, [
         *(partial(step.verify, logits[at : at + len(step.tree)], output, index, at) for index, (step, at) in trees),

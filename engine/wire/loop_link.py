@@ -16,7 +16,9 @@ _PEER = "in the loop"
 
 
 class LoopDealer:
-    """The drafter's end, like `Dealer`. Arrays arrive as copies in the protocol's types, since senders reuse theirs."""
+    """The drafter's end, like `Dealer`. Arrays arrive as copies in the protocol's types, since senders reuse theirs.
+    What is on a device arrives as it is.
+    """
 
     socket = monitor = None
 
@@ -47,6 +49,7 @@ class LoopRouter:
     """The verifier's end, like `Router`, with one peer: `dealer`."""
 
     socket = None
+    in_process = True
 
     def __init__(self) -> None:
         self.malformed = 0
@@ -71,4 +74,5 @@ class LoopRouter:
 
 
 def _copies(message: Message, arrays: Sequence[Array]) -> list[Array]:
-    return [np.array(array, dtype) for array, (dtype, _) in zip(arrays, ARRAYS.get(type(message), ()), strict=True)]
+    given = zip(arrays, ARRAYS.get(type(message), ()), strict=True)
+    return [np.array(array, dtype) if isinstance(array, np.ndarray) else array for array, (dtype, _) in given]

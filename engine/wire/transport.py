@@ -16,12 +16,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from engine.core.errors import ConfigError, ProtocolError
+from engine.wire.aside import Aside, OnDevice, drop, taken
 from engine.wire.keys import Keys, secure_drafter, secure_verifier
-from engine.wire.messages import Array, Message, decode, encode
+from engine.wire.messages import ARRAYS, Array, Message, decode, encode
 
 _PING_MS, _SILENT_MS = 1000, 5000  # over tcp: how often to ping, and after what silence a connection counts as dead
 _HANDSHAKES = (
@@ -57,6 +59,7 @@ class Dealer:
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, unread)
         self.endpoint, self.expected = endpoint, expected
+        self._in_process = endpoint.startswith("inproc:")
         self.monitor: zmq.Socket[bytes] | None = None
         if endpoint.startswith("tcp:"):
             _ping(self.socket)
@@ -79,9 +82,16 @@ class Dealer:
         """Yield the messages that have arrived."""
         for frames in _arrived(self.socket):
             try:
-                yield decode(frames, self.expected)
+                yield self._open(frames)
             except ProtocolError:
                 self.malformed += 1
+
+    def _open(self, frames: list[bytes]) -> tuple[Any, list[Array]]:
+        """Return a message and its arrays, the last of which may have been put aside."""
+        if not (self._in_process and len(frames) == 3):
+            return decode(frames, self.expected)
+        message, arrays = decode(frames[:2], self.expected)
+        return message, [*arrays[:-1], taken(frames[2])]
 
     def joined(self) -> bool:
         """Return whether the router has been reached, for the first time or again, since the last call."""
@@ -141,6 +151,8 @@ class Router:
             self.socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
         self._authenticator = None if keys is None else secure_verifier(context, self.socket, keys)
         self.endpoint, self.expected = endpoint, expected
+        self.in_process = endpoint.startswith("inproc:")
+        self._aside = Aside()
         self.malformed = 0
         self._bind()
 
@@ -164,17 +176,30 @@ class Router:
                 return
             self._bind()
 
-    def send(self, peer: str, message: Message, arrays: Sequence[Array] = ()) -> bool:
+    def send(self, peer: str, message: Message, arrays: Sequence[Any] = ()) -> bool:
         """Send to `peer`; a message to a peer that is gone is lost. Returns False if the peer has left too much unread,
-        and the message is not sent.
+        and the message is not sent. If `in_process`, the last array may be an `OnDevice`.
         """
+        if arrays and isinstance(last := arrays[-1], OnDevice):
+            ticket = self._aside.put(peer, last)
+            absent = np.zeros((0,) * ARRAYS[type(message)][-1][1])
+            sent = self._send(peer, [*encode(message, [*arrays[:-1], absent]), ticket])
+            if sent is not True:
+                drop(ticket)
+        else:
+            sent = self._send(peer, encode(message, arrays))
+        return sent is not False
+
+    def _send(self, peer: str, frames: list[bytes | memoryview]) -> bool | None:
+        """Send the frames. Returns False if the peer has left too much unread, None if it is gone."""
         try:
-            self.socket.send_multipart([peer.encode(), *encode(message, arrays)], flags=zmq.NOBLOCK)
+            self.socket.send_multipart([peer.encode(), *frames], flags=zmq.NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
+            return None
         return True
 
     def received(self) -> Iterator[tuple[str, Any, list[Array]]]:
@@ -194,6 +219,7 @@ class Router:
 
     def close(self) -> None:
         self.socket.close()
+        self._aside.clear()
         if self._authenticator is not None:
             self._authenticator.stop()
 

@@ -83,7 +83,7 @@ def test_a_table_shows_all_rounds(records: list[Record]) -> None:
     (table,) = of(records, "table")
     head, _, *rows = table["table"]
     assert head.startswith("| | requests | launches | waits: draft |")
-    assert len(rows) == sum("waits" in record for record in records) == 3 * (len(HEADS) + 3)
+    assert len(rows) == sum("waits" in record for record in records) == 3 * (len(HEADS) + 4) + 2
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -93,6 +93,24 @@ def test_a_round_of_many_requests_takes_hardly_more_launches_than_of_one(head: s
     assert max(record["launches"] for record in more) <= one["launches"] + one["draft_steps"] + 3
 
 
-def test_of_hidden_states_the_accepted_rows_come_to_the_host(records: list[Record]) -> None:
+def test_between_processes_the_accepted_rows_of_hidden_states_come_to_the_host(records: list[Record]) -> None:
     """All rows of 32 requests would be 47 MB."""
-    assert max(record["bytes_down"] for record in of(records, "eagle3, T=0")) < 4e6
+    found = of(records, "eagle3, T=0, ipc")
+    assert len(found) == 3 and max(record["bytes_down"] for record in found) < 4e6
+
+
+def test_within_a_process_no_hidden_states_pass_the_host(records: list[Record]) -> None:
+    """Those of three rows of a request are 74 kB; what is sent instead are the rows' numbers, tokens and chances."""
+    within, between = of(records, "eagle3, T=0"), of(records, "eagle3, T=0, ipc")
+    for here, there in zip(within, between, strict=True):
+        assert there["bytes_up"] - here["bytes_up"] > 70e3 * here["requests"]
+        assert max(here["bytes_up"], here["bytes_down"]) < 30e3 * here["requests"]
+        assert sum(here["waits"].values()) == sum(there["waits"].values()) == 2
+
+
+def test_a_prompt_is_read_by_the_head_without_passing_the_host(records: list[Record]) -> None:
+    """Hidden states of 512 positions are 12.6 MB each way."""
+    (within,), (between,) = of(records, "eagle3, a prompt"), of(records, "eagle3, a prompt, ipc")
+    assert max(within["bytes_up"], within["bytes_down"]) < 1e5
+    assert min(between["bytes_up"], between["bytes_down"]) > 12e6
+    assert within["waits"] == between["waits"] == {"draft": 1, "receipt": 1}

@@ -58,6 +58,40 @@ def test_trees_drafted_for_several_requests_are_those_each_gets_alone(
 
 
 @heads
+def test_features_that_stay_on_the_device_are_read_as_those_from_the_host_are(
+    build: Build, tmp_path: Path, target: TargetWeights
+) -> None:
+    there, here = build(tmp_path, target), build(tmp_path / "other", target)
+    compare_places(there, here, Adaptive(budget=20), (0, 1, 3, 2), WANTED)
+
+
+def compare_places(
+    head: Head, other: Head, policy: Policy, counts: Sequence[int], wanted: list[tuple[int, list[int]]]
+) -> None:
+    """Compare trees of features on the device with those of the same features from the host. counts: of the rows that
+    are accepted in each round, 0 for the prompt.
+    """
+    of = [drafter_of(head, [], policy), drafter_of(other, [], policy)]
+    for drafter in of:
+        for request, text in TEXTS.items():
+            drafter.start(request, text, SamplingParams(max_tokens=40))
+    for count in counts:
+        for request, text in TEXTS.items():
+            rows = count or len(text)
+            features = torch.randn(rows, len(head.feature_layers), HIDDEN, generator=torch.manual_seed(rows + request))
+            path = [*range(count)] or [0]
+            drafted = [30 + i for i in path[1:]]
+            tree = TokenTree.chain(of[0].last_token(request), drafted, [0.9] * len(drafted))
+            tokens = [*drafted, 40 + request]
+            for drafter, given in zip(of, (features.bfloat16().to(head.device), bfloat16_bits(features)), strict=True):
+                drafter.observe(request, Verdict(tree, path, tokens, given))
+        if count != 1:  # unread features of two rounds are read together
+            trees = [drafter.propose_many(wanted) for drafter in of]
+            assert all(same(one, another) for one, another in zip(*trees, strict=True))
+            assert max(map(len, trees[0])) > 1
+
+
+@heads
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_drafting_does_not_depend_on_the_default_type(
     build: Build, temperature: float, tmp_path: Path, target: TargetWeights

@@ -205,7 +205,8 @@ class BlockSession(Session):
         if not self._pending:
             return None
         positions = [position for start, _, tokens in self._pending for position in range(start, start + len(tokens))]
-        return torch.cat([features for _, features, _ in self._pending]), positions
+        parts = [features for _, features, _ in self._pending]
+        return parts[0] if len(parts) == 1 else torch.cat(parts), positions
 
     def read(self, features: Tensor, positions: list[int]) -> None:
         """Read features into this session's caches alone."""

@@ -134,7 +134,7 @@ class RecordedRows:
 
     def __init__(self, work: Work, device: torch.device, sizes: Sequence[int]):
         self._work, self._device, self._sizes, self._owner = work, device, sizes, CaptureOwner()
-        self._recorded: dict[int, Recorded] = {}
+        self._recorded: dict[tuple[int, tuple[str, ...]], Recorded] = {}  # by rows, and where the inputs come from
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the results of `work` for these rows, [rows, ...]; the next call overwrites them.
@@ -144,11 +144,12 @@ class RecordedRows:
         size = next((size for size in self._sizes if size >= rows), None)
         if self._device.type == "cpu" or size is None:
             return self._work(*uploaded(inputs, self._device))
-        if size not in self._recorded:
-            self._recorded[size] = Recorded(self._work, self._device, owner=self._owner)
+        key = size, tuple(given.device.type for given in inputs)
+        if key not in self._recorded:
+            self._recorded[key] = Recorded(self._work, self._device, owner=self._owner)
         padded = (given.new_zeros(size, *given.shape[1:]) for given in inputs)
         filled = [torch.cat([given, rest[rows:]]) for given, rest in zip(inputs, padded, strict=True)]
-        return tuple(out[:rows] for out in self._recorded[size](*filled))
+        return tuple(out[:rows] for out in self._recorded[key](*filled))
 
 
 @cache

@@ -36,7 +36,8 @@ class Receipt:
 
     trees: those that are drawn from; what depends on more than the logits is left to the host. pool: where their keys
     and values are. rows: how many rows, the first ones, are of drafted trees; chunks of prompts follow. successors: how
-    many of the likeliest tokens of each of these rows are wanted.
+    many of the likeliest tokens of each of these rows are wanted. states_stay: whether the hidden states that are
+    wanted are left on the device, where the drafter takes them from.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Receipt:
         pool: KVPool | None,
         rows: int = 0,
         successors: int = 0,
+        states_stay: bool = False,
     ):
+        self._stay, self._gathered = states_stay, logits.new_empty(0)
         self._asked, self._states, self._device, self._rows = trees, states, logits.device, rows
         self._places = {i: place for place, i in enumerate(i for i, one in enumerate(trees) if one.sampler.is_plain)}
         self._trees = [trees[i] for i in self._places]
@@ -59,9 +62,12 @@ class Receipt:
         self._successors = successors
         nothing = logits.new_empty(0)
         self._filled = [one.blocks for one in self._trees]
+        packed = self._launch(logits.contiguous(), pool) if self._trees else nothing
+        # a view would hold all rows of the forward
+        self._chunk_states = nothing if states is None else states[rows:].to(torch.bfloat16, copy=states_stay)
         self._sent = Download([
-            self._launch(logits.contiguous(), pool) if self._trees else nothing,
-            nothing if states is None else states[rows:].to(torch.bfloat16),
+            packed,
+            nothing if states_stay else self._chunk_states,
             logits[:rows].topk(successors).indices.int() if successors else nothing,
         ])  # fmt: skip
 
@@ -89,14 +95,16 @@ class Receipt:
         """
         count, nodes = len(self._trees), self._begins[-1]
         reach = 1 + max(int(one.tree.depths.max()) for one in self._trees)
-        self._rows_sent = 0 if self._states is None else max(_LEAST_ROWS, min(reach, _STATE_ROWS // count))
+        self._rows_sent = 0 if self._states is None else min(reach, max(_LEAST_ROWS, _STATE_ROWS // count))
         width = 0 if self._states is None else self._states[0].numel()
         begin = -(-4 * nodes // _ALIGNED) * _ALIGNED
-        end = begin + 2 * count * self._rows_sent * width
+        end = begin + (0 if self._stay else 2 * count * self._rows_sent * width)
         filled = sum(map(len, self._filled))
         layers = 0 if pool is None else pool.shape.layers
         buffer = torch.empty(end + filled * layers, dtype=torch.uint8, device=self._device)
         tokens, found = buffer[: 4 * nodes].view(torch.int32), buffer[begin:end].view(torch.bfloat16)
+        if self._stay:
+            found = found.new_empty(count * self._rows_sent * width)
         arrays = uploaded(self._arrays(), self._device)
         rows, drafted, parents, slots, keys, temperatures, begins, moves, blocks = arrays
         draw_tokens(logits, rows, keys, temperatures, tokens)
@@ -106,7 +114,8 @@ class Receipt:
             if filled:
                 check_blocks(pool, blocks, buffer[end:].view(torch.int8).view(filled, layers))
         if self._states is not None:
-            gather_path_rows(self._states, rows, paths, lengths, begins, found.view(count, self._rows_sent, width))
+            self._gathered = found.view(count, self._rows_sent, width)
+            gather_path_rows(self._states, rows, paths, lengths, begins, self._gathered)
         self._begin, self._end, self._drawn = begin, end, tokens
         return buffer
 
@@ -159,6 +168,8 @@ class Receipt:
         """
         assert self._states is not None
         if len(path := self._paths[place]) <= self._rows_sent:
+            if self._stay:
+                return self._gathered[place, : len(path)].view(len(path), *self._states.shape[1:])
             width = 2 * self._states[0].numel()
             at = self._begin + place * self._rows_sent * width
             sent = self._sent.read()[0][at : at + len(path) * width].numpy().view(np.uint16)
@@ -167,20 +178,24 @@ class Receipt:
         if not self._fetched:
             long = [i for i, path in enumerate(self._paths) if len(path) > self._rows_sent]
             rows = [self._trees[i].first + np.asarray(self._paths[i], np.int64) for i in long]
-            parts = np.split(self._fetch(np.concatenate(rows)), np.cumsum([len(part) for part in rows])[:-1])
-            self._fetched = dict(zip(long, parts, strict=True))
+            fetched, ends = self._fetch(np.concatenate(rows)), accumulate(map(len, rows))
+            self._fetched = {i: fetched[end - len(self._paths[i]) : end] for i, end in zip(long, ends, strict=True)}
         return self._fetched[place]
 
     def _fetch(self, rows: NDArray[np.int64]) -> States:
-        """Read the states of these rows, which waits for the device."""
+        """Take the states of these rows. To read them on the host waits for the device."""
         assert self._states is not None
-        return bfloat16_bits(self._states.index_select(0, *uploaded([torch.from_numpy(rows)], self._device)))
+        found = self._states.index_select(0, *uploaded([torch.from_numpy(rows)], self._device))
+        return found.to(torch.bfloat16) if self._stay else bfloat16_bits(found)
 
     def read_states(self, first: int, count: int) -> States | None:
         """Return [count, layers, hidden] of rows of prompts, from `first` on."""
         if self._states is None:
             return None
-        found: States = self._sent.read()[1][first - self._rows :][:count].view(torch.uint16).numpy().copy()
+        rows = slice(first - self._rows, first - self._rows + count)
+        if self._stay:
+            return self._chunk_states[rows]
+        found: States = self._sent.read()[1][rows].view(torch.uint16).numpy().copy()
         return found
 
     def successors_of(self, first: int, count: int) -> Int | None:

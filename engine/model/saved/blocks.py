@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.batch import BLOCK_SIZE
-from engine.core.hidden_states import States
+from engine.core.hidden_states import HostStates
 from engine.files.cache_folder import CacheFolder
 
 _BLOCKS, _STATES = "blocks", "states"
@@ -72,18 +72,18 @@ class SavedBlocks:
 
         self.folder.keep(_BLOCKS, key, content)
 
-    def read_hidden_states(self, key: bytes, layers: Sequence[int]) -> States | None:
+    def read_hidden_states(self, key: bytes, layers: Sequence[int]) -> HostStates | None:
         """Return a block's hidden states after these layers, None if they are not there."""
         content = self.folder.read(_STATES, _key_of_states(key, layers), self._states_room)
         if content is None:
             return None
-        states: States = np.frombuffer(content, np.uint16).reshape(BLOCK_SIZE, len(layers), -1).copy()
+        states: HostStates = np.frombuffer(content, np.uint16).reshape(BLOCK_SIZE, len(layers), -1).copy()
         return states
 
-    def save_hidden_states(self, key: bytes, layers: Sequence[int], states: Callable[[], States | None]) -> None:
+    def save_hidden_states(self, key: bytes, layers: Sequence[int], states: Callable[[], HostStates | None]) -> None:
         """Write a block's hidden states in the background. states: None once they are gone."""
 
-        def content() -> list[States] | None:
+        def content() -> list[HostStates] | None:
             return None if (found := states()) is None else [np.ascontiguousarray(found)]
 
         self.folder.keep(_STATES, _key_of_states(key, layers), content)

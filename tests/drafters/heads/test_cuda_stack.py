@@ -23,7 +23,7 @@ from engine.model.runner import bfloat16_bits
 from tests.drafters.conftest import HIDDEN
 from tests.drafters.heads.one_pass.test_block import block
 from tests.drafters.heads.test_eagle import eagle, eagle3, same
-from tests.drafters.test_many_requests import TEXTS, Build, drafter_of
+from tests.drafters.test_many_requests import TEXTS, Build, compare_places, drafter_of
 
 pytestmark = pytest.mark.skipif(not triton_attention._INTERPRETED, reason="heads are on the CPU here")
 POLICY = Dynamic(depth=2, top_k=2, budget=8)  # steps that feed on each other amplify rounding
@@ -78,6 +78,14 @@ def test_trees_of_several_requests_are_those_of_plain_operations(
             for drafter in of:
                 root = TokenTree.root_only(drafter.last_token(request))
                 drafter.observe(request, Verdict(root, [0], [33], bfloat16_bits(more)))
+
+
+@pytest.mark.parametrize("build", [eagle3, block], ids=lambda build: build.__name__)
+def test_features_that_stay_on_the_device_are_read_as_those_from_the_host_are(
+    build: Build, tmp_path: Path, target: TargetWeights
+) -> None:
+    there, here = (on_cuda(build, tmp_path / name, target) for name in ("there", "here"))
+    compare_places(there, here, Dynamic(depth=1, top_k=2, budget=5), (0, 3), [(1, []), (3, [])])
 
 
 @heads

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from engine.core.batch import BLOCK_SIZE
-from engine.core.hidden_states import HiddenStates, States
+from engine.core.hidden_states import HiddenStates, HostStates
 
 
-def states_of(positions: range) -> States:
+def states_of(positions: range) -> HostStates:
     """States that tell their position."""
     return np.asarray(positions, np.uint16)[:, None, None].repeat(2, 1).repeat(3, 2)
 
@@ -68,3 +72,40 @@ def test_where_nothing_is_shared_nothing_is_kept(shared: bool) -> None:
     features.add(0, states_of(range(BLOCK_SIZE)), unsent=True)
     assert (features.of_block(0) is not None) == shared
     assert len(features.take()) == BLOCK_SIZE
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=100), st.integers(0, 3))
+def test_states_that_stay_on_a_device_are_those_of_the_host(steps: list[int], adopted: int) -> None:
+    there, here = HiddenStates(shared=True), HiddenStates(shared=True)
+    for block in range(adopted):
+        states = states_of(range(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE))
+        there.adopt(torch.from_numpy(states).view(torch.bfloat16))
+        here.adopt(states)
+    length = adopted * BLOCK_SIZE
+    for i, count in enumerate(steps):
+        states = states_of(range(length, length + count))
+        there.add(length, torch.from_numpy(states).view(torch.bfloat16), unsent=True)
+        here.add(length, states, unsent=True)
+        for block in range(length // BLOCK_SIZE, (length + count) // BLOCK_SIZE):
+            of_block = there.of_block(block)
+            assert isinstance(of_block, Tensor) and np.array_equal(bits(of_block), here.of_block(block))
+        length += count
+        if i == len(steps) // 2:
+            assert np.array_equal(bits(there.take()), here.take())
+    assert np.array_equal(bits(there.take()), here.take())
+    assert not len(there.take())
+
+
+def bits(states: object) -> object:
+    return states.view(torch.uint16).numpy() if isinstance(states, Tensor) else states
+
+
+def test_what_a_resting_head_is_not_sent_does_not_hold_what_a_round_gathered_for_all_requests() -> None:
+    features, rounds = HiddenStates(shared=False), list[weakref.ref[Tensor]]()
+    for position in range(300):
+        gathered = torch.zeros(32, 2, 3)
+        rounds.append(weakref.ref(gathered))
+        features.add(position, gathered[:1], unsent=True)
+        del gathered
+    assert sum(one() is not None for one in rounds) < 64
+    assert len(features.take()) == 300

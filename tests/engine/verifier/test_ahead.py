@@ -174,7 +174,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(
         step_module,
         "output_of",
-        lambda trees, logits, states, pool, rows, successors: QueuedOutput(made, trees, logits, states, rows),
+        lambda trees, logits, states, pool, rows, *_: QueuedOutput(made, trees, logits, states, rows),
     )
     return made
 

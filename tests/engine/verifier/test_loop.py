@@ -90,7 +90,7 @@ class Wire:
         self.inbox: list[Any] = []
         self.sent: list[Any] = []
         self.malformed = 0
-        self.full = False
+        self.full = self.in_process = False
 
     def received(self) -> list[Any]:
         arrived, self.inbox = self.inbox, []

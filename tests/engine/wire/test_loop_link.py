@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from engine.core.params import SamplingParams
 from engine.wire.loop_link import LoopRouter
-from engine.wire.messages import Finish, Hello, Start
+from engine.wire.messages import Finish, Hello, RoundVerdict, Start
 
 START = Start(request=1, round=0, sampling=SamplingParams())
 
@@ -55,3 +56,11 @@ def test_a_message_has_the_arrays_of_the_protocol() -> None:
 def test_a_drafter_joins_once() -> None:
     dealer = LoopRouter().dealer
     assert [dealer.joined(), dealer.joined()] == [True, False]
+
+
+def test_numbers_on_a_device_arrive_as_they_are() -> None:
+    router, features = LoopRouter(), torch.ones(2, 1, 3)
+    nothing = [np.zeros(0, np.int32)] * 5
+    router.send(hello(router), RoundVerdict(request=1, round=1, draft=0), [*nothing, features])
+    [(_, [*_, arrived])] = router.dealer.received()
+    assert arrived is features and router.in_process

@@ -11,8 +11,10 @@ import zmq
 
 from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
+from engine.wire import aside
+from engine.wire.aside import OnDevice
 from engine.wire.keys import Keys, create, load
-from engine.wire.messages import Heartbeat, Hello, Start, Stop
+from engine.wire.messages import Heartbeat, Hello, RoundVerdict, Start, Stop, encode
 from engine.wire.transport import Dealer, Router
 from tests.conftest import free_port
 
@@ -75,6 +77,74 @@ def test_sending_to_a_peer_that_is_gone_neither_blocks_nor_fails(pair: Pair) -> 
     router, _ = pair
     for _ in range(100):
         router.send("nobody", Stop())
+
+
+class Numbers(OnDevice):
+    """Numbers on a device, which only one who takes them has."""
+
+    def take(self) -> list[int]:
+        return [id(self)]
+
+
+VERDICT = RoundVerdict(request=1, round=1, draft=0)
+PATH = [np.asarray([at], np.int32) for at in range(2)]
+PATH += [np.zeros((0, 0), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32)]
+
+
+def test_within_a_process_numbers_on_a_device_are_handed_over_and_bytes_are_sent() -> None:
+    given = [Numbers(), Numbers()]
+    with zmq.Context() as context:
+        router = Router(context, "inproc://meeting", (Hello,), unread=8)
+        line = Dealer(context, "inproc://meeting", "peer", (RoundVerdict,))
+        line.send(Hello())
+        await_arrivals(router, 1)
+        for numbers in given:
+            router.send("peer", VERDICT, [*PATH, numbers])
+        router.send("peer", VERDICT, [*PATH, np.ones((1, 1, 2), np.uint16)])
+        arrived = await_arrivals(line, 3)
+        router.close()
+        line.close()
+    assert not aside._waiting and router.in_process
+    assert [arrays[-1] for _, arrays in arrived[:2]] == [[id(one)] for one in given]
+    assert [[part.tolist() for part in arrays[:2]] for _, arrays in arrived] == [[[0], [1]]] * 3
+    assert arrived[2][1][-1].tolist() == [[[1, 1]]]
+
+
+def test_numbers_whose_message_is_not_sent_or_not_read_are_held_no_longer() -> None:
+    with zmq.Context() as context:
+        router = Router(context, "inproc://meeting", (Hello,), unread=2)
+        assert router.send("nobody", VERDICT, [*PATH, Numbers()]) and not aside._waiting
+        lines = [Dealer(context, "inproc://meeting", name, (RoundVerdict,), unread=2) for name in ("one", "two")]
+        for line in lines:
+            line.send(Hello())
+        await_arrivals(router, 2)
+        sent = 0
+        while sent < 500 and router.send("one", VERDICT, [*PATH, Numbers()]):
+            sent += 1
+        assert 2 <= sent < 500 and len(aside._waiting) == sent
+        router.send("two", VERDICT, [*PATH, Numbers()])
+        assert len(aside._waiting) == 1, "the first one is gone"
+        assert [*lines[0].received()] == [] and lines[0].malformed == sent
+        router.close()
+        assert not aside._waiting
+        for line in lines:
+            line.close()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_between_processes_a_message_has_no_third_frame(transport: str, tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/x" if transport == "ipc" else f"tcp://127.0.0.1:{free_port()}"
+    with zmq.Context() as context:
+        router = Router(context, endpoint, (Hello,))
+        line = Dealer(context, endpoint, "peer", (RoundVerdict,))
+        line.send(Hello())
+        await_arrivals(router, 1)
+        frames = encode(VERDICT, [*PATH, np.zeros((0, 0, 0), np.uint16)])
+        router.socket.send_multipart([b"peer", *frames, b"1"])
+        router.socket.send_multipart([b"peer", *frames])
+        assert len(await_arrivals(line, 1)) == 1 and line.malformed == 1 and not router.in_process
+        router.close()
+        line.close()
 
 
 @pytest.mark.parametrize("transport", ["inproc", "ipc", "tcp"])

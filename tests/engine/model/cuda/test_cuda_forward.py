@@ -36,9 +36,11 @@ from engine.model.stock import NAME, Unsupported
 from engine.model.target import Target
 from engine.model.trial import forward_choice, probe
 from engine.verifier import step
+from engine.wire.messages import Hello
 from tests.engine.model.test_target import COMMON
 from tests.engine.test_exact import decoded, with_siblings
 from tests.engine.verifier.test_ahead import stage_over, steps
+from tests.engine.verifier.test_loop import DRAFTER
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FEATURES = (0, 2)
@@ -567,3 +569,31 @@ def test_rounds_that_are_launched_before_the_last_is_read_give_the_texts_of_one_
     for number, (prompt, sampling) in enumerate(asked):
         assert stage.tokens(number) == decoded(target, prompt, sampling)
     assert target.pool is not None and target.pool.free == target.pool.blocks
+
+
+@pytest.mark.usefixtures("_products_by_rows")
+def test_hidden_states_that_stay_for_the_drafter_are_those_that_are_sent(
+    loaded: tuple[Target, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts, of blocks that another request has read, and of accepted paths."""
+    target, _ = loaded
+    monkeypatch.setattr(step, "output_of", Receipt)
+    prompt = text(20, 1)
+    told = []
+    for stays in (True, False):
+        stage = stage_over(target, Hello(feature_layers=(0, 1)))
+        stage.drafts.in_process = stays
+        for number, asked in ((1, prompt), (2, [*prompt[:17], 5, 6])):
+            request = stage.submit(number, asked, max_tokens=6)
+            steps(stage, 1)
+            expected = decoded(target, asked, SamplingParams(max_tokens=6))
+            stage.draft(request, TokenTree.chain(expected[0], expected[1:4], [0.9] * 3))
+            steps(stage, 4)
+            assert stage.tokens(number) == expected
+        told.append([arrays[-1] for _, arrays in stage.verdicts()])
+        stage.drafts.inbox.append((DRAFTER, Hello(), []))
+        stage.verifier._receive()  # nobody wants what is kept any more
+    assert [len(one) for one in told[1]] == [20, 4, 19, 4]
+    for there, here in zip(*told, strict=True):
+        assert isinstance(there, Tensor) and there.shape == here.shape
+        assert (there.view(torch.uint16).cpu().numpy() == here).all()

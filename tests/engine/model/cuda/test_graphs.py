@@ -333,6 +333,24 @@ def test_recorded_rows_are_those_of_the_work(rows: int, device: torch.device) ->
         assert all(map(torch.equal, (x + y, x[:, :1] * 2), (part.cpu() for part in work(x, y))))
 
 
+def test_recorded_rows_take_inputs_that_come_from_the_host_or_are_on_the_device() -> None:
+    """Memory that was made for one kind does not fit the other."""
+    device = torch.device("meta")
+    work = RecordedRows(lambda x, y: (x + y,), device, (4,))
+    there, here = torch.ones(3, 2, device=device), torch.ones(3, 2)
+    for _ in range(2):
+        for given in ((there, there), (there, here), (here, here)):
+            (out,) = work(*given)
+            assert out.shape == (3, 2) and out.device == device
+
+
+def test_what_is_on_the_device_already_is_not_copied() -> None:
+    device = torch.device("meta")
+    there = torch.ones(3, device=device)
+    first, second, third = uploaded([torch.ones(2), there, torch.ones(4)], device)
+    assert second is there and (len(first), len(third)) == (2, 4) and first.device == third.device == device
+
+
 def test_results_are_waited_for_when_they_are_read_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 

@@ -123,6 +123,56 @@ def test_states_of_longer_paths_than_are_sent_are_fetched_together(monkeypatch: 
     assert other is not None and (other == states[FIRST:][[0, 2]].view(torch.uint16).numpy()).all()
 
 
+@pytest.mark.parametrize("sent", [128, 1], ids=["all", "some are longer than what is gathered"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_that_stay_on_the_device_are_those_that_are_sent_and_are_not_sent(
+    sent: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receipt, "_STATE_ROWS", sent)
+    monkeypatch.setattr(receipt, "_LEAST_ROWS", 1)
+    downloads: list[int] = []
+
+    class Noted(device.Download):
+        def __init__(self, results: Any):
+            downloads.append(sum(one.nbytes for one in results))
+            super().__init__(results)
+
+    monkeypatch.setattr(receipt, "Download", Noted)
+    trees, rows = [tree_of(seed, NODES) for seed in range(3)], 3 * NODES
+    logits, states = logits_of(rows), torch.randn(rows + 20, 2, 3).to(dtype)
+    for i, tree in enumerate(trees):
+        logits[NODES * i + tree.parents[1:], tree.tokens[1:]] += 3
+    found = []
+    for stays in (False, True):
+        ways = [GREEDY, SAMPLED, TRUNCATED]
+        drawn = [DrawnTree(tree, sampler_of(ways[i]), NODES * i) for i, tree in enumerate(trees)]
+        given = logits.to(DEVICE), states.to(DEVICE), None, rows, 0, stays
+        found.append(Receipt(drawn, *given))
+    sent_states, staying = found
+    for i, tree in enumerate(trees):
+        path = tree.walk(sent_states.known(i) or [int(tree.tokens[1])] * NODES)
+        for of_path in (path, path[:1], [0, 3]):
+            assert same_bits(staying.states_of(i, of_path), sent_states.states_of(i, of_path))
+    for first, count in ((rows, 20), (rows + 3, 5)):
+        assert same_bits(staying.read_states(first, count), sent_states.read_states(first, count))
+    assert downloads[0] > downloads[1] == 4 * 2 * NODES, "tokens alone"
+
+
+def same_bits(there: Any, here: Any) -> bool:
+    assert isinstance(there, Tensor) and there.device.type == DEVICE.type
+    return bool((there.view(torch.uint16).cpu().numpy() == here).all()) and there.shape == here.shape
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_roots_send_a_row_each_and_what_stays_holds_no_rows_of_trees(stays: bool) -> None:
+    states, root = torch.randn(FIRST + 40, 1, 2).bfloat16(), TokenTree.root_only(0)
+    drawn = [DrawnTree(root, sampler_of(GREEDY), i) for i in range(FIRST)]
+    found = Receipt(drawn, logits_of(FIRST).to(DEVICE), states.to(DEVICE), None, FIRST, 0, stays)
+    assert found._rows_sent == 1
+    chunk: Any = found.read_states(FIRST, 40)
+    assert (chunk.untyped_storage().nbytes() if stays else chunk.nbytes) == 40 * 2 * 2
+
+
 @pytest.mark.parametrize("past", [3, 16, 29])
 def test_keys_and_values_of_the_accepted_path_are_where_a_commit_puts_them(past: int) -> None:
     tree = TokenTree.from_lists([0, 5, 1, 6, 2, 3], [-1, 0, 0, 2, 2, 4], [1.0] * 6)
