@@ -26,7 +26,7 @@ from ..report.about import machine
 from ..report.out_folder import results_in
 from ..report.tables import Table
 from .forwards import ForwardFigures, llama_bench, time_forwards
-from .random_file import write_random
+from .random_file import MIXES, write_random
 from .served import Served, serve
 from .shape import SHAPES, shape_of
 
@@ -50,6 +50,7 @@ def main(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(SHAPES)}.")],
     out: Annotated[Path, typer.Option(help="Folder for the file and for shapes.jsonl.")] = Path("out-shapes"),
     layers: Annotated[int | None, typer.Option(help="Only the first ones.", show_default="all", min=1)] = None,
+    mix: Annotated[str, typer.Option(help=f"Types of the matrices: {', '.join(MIXES)}.")] = "Q4_K_M",
     tokens: Annotated[int, typer.Option(help="Of a chat's first turn.", min=100, max=8000)] = 2000,
     repeats: Annotated[int, typer.Option(help="Forwards of each kind.", min=1)] = 7,
     bench: Annotated[Path | None, typer.Option("--llama-bench", help="Its program, to compare with.")] = None,
@@ -62,11 +63,13 @@ def main(
     with one_line_errors(), results_in(out):
         if name not in SHAPES:
             raise ConfigError(f"{name!r} is no shape; these are: {', '.join(SHAPES)}")
+        if mix not in MIXES:
+            raise ConfigError(f"--mix {mix!r} is no mix of types; these are: {', '.join(MIXES)}")
         console, shape = Console(stderr=True), shape_of(name, layers)
-        file = out / f"{name}-{shape.layers}-layers.gguf"
+        file = out / f"{name}-{shape.layers}-layers-{mix}.gguf"
         if not file.exists():
             whole = file.with_suffix(".part")
-            write_random(shape, whole, console)
+            write_random(shape, whole, console, mix)
             whole.rename(file)
         settings = Config(**overrides(set_) | {"model": str(file)})
         console.print("Talon: starts, second turns")
@@ -83,7 +86,7 @@ def main(
                 None if bench is None else _tried(partial(llama_bench, bench, file, threads, repeats), console),
             )
         size = file.stat().st_size / 1e9
-        row = Measured(name, shape.layers, "random weights", size, machine(), set_ or [], figures)
+        row = Measured(name, shape.layers, f"random weights in {mix}", size, machine(), set_ or [], figures)
         with (out / "shapes.jsonl").open("a", encoding="utf8") as rows:
             rows.write(msgspec.json.encode(row).decode() + "\n")
         print(row.machine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -18,7 +19,7 @@ from tokenizers import pre_tokenizers
 
 from ..report.progress import progress_bar
 from .shape import Shape
-from .tensors import FileTensor, metadata_of, tensors_of
+from .tensors import FileTensor, Kind, metadata_of, tensors_of
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
@@ -40,13 +41,27 @@ class _Scale(NamedTuple):
 
 _SCALES = {
     Type.Q4_K: [_Scale(0, np.float16(2e-4).tobytes()), _Scale(2, np.float16(1.5e-3).tobytes())],
+    Type.Q5_K: [_Scale(0, np.float16(1e-4).tobytes()), _Scale(2, np.float16(1.5e-3).tobytes())],
     Type.Q6_K: [_Scale(208, np.float16(2.2e-5).tobytes())],
+    Type.Q2_K: [_Scale(80, np.float16(2.2e-3).tobytes()), _Scale(82, np.float16(3.3e-3).tobytes())],
+    Type.Q3_K: [_Scale(108, np.float16(7e-4).tobytes())],
+    Type.IQ2_XXS: [_Scale(0, np.float16(6e-4).tobytes())],
+    Type.IQ3_S: [_Scale(0, np.float16(2e-4).tobytes())],
     Type.Q8_0: [_Scale(0, np.float16(4e-4).tobytes())],
     Type.MXFP4: [_Scale(0, bytes([121]))],
 }
 
+MIXES: dict[str, dict[Kind, Type]] = {
+    "Q4_K_M": {"matrix": Type.Q4_K, "fine": Type.Q6_K, "output": Type.Q6_K},
+    "Q3_K_M": {"matrix": Type.Q3_K, "fine": Type.Q4_K, "output": Type.Q6_K},
+    "IQ3_M": {"matrix": Type.IQ3_S, "fine": Type.Q4_K, "output": Type.Q6_K},
+    "Q2_K": {"matrix": Type.Q2_K, "fine": Type.Q3_K, "output": Type.Q6_K},
+    "IQ2_XXS": {"matrix": Type.IQ2_XXS, "fine": Type.Q2_K, "output": Type.Q5_K},
+}
+"""The types of llama.cpp's mixes: as many of each as in Q4_K_M, nearly as many in the others."""
 
-def write_random(shape: Shape, path: Path, console: Console, seed: int = 0) -> None:
+
+def write_random(shape: Shape, path: Path, console: Console, mix: str = "Q4_K_M", seed: int = 0) -> None:
     """Write the file, a tensor at a time."""
     writer = gguf.GGUFWriter(path, shape.architecture)
     writer.add_name("random weights")
@@ -60,7 +75,8 @@ def write_random(shape: Shape, path: Path, console: Console, seed: int = 0) -> N
     _add_vocabulary(writer, shape.vocabulary)
     tensors = [*tensors_of(shape)]
     for tensor in tensors:
-        kind, size = type_of(tensor), _stored_shape(tensor)
+        kind = type_of(tensor, MIXES[mix])
+        size = _stored_shape(tensor, kind)
         stored = np.dtype(np.float32 if kind is Type.F32 else np.uint8)
         writer.add_tensor_info(tensor.name, size, stored, math.prod(size) * stored.itemsize, raw_dtype=kind)
     writer.write_header_to_file()
@@ -70,37 +86,37 @@ def write_random(shape: Shape, path: Path, console: Console, seed: int = 0) -> N
     with progress_bar(console) as progress:
         task = progress.add_task(f"writing {path.name}", total=len(tensors))
         for tensor in tensors:
-            writer.write_tensor_data(_random(tensor, numbers))
+            writer.write_tensor_data(_random(tensor, type_of(tensor, MIXES[mix]), numbers))
             progress.advance(task)
     writer.close()
 
 
-def type_of(tensor: FileTensor) -> Type:
-    """Return the type of a tensor, as Q4_K_M mixes them; rows that no block of 256 divides are in 8 bits."""
-    if tensor.kind in ("numbers", "norm", "decay"):
-        return Type.F32
+def type_of(tensor: FileTensor, mix: Mapping[Kind, Type]) -> Type:
+    """Return the type of a tensor in a mix; rows that no block of 256 divides are in 8 bits."""
     if tensor.kind == "experts":
         return Type.MXFP4
-    if tensor.shape[-1] % 256:
-        return Type.Q8_0
-    return Type.Q6_K if tensor.kind == "fine" else Type.Q4_K
+    if tensor.kind not in mix:
+        return Type.F32
+    return Type.Q8_0 if tensor.shape[-1] % 256 else mix[tensor.kind]
 
 
-def _stored_shape(tensor: FileTensor) -> tuple[int, ...]:
+def _stored_shape(tensor: FileTensor, kind: Type) -> tuple[int, ...]:
     """Return the shape in bytes, of a tensor in blocks; in numbers otherwise."""
-    if (kind := type_of(tensor)) is Type.F32:
+    if kind is Type.F32:
         return tensor.shape
     numbers, size = gguf.GGML_QUANT_SIZES[kind]
     return *tensor.shape[:-1], tensor.shape[-1] // numbers * size
 
 
-def _random(tensor: FileTensor, numbers: np.random.Generator) -> NDArray[Any]:
-    kind, size = type_of(tensor), _stored_shape(tensor)
+def _random(tensor: FileTensor, kind: Type, numbers: np.random.Generator) -> NDArray[Any]:
+    size = _stored_shape(tensor, kind)
     if kind is not Type.F32:
         blocks = _blocks(kind)
         return np.resize(np.roll(blocks, int(numbers.integers(len(blocks))), axis=0), size)
     if tensor.kind == "decay":
         return -np.exp(numbers.uniform(-3, 2, size)).astype(np.float32)
+    if tensor.kind == "factors":  # the last three quarters of the frequencies do not rotate
+        return np.where(np.arange(size[0]) < size[0] // 4, 1, 1e30).astype(np.float32)
     mean, deviation = (1.0, 0.1) if tensor.kind == "norm" else (0.0, 0.03)
     return (mean + deviation * numbers.standard_normal(size)).astype(np.float32)
 

@@ -14,6 +14,13 @@ _GRANITE = {
     "embedding_scale": 12.0,
     "rope.scaling.finetuned": False,
 }
+_GEMMA4 = {
+    "attention.sliding_window": 1024,
+    "attention.shared_kv_layers": 0,
+    "embedding_length_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    "rope.freq_base_swa": 10_000.0,
+}
 _GPT_OSS = {
     "context_length": 131_072,
     "attention.sliding_window": 128,
@@ -35,7 +42,8 @@ def every(layer: int) -> bool:
 class Shape:
     """The numbers of a model. inner: rows of an MLP's first matrix, or of an expert's; experts, used: 0 without them;
     shared: rows of the expert that every token uses. groups, state_heads, state_dim, state_head_dim: of the layers with
-    a state, which are those that do not attend. tied: embeddings and output are one matrix. more: metadata of its own.
+    a state, which are those that do not attend. wide_kv_heads, wide_head_dim: of the layers without a window, where
+    they have others and no values. tied: embeddings and output are one matrix. more: metadata of its own.
     """
 
     architecture: str
@@ -54,10 +62,20 @@ class Shape:
     experts: int = 0
     used: int = 0
     shared: int = 0
+    wide_kv_heads: int = 0
+    wide_head_dim: int = 0
     tied: bool = True
     rope_theta: float = 1e7
     rope_part: int = 1
     more: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    def wide(self, layer: int) -> bool:
+        """Return whether a layer of Gemma 4 has no window: every sixth one, and the last."""
+        return bool(self.wide_head_dim) and (layer % 6 == 5 or layer == self.layers - 1)
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Return the number of a layer's heads of keys, and the numbers in each."""
+        return (self.wide_kv_heads, self.wide_head_dim) if self.wide(layer) else (self.kv_heads, self.head_dim)
 
     @property
     def state_inner(self) -> int:
@@ -94,6 +112,14 @@ SHAPES = {
     "gpt-oss-20b": Shape(
         "gpt-oss", layers=24, hidden=2880, inner=2880, heads=64, kv_heads=8, head_dim=64, vocabulary=201_088,
         experts=32, used=4, tied=False, rope_theta=150_000.0, more=MappingProxyType(_GPT_OSS),
+    ),
+    "gemma-4-12b": Shape(
+        "gemma4", layers=48, hidden=3840, inner=15_360, heads=16, kv_heads=8, head_dim=256, vocabulary=262_144,
+        wide_kv_heads=1, wide_head_dim=512, rope_theta=1e6, more=MappingProxyType(_GEMMA4),
+    ),
+    "llama-3.1-8b": Shape(
+        "llama", layers=32, hidden=4096, inner=14_336, heads=32, kv_heads=8, head_dim=128, vocabulary=128_256,
+        tied=False, rope_theta=500_000.0,
     ),
 }  # fmt: skip
 

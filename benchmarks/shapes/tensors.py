@@ -8,12 +8,17 @@ from typing import Any, Literal, NamedTuple
 from .shape import Shape
 
 _TAPS = 4  # rows that a convolution reads
-Kind = Literal["matrix", "fine", "experts", "numbers", "norm", "decay"]
+Kind = Literal["matrix", "fine", "output", "experts", "numbers", "norm", "decay", "factors"]
+_NORMS = {  # of a layer, where they are not those of most
+    "gemma4": ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"),
+    "granitehybrid": ("attn_norm", "ffn_norm"),
+    "llama": ("attn_norm", "ffn_norm"),
+}
 
 
 class FileTensor(NamedTuple):
-    """kind: a matrix in blocks, `fine` where Q4_K_M has more bits; or float32: `numbers` around 0, a norm's factors, or
-    a state's decay.
+    """kind: a matrix in blocks, `fine` where a mix of types has more bits, `output` where it has most; or float32:
+    `numbers` around 0, a norm's factors, a state's decay, or the factors of rotary frequencies.
     """
 
     name: str
@@ -24,7 +29,8 @@ class FileTensor(NamedTuple):
 def metadata_of(shape: Shape) -> dict[str, Any]:
     """Return a file's metadata, without the architecture that each name begins with."""
     attending = [shape.attends(layer) for layer in range(shape.layers)]
-    hybrid = shape.architecture == "granitehybrid"
+    by_layer = [shape.heads_of(layer)[0] * attends for layer, attends in enumerate(attending)]
+    listed = shape.architecture == "granitehybrid" or shape.wide_head_dim
     found: dict[str, Any] = {
         "block_count": shape.layers,
         "context_length": 32_768,
@@ -32,13 +38,17 @@ def metadata_of(shape: Shape) -> dict[str, Any]:
         "feed_forward_length": shape.inner,
         "vocab_size": shape.vocabulary,
         "attention.head_count": shape.heads,
-        "attention.head_count_kv": [shape.kv_heads * attends for attends in attending] if hybrid else shape.kv_heads,
-        "attention.key_length": shape.head_dim,
-        "attention.value_length": shape.head_dim,
+        "attention.head_count_kv": by_layer if listed else shape.kv_heads,
+        "attention.key_length": shape.wide_head_dim or shape.head_dim,
+        "attention.value_length": shape.wide_head_dim or shape.head_dim,
         "attention.layer_norm_rms_epsilon": 1e-6,
         "rope.freq_base": shape.rope_theta,
-        "rope.dimension_count": shape.head_dim // shape.rope_part,
+        "rope.dimension_count": (shape.wide_head_dim or shape.head_dim) // shape.rope_part,
     }
+    if shape.wide_head_dim:
+        for name in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+            found[f"{name}_swa"] = shape.head_dim
+        found["attention.sliding_window_pattern"] = [not shape.wide(layer) for layer in range(shape.layers)]
     if shape.state_heads:
         found |= {
             "ssm.conv_kernel": _TAPS,
@@ -58,10 +68,12 @@ def metadata_of(shape: Shape) -> dict[str, Any]:
 def tensors_of(shape: Shape) -> Iterator[FileTensor]:
     """Yield all tensors, in the order of a file."""
     table = shape.vocabulary, shape.hidden
-    yield FileTensor("token_embd.weight", table, "fine" if shape.tied else "matrix")
+    yield FileTensor("token_embd.weight", table, "output" if shape.tied else "matrix")
     if not shape.tied:
-        yield FileTensor("output.weight", table, "fine")
+        yield FileTensor("output.weight", table, "output")
     yield FileTensor("output_norm.weight", (shape.hidden,), "norm")
+    if shape.wide_head_dim:
+        yield FileTensor("rope_freqs.weight", (shape.wide_head_dim // 2,), "factors")
     for layer in range(shape.layers):
         eighth = shape.layers // 8  # llama.cpp gives more bits to the first and last layers, and to a third of the rest
         fine = layer < eighth or layer >= shape.layers - eighth or (layer - eighth) % 3 == 2
@@ -70,11 +82,12 @@ def tensors_of(shape: Shape) -> Iterator[FileTensor]:
 
 
 def _layer(shape: Shape, layer: int) -> Iterator[FileTensor]:
-    after = "ffn_norm" if shape.architecture == "granitehybrid" else "post_attention_norm"
-    for norm in ("attn_norm", after):
+    for norm in _NORMS.get(shape.architecture, ("attn_norm", "post_attention_norm")):
         yield FileTensor(f"{norm}.weight", (shape.hidden,), "norm")
+    if shape.architecture == "gemma4":
+        yield FileTensor("layer_output_scale.weight", (1,), "norm")
     if shape.attends(layer):
-        yield from _attention(shape)
+        yield from _attention(shape, layer)
     elif shape.architecture == "granitehybrid":
         yield from _mamba(shape)
     else:
@@ -88,16 +101,18 @@ def _mlp(hidden: int, inner: int, ending: str = "") -> Iterator[FileTensor]:
     yield FileTensor(f"ffn_down{ending}.weight", (hidden, inner), "fine")
 
 
-def _attention(shape: Shape) -> Iterator[FileTensor]:
-    rows, kv_rows = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+def _attention(shape: Shape, layer: int) -> Iterator[FileTensor]:
+    kv_heads, head_dim = shape.heads_of(layer)
+    rows, kv_rows = shape.heads * head_dim, kv_heads * head_dim
     gated = shape.architecture.startswith("qwen35")
     yield FileTensor("attn_q.weight", (rows * (1 + gated), shape.hidden), "matrix")
     yield FileTensor("attn_k.weight", (kv_rows, shape.hidden), "matrix")
-    yield FileTensor("attn_v.weight", (kv_rows, shape.hidden), "fine")
+    if not shape.wide(layer):  # whose keys are its values
+        yield FileTensor("attn_v.weight", (kv_rows, shape.hidden), "fine")
     yield FileTensor("attn_output.weight", (shape.hidden, rows), "matrix")
-    if gated:
-        yield FileTensor("attn_q_norm.weight", (shape.head_dim,), "norm")
-        yield FileTensor("attn_k_norm.weight", (shape.head_dim,), "norm")
+    if gated or shape.wide_head_dim:  # Gemma 4 does not scale scores: large ones would leave a key each, and chaos
+        yield FileTensor("attn_q_norm.weight", (head_dim,), "numbers" if shape.wide_head_dim else "norm")
+        yield FileTensor("attn_k_norm.weight", (head_dim,), "norm")
     if shape.architecture == "gpt-oss":
         yield FileTensor("attn_sinks.weight", (shape.heads,), "numbers")
         for name, size in {"q": rows, "k": kv_rows, "v": kv_rows, "output": shape.hidden}.items():

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from benchmarks.measure.profile import loaded
 from benchmarks.shapes import __main__ as command
 from benchmarks.shapes.forwards import llama_bench
-from benchmarks.shapes.random_file import write_random
+from benchmarks.shapes.random_file import MIXES, write_random
 from benchmarks.shapes.shape import SHAPES, Shape
 from benchmarks.shapes.tensors import tensors_of
 from engine.config import Config
@@ -38,6 +38,8 @@ def tiny(name: str) -> Shape:
         numbers |= {"state_head_dim": 32}
     if whole.experts:
         numbers |= {"experts": 4, "used": 2, "shared": 256 if whole.shared else 0}
+    if whole.wide_head_dim:
+        numbers |= {"wide_kv_heads": 1, "wide_head_dim": 128}
     attends = whole.attends if whole.architecture != "granitehybrid" else {2}.__contains__
     return replace(whole, attends=attends, **numbers)
 
@@ -50,15 +52,19 @@ def weights(shape: Shape) -> float:
 @pytest.mark.parametrize(
     ("name", "billions"),
     [("qwen3.5-0.8b", 0.75), ("qwen3.5-4b", 4.2), ("qwen3.5-9b", 8.95), ("qwen3.5-35b-a3b", 34.7),
-     ("granite-4.0-h-350m", 0.34), ("gpt-oss-20b", 20.9)],
+     ("granite-4.0-h-350m", 0.34), ("gpt-oss-20b", 20.9), ("gemma-4-12b", 11.9), ("llama-3.1-8b", 8.03)],
 )  # fmt: skip
 def test_a_shape_has_the_published_number_of_weights(name: str, billions: float) -> None:
     assert weights(SHAPES[name]) == pytest.approx(billions, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "granite-4.0-h-350m", "gpt-oss-20b"])
-def test_the_lean_decoder_runs_a_file_of_random_weights(name: str, tmp_path: Path) -> None:
-    write_random(tiny(name), tmp_path / "tiny.gguf", Console(quiet=True))
+@pytest.mark.parametrize(
+    ("name", "mix"),
+    [("qwen3.5-35b-a3b", "Q4_K_M"), ("granite-4.0-h-350m", "Q4_K_M"), ("gpt-oss-20b", "Q4_K_M"),
+     ("gemma-4-12b", "Q4_K_M"), ("llama-3.1-8b", "Q3_K_M"), ("llama-3.1-8b", "IQ2_XXS")],
+)  # fmt: skip
+def test_the_lean_decoder_runs_a_file_of_random_weights(name: str, mix: str, tmp_path: Path) -> None:
+    write_random(tiny(name), tmp_path / "tiny.gguf", Console(quiet=True), mix)
     target = loaded(Config(model=str(tmp_path / "tiny.gguf")))
     assert isinstance(target.forward, LeanDecoder)
     logits, _ = target.prefill(target.new_cache(64), [*range(40)])
@@ -73,6 +79,27 @@ def test_matrices_are_mixed_as_q4_k_m_mixes_them(tmp_path: Path) -> None:
     assert types["token_embd.weight"] == "Q6_K" and types["blk.1.ffn_up.weight"] == "Q4_K"
     down = [types[f"blk.{layer}.ffn_down.weight"] for layer in range(8)]
     assert down == ["Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K"]
+
+
+def test_numbers_are_about_as_large_in_every_type_of_a_mix(tmp_path: Path) -> None:
+    for mix, types in MIXES.items():
+        write_random(replace(tiny("llama-3.1-8b"), layers=8), tmp_path / "tiny.gguf", Console(quiet=True), mix)
+        tensors = [tensor for tensor in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors if len(tensor.shape) == 2]
+        assert {tensor.tensor_type for tensor in tensors} == {*types.values()}
+        for tensor in tensors:
+            numbers = gguf.dequantize(tensor.data, tensor.tensor_type)
+            assert 0.025 < numbers.std() < 0.055 and abs(numbers.mean()) < 0.005, (mix, tensor.name)
+
+
+def test_layers_without_a_window_have_wide_heads_whose_keys_are_values(tmp_path: Path) -> None:
+    write_random(replace(tiny("gemma-4-12b"), layers=7), tmp_path / "tiny.gguf", Console(quiet=True))
+    reader = gguf.GGUFReader(tmp_path / "tiny.gguf")
+    assert reader.fields["gemma4.attention.sliding_window_pattern"].contents() == [True] * 5 + [False] * 2
+    assert reader.fields["gemma4.attention.head_count_kv"].contents() == [2] * 5 + [1] * 2
+    sizes = {tensor.name: [*map(int, tensor.shape)] for tensor in reader.tensors}
+    assert sizes["blk.4.attn_k.weight"] == sizes["blk.4.attn_v.weight"] == [256, 128]
+    assert sizes["blk.5.attn_q.weight"] == [256, 512] and sizes["blk.5.attn_k.weight"] == [256, 128]
+    assert {"blk.5.attn_v.weight", "blk.6.attn_v.weight"}.isdisjoint(sizes) and sizes["rope_freqs.weight"] == [64]
 
 
 def test_the_command_writes_a_file_and_measures_it_beside_another_server(
@@ -90,7 +117,7 @@ def test_the_command_writes_a_file_and_measures_it_beside_another_server(
     done = CliRunner().invoke(APP, [*asked, "--set", "activations=bfloat16"])
     assert done.exit_code == 0, done.output
     [row] = map(json.loads, (tmp_path / "shapes.jsonl").read_text().splitlines())
-    assert (row["shape"], row["weights"], row["layers"]) == ("tiny", "random weights", 4)
+    assert (row["shape"], row["weights"], row["layers"]) == ("tiny", "random weights in Q4_K_M", 4)
     for served, forwards in row["figures"].values():
         for turn in (served["whole"], served["aborted"]):
             assert turn["tokens"] > 300 and 0 < turn["read"] < 160 and turn["seconds"] > 0
@@ -101,6 +128,8 @@ def test_the_command_writes_a_file_and_measures_it_beside_another_server(
 
 def test_an_unknown_shape_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     done = CliRunner().invoke(APP, ["llama", "--out", str(tmp_path)])
+    assert done.exit_code == 2 and not [*tmp_path.iterdir()]
+    done = CliRunner().invoke(APP, ["llama-3.1-8b", "--mix", "Q1", "--out", str(tmp_path)])
     assert done.exit_code == 2 and not [*tmp_path.iterdir()]
 
 
