@@ -10,6 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.forked_tests import scope
+
 ROOT = Path(__file__).parents[1]
 FIRST = """
 import os, signal, warnings
@@ -86,3 +88,13 @@ def test_what_a_failed_test_printed_and_the_end_of_one_that_died_are_told(folder
 
 def test_the_fixtures_of_a_file_are_torn_down_once_in_each_process_that_lives(folder: Path) -> None:
     assert (folder / "torn_down").read_text() == "once "
+
+
+def test_files_that_share_servers_run_in_one_process_and_others_each_in_one() -> None:
+    same = {
+        scope("tests/engine/server/test_wire.py::test_a[x::y]"),
+        scope("tests/engine/server/http/test_guard.py::test_b"),
+    }
+    assert len(same) == 1
+    assert scope("tests/engine/test_api.py::test_a[x::y]") == scope("tests/engine/test_api.py::test_b")
+    assert scope("tests/engine/test_api.py::test_a") != scope("tests/engine/test_cache.py::test_a")
