@@ -24,6 +24,7 @@ from tests.drafters.conftest import HIDDEN
 from tests.drafters.heads.one_pass.test_block import block
 from tests.drafters.heads.test_eagle import eagle, eagle3, same
 from tests.drafters.test_many_requests import TEXTS, Build, compare_places, drafter_of
+from tests.interpreted_triton import replace_language_once
 
 pytestmark = pytest.mark.skipif(not triton_attention._INTERPRETED, reason="heads are on the CPU here")
 POLICY = Dynamic(depth=2, top_k=2, budget=8)  # steps that feed on each other amplify rounding
@@ -34,6 +35,7 @@ heads = pytest.mark.parametrize("build", [eagle, eagle3, block], ids=lambda buil
 @pytest.fixture(autouse=True)
 def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices are as they are, and graphs are of few rows, which Triton's interpreter takes one by one."""
+    replace_language_once()
     monkeypatch.setattr("drafters.heads.layers.can_multiply", lambda weight: False)
     monkeypatch.setattr("drafters.heads.layers.pack", lambda weight: None)
     monkeypatch.setattr(cuda_stack, "_BLOCKS", 64)
