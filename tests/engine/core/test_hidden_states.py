@@ -103,9 +103,19 @@ def bits(states: object) -> object:
 def test_what_a_resting_head_is_not_sent_does_not_hold_what_a_round_gathered_for_all_requests() -> None:
     features, rounds = HiddenStates(shared=False), list[weakref.ref[Tensor]]()
     for position in range(300):
-        gathered = torch.zeros(32, 2, 3)
+        gathered = torch.full((32, 2, 3), float(position))
         rounds.append(weakref.ref(gathered))
         features.add(position, gathered[:1], unsent=True)
         del gathered
     assert sum(one() is not None for one in rounds) < 64
-    assert len(features.take()) == 300
+    taken = features.take()
+    assert isinstance(taken, Tensor) and taken[:, 0, 0].tolist() == [*range(300)]
+
+
+def test_what_is_behind_the_last_full_block_does_not_hold_the_chunk_that_it_was_read_in() -> None:
+    features, chunk = HiddenStates(shared=True), torch.ones(3 * BLOCK_SIZE + 5, 2, 3)
+    held = weakref.ref(chunk)
+    features.add(0, chunk, unsent=False)
+    del chunk
+    blocks = [features.of_block(index) for index in range(3)]
+    assert held() is None and len(blocks) == 3
