@@ -47,10 +47,7 @@ class SessionIndex:
     """
 
     def __init__(
-        self,
-        capacity: int = 1_000_000,
-        public: Sequence[NDArray[np.int32]] = (),
-        saved: SavedAnswers | None = None,
+        self, capacity: int = 1_000_000, public: Sequence[NDArray[np.int32]] = (), saved: SavedAnswers | None = None
     ):
         from engine.sampling import noise_bits  # numba takes half a second, which only users of the index pay
         from retrieval_index import ngrams

@@ -22,8 +22,7 @@ from .options import AgainstOption, HeadsOption, MinutesOption, QuestionsOption,
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="What talon bench --out named.")],
-    against: AgainstOption = None,
+    folder: Annotated[Path, typer.Argument(help="What talon bench --out named.")], against: AgainstOption = None
 ) -> None:
     """Make report.md and report.html again from the rows of a benchmark, or compare two runs of it."""
 
@@ -74,7 +73,7 @@ def check(
         str | None,
         typer.Option(
             help="float32: instead, how often another token is the likeliest than in float32, and the divergence from "
-            "it, in bfloat16 and with activations=int8.",
+            "it, in bfloat16 and with activations=int8."
         ),
     ] = None,
     kernels: Annotated[
@@ -173,8 +172,7 @@ def qa(
         list[Path] | None, typer.Option("--questions", help="JSONL with rows of category nq, rag or qa; repeatable.")
     ] = None,
     methods: Annotated[
-        str,
-        typer.Option(help="Comma-separated contestants; datastore drafts from all passages."),
+        str, typer.Option(help="Comma-separated contestants; datastore drafts from all passages.")
     ] = "none,talon-pld,talon-suffix,talon-datastore",
     limit: Annotated[int | None, typer.Option(help="Questions of each category.", show_default="all", min=1)] = None,
     passages: Annotated[int, typer.Option(help="Passages retrieved into the prompt.", min=1)] = 2,

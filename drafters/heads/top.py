@@ -15,16 +15,7 @@ from torch import Tensor
 
 from engine.kernels.exponential import exp
 from engine.kernels.jit_cache import versioned
-from engine.kernels.simd import (
-    LANES,
-    add,
-    larger,
-    largest,
-    number_at,
-    numbers_at,
-    splat,
-    total,
-)
+from engine.kernels.simd import LANES, add, larger, largest, number_at, numbers_at, splat, total
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]

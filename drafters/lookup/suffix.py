@@ -52,12 +52,7 @@ class SuffixDrafter(Drafter):
         options = config.drafter
         with naming("drafter.answers"):
             answers = None if (folder := options.answers_folder) is None else Datastore(Path(folder))
-        return cls(
-            options.budget,
-            answers=answers,
-            shared_noise=options.shared_noise,
-            saved=_saved(config),
-        )
+        return cls(options.budget, answers=answers, shared_noise=options.shared_noise, saved=_saved(config))
 
     def start(self, request: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
         self._sampling[request] = sampling if self.shared_noise else GREEDY

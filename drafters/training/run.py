@@ -235,10 +235,7 @@ def drafts_seen(folder: Path) -> int:
 
 
 def acceptance_table(method: str, score: Score) -> Table:
-    table = Table(
-        title=f"{method}: held-out acceptance",
-        caption=f"{score.chain_length():.2f} tokens a round",
-    )
+    table = Table(title=f"{method}: held-out acceptance", caption=f"{score.chain_length():.2f} tokens a round")
     for column in ("position", "tokens", "loss", "accepted"):
         table.add_column(column, justify="right")
     for position, share in enumerate(score.acceptance()):

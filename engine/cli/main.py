@@ -84,8 +84,7 @@ def generate(
         float | None, typer.Option(help="Keep the likeliest tokens of this much probability.", show_default=MODELS_OWN)
     ] = None,
     top_k: Annotated[
-        int | None,
-        typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.", show_default=MODELS_OWN),
+        int | None, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.", show_default=MODELS_OWN)
     ] = None,
     min_p: Annotated[
         float | None,

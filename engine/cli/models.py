@@ -74,8 +74,7 @@ def export_command(
         str, typer.Option("--as", metavar="LAYOUT", help="speculators: a folder for vLLM. gguf: a file for llama.cpp.")
     ],
     target: Annotated[
-        str,
-        typer.Option(help="What it drafts for. speculators: a directory or hub id. gguf: a GGUF file, or a name."),
+        str, typer.Option(help="What it drafts for. speculators: a directory or hub id. gguf: a GGUF file, or a name.")
     ],
     out: Annotated[Path, typer.Option(help="The folder or file to make.")],
 ) -> None:

@@ -14,12 +14,10 @@ from engine.core.params import Speculation
 _DRAW, _FORM, _SPEED = "How tokens are drawn", "What the answer looks like", "How it is drafted for"
 
 PresencePenalty = Annotated[
-    float,
-    typer.Option(rich_help_panel=_DRAW, help="Over 0, discourage every token that is in the answer already."),
+    float, typer.Option(rich_help_panel=_DRAW, help="Over 0, discourage every token that is in the answer already.")
 ]
 FrequencyPenalty = Annotated[
-    float,
-    typer.Option(rich_help_panel=_DRAW, help="Over 0, discourage tokens the more often they came."),
+    float, typer.Option(rich_help_panel=_DRAW, help="Over 0, discourage tokens the more often they came.")
 ]
 LogitBias = Annotated[
     list[str] | None,
@@ -32,10 +30,7 @@ LogitBias = Annotated[
 Logprobs = Annotated[
     int | None,
     typer.Option(
-        min=0,
-        max=20,
-        rich_help_panel=_DRAW,
-        help="With --json: log-probabilities, with so many alternatives a token.",
+        min=0, max=20, rich_help_panel=_DRAW, help="With --json: log-probabilities, with so many alternatives a token."
     ),
 ]
 PromptLogprobs = Annotated[

@@ -13,13 +13,7 @@ as often as trials lose a small share of the emitted tokens.
 
 from __future__ import annotations
 
-from engine.costs.constants import (
-    ANSWER_LOSES,
-    GAIN_AT_FIRST,
-    MEMORY,
-    PRIOR_ROUNDS,
-    TRIALS_LOSE,
-)
+from engine.costs.constants import ANSWER_LOSES, GAIN_AT_FIRST, MEMORY, PRIOR_ROUNDS, TRIALS_LOSE
 from engine.costs.faded_mean import FadedMean
 
 _TRIED = 3  # blocks of each option before they are compared

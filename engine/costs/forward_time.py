@@ -42,11 +42,7 @@ class ForwardTime:
     """
 
     def __init__(
-        self,
-        seconds: dict[int, float],
-        read_s: float = 0.0,
-        seen_s: float = 0.0,
-        forward_sizes: Sequence[int] = (1,),
+        self, seconds: dict[int, float], read_s: float = 0.0, seen_s: float = 0.0, forward_sizes: Sequence[int] = (1,)
     ):
         self._steps = (0, *forward_sizes)
         least_s: dict[int, float] = {}  # by the rows that are computed

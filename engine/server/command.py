@@ -45,8 +45,7 @@ def serve(
         int | None, typer.Option(help="Answers under way or waiting; more get 429.", show_default="queue.size", min=1)
     ] = None,
     cache: Annotated[
-        Path | None,
-        typer.Option(help="Folder of prompts and answers that outlive a restart.", show_default="none"),
+        Path | None, typer.Option(help="Folder of prompts and answers that outlive a restart.", show_default="none")
     ] = None,
     learn: Annotated[
         bool, typer.Option("--learn", help="Learn to draft from each client's texts while there are no requests.")

@@ -97,11 +97,7 @@ async def chat_choices(
 
 
 async def text_choices(
-    body: CompletionRequest,
-    engine: Engine,
-    settings: Settings,
-    vocabulary: Vocabulary,
-    fill_in: FillIn | None,
+    body: CompletionRequest, engine: Engine, settings: Settings, vocabulary: Vocabulary, fill_in: FillIn | None
 ) -> list[ChoiceRequest]:
     """Return the choices of a text completion, those of the first prompt first. fill_in: how the model fills in, None
     if it cannot. Raises RequestError or ApiError.

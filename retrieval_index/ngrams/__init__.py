@@ -8,17 +8,7 @@ Kernels take arrays one by one and never slice them in a loop: each view costs a
 
 from retrieval_index.ngrams.drafting import draft
 from retrieval_index.ngrams.mixture import BUCKETS, COMPONENTS
-from retrieval_index.ngrams.store import (
-    END,
-    ORDERS,
-    SEPARATOR,
-    USED,
-    Store,
-    length,
-    new_store,
-    parts,
-    store_for,
-)
+from retrieval_index.ngrams.store import END, ORDERS, SEPARATOR, USED, Store, length, new_store, parts, store_for
 from retrieval_index.ngrams.texts import append, copy_into, grown, remember, with_text
 
 __all__ = [

@@ -57,12 +57,7 @@ def fields(file: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"norm_before_residual": True},
-        {"norm_before_fc": True},
-        {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]},
-    ],
+    [{}, {"norm_before_residual": True}, {"norm_before_fc": True}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}],
 )
 @pytest.mark.parametrize("bits", [8, 16])
 def test_a_head_drafts_the_same_tokens_with_the_same_scores_in_either_layout(
@@ -148,12 +143,7 @@ def test_a_speculators_folder_has_every_field_that_vllm_reads(tmp_path: Path, ta
         "speculators_config": {
             "algorithm": "eagle3",
             "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": 5,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
+                {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
             ],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": targets["speculators"], "architectures": ["LlamaForCausalLM"]},

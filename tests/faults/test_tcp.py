@@ -26,15 +26,7 @@ from engine.wire.keys import create, load
 from engine.wire.messages import Hello, Start, encode
 from engine.wire.transport import Dealer
 from tests.conftest import free_port
-from tests.faults.test_faults import (
-    LONG,
-    PROMPT,
-    _own_temporary_folder,
-    drafts_arrive,
-    expected_text,
-    pid_of,
-    replaced,
-)
+from tests.faults.test_faults import LONG, PROMPT, _own_temporary_folder, drafts_arrive, expected_text, pid_of, replaced
 from tests.forked_process import ForkedProcess
 
 __all__ = ["_own_temporary_folder"]

@@ -13,10 +13,7 @@ from typing import Any
 TYPE = "speculators_model_type"
 """The key that marks a config.json as being of this format; its value is the kind of head."""
 
-PREFIXES = {
-    "eagle": {"fc.": "fusion_fc.", "layers.0.": "transformer."},
-    "eagle3": {"midlayer.": "layers.0."},
-}
+PREFIXES = {"eagle": {"fc.": "fusion_fc.", "layers.0.": "transformer."}, "eagle3": {"midlayer.": "layers.0."}}
 """The prefix of a public name and its prefix in the file, by the kind of head."""
 
 _DRAFTED = 5

@@ -148,9 +148,7 @@ ContentBlock = Annotated[
     | Annotated[ToolResultBlock, Tag("tool_result")]
     | Annotated[ServerToolBlock, Tag("server")],
     Discriminator(
-        _kind,
-        custom_error_type="unknown_block",
-        custom_error_message=f"type: is none of {', '.join(_BLOCKS)}",
+        _kind, custom_error_type="unknown_block", custom_error_message=f"type: is none of {', '.join(_BLOCKS)}"
     ),
 ]
 
@@ -204,10 +202,7 @@ def _side(tool: Any) -> str:
     return "client" if kind in (None, "custom") else "server"
 
 
-AnyTool = Annotated[
-    Annotated[ClientTool, Tag("client")] | Annotated[ServerTool, Tag("server")],
-    Discriminator(_side),
-]
+AnyTool = Annotated[Annotated[ClientTool, Tag("client")] | Annotated[ServerTool, Tag("server")], Discriminator(_side)]
 
 
 class ToolUse(Body):

@@ -189,8 +189,4 @@ def test_tables_and_picture_name_every_head_and_suite(tmp_path: Path) -> None:
     shown = tables(found)
     assert len(shown) == 5
     write(tmp_path, found, shown)
-    assert {file.name for file in tmp_path.iterdir()} == {
-        "acceptance.json",
-        "acceptance.md",
-        "acceptance.png",
-    }
+    assert {file.name for file in tmp_path.iterdir()} == {"acceptance.json", "acceptance.md", "acceptance.png"}

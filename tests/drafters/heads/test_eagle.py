@@ -43,10 +43,7 @@ EAGLE3 = random_tensors(
     }
 )
 IDS = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:DRAFT_VOCAB].sort().values
-EAGLE3 |= {
-    "d2t": IDS - torch.arange(DRAFT_VOCAB),
-    "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, IDS, True),
-}
+EAGLE3 |= {"d2t": IDS - torch.arange(DRAFT_VOCAB), "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, IDS, True)}
 
 
 def eagle(path: Path, target: TargetWeights) -> FeatureHead:

@@ -48,9 +48,7 @@ def text(seed: int, retrieved: float, predicted: float, tokens: int = 96, prompt
     """Return a text of which these shares are foreseen, each token on its own."""
     draw = random.Random(seed)
     return Text(
-        [draw.random() < retrieved for _ in range(tokens)],
-        [draw.random() < predicted for _ in range(tokens)],
-        prompt,
+        [draw.random() < retrieved for _ in range(tokens)], [draw.random() < predicted for _ in range(tokens)], prompt
     )
 
 

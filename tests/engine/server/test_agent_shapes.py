@@ -20,11 +20,7 @@ PARAMETERS: dict[str, Any] = {
         "command": {"type": "string", "description": "What to run."},
         "timeout": {"type": "number", "exclusiveMinimum": 0, "default": 10},
         "kind": {"anyOf": [{"const": "short"}, {"type": "string", "pattern": "^[a-z]+$"}]},
-        "variables": {
-            "type": "object",
-            "propertyNames": STRING,
-            "additionalProperties": {"type": "string"},
-        },
+        "variables": {"type": "object", "propertyNames": STRING, "additionalProperties": {"type": "string"}},
     },
     "required": ["command"],
     "additionalProperties": False,

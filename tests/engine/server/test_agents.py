@@ -120,10 +120,7 @@ CLIENTS = [
     ),
     Client(
         "llm",
-        [
-            ("{program}", *_LLM_OPTIONS, "Which version is this?"),
-            ("{program}", "-c", *_LLM_OPTIONS, SECOND),
-        ],
+        [("{program}", *_LLM_OPTIONS, "Which version is this?"), ("{program}", "-c", *_LLM_OPTIONS, SECOND)],
         100,
         files={"extra-openai-models.yaml": json.dumps(_LLM)},
         variables={"LLM_USER_PATH": "{folder}", "OPENAI_API_KEY": "none"},

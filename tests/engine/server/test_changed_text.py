@@ -46,16 +46,7 @@ def test_a_changing_text_before_a_long_one_that_stays_is_found(before: int, now:
         ([*HEAD, *TOOLS],),
         ([1], [2]),
     ],
-    ids=[
-        "goes on",
-        "other question",
-        "the same",
-        "short",
-        "short, then others",
-        "another text",
-        "the first",
-        "tiny",
-    ],
+    ids=["goes on", "other question", "the same", "short", "short, then others", "another text", "the first", "tiny"],
 )
 def test_what_costs_no_long_text_is_no_change(prompts: tuple[list[int], ...]) -> None:
     assert after(*prompts) is None

@@ -9,7 +9,6 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import TypeAdapter, ValidationError
 
 from engine.core.errors import EngineClosed, NotANumber, ProtocolError, QueueFull, RequestError, TalonError, WorkerDied
-from engine.server.answers import ErrorDetail
 from engine.server.errors import api_error
 from engine.server.schema import ChatRequest, CompletionRequest
 
@@ -17,15 +16,15 @@ HI = [{"role": "user", "content": "hi"}]
 HALF = "\ud83d"
 
 
-def refusal(kind: Any, fields: dict[str, Any]) -> ErrorDetail:
-    """What a client is told of a body with these fields."""
+def refusal(kind: Any, fields: dict[str, Any]) -> Any:
+    """What a client is told of a body with these fields: an `ErrorDetail`."""
     with pytest.raises(ValidationError) as wrong:
         TypeAdapter(kind).validate_python({"model": "m"} | fields)
     errors = [error | {"loc": ("body", *error["loc"])} for error in wrong.value.errors()]
     return api_error(RequestValidationError(errors)).body.error
 
 
-def chat_refusal(fields: dict[str, Any]) -> ErrorDetail:
+def chat_refusal(fields: dict[str, Any]) -> Any:
     return refusal(ChatRequest, {"messages": HI} | fields)
 
 

@@ -110,9 +110,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 async def test_the_process_stops_as_soon_as_there_is_a_request_and_goes_on_after_a_pause(
-    walker: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    walker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_instead(monkeypatch, SLEEPS)
     remember(tmp_path / "learned", "", range(0, 240, 4))
@@ -135,9 +133,7 @@ async def test_the_process_stops_as_soon_as_there_is_a_request_and_goes_on_after
 
 
 async def test_nothing_begins_while_there_are_requests_or_too_few_texts(
-    walker: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    walker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_instead(monkeypatch, SLEEPS)
     busy = Busy()
@@ -155,10 +151,7 @@ async def test_nothing_begins_while_there_are_requests_or_too_few_texts(
 
 
 async def test_a_process_that_is_killed_in_training_goes_on_from_its_checkpoint(
-    walker: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    walker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_instead(monkeypatch, AT_ONCE + SLOWLY + "own.main()")
     folder = LearnedFolder(tmp_path / "learned")
@@ -175,10 +168,7 @@ async def test_a_process_that_is_killed_in_training_goes_on_from_its_checkpoint(
 
 
 async def test_a_lesson_that_fails_thrice_is_given_up_until_there_are_new_texts(
-    walker: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    walker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runs = tmp_path / "runs"
     run_instead(monkeypatch, f"input(); open({str(runs)!r}, 'a').write('x'); raise SystemExit(3)")
@@ -194,10 +184,7 @@ async def test_a_lesson_that_fails_thrice_is_given_up_until_there_are_new_texts(
 
 
 async def test_what_refuses_a_lesson_is_told_once_and_tried_again_later(
-    walker: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    walker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runs = tmp_path / "runs"
     said = json.dumps({"error": "--learn: no room"})
@@ -215,10 +202,7 @@ async def test_nobody_else_may_look_into_what_is_learned(walker: str, tmp_path: 
 
 
 async def test_of_two_servers_in_one_folder_one_learns(
-    walker: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    walker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_instead(monkeypatch, SLEEPS)
     remember(tmp_path / "learned", "", range(0, 240, 4))
@@ -259,10 +243,7 @@ async def ask(client: httpx.AsyncClient, start: int, key: str = "", session: str
     return choice["text"], [token["source"] for token in choice["sources"]].count("head")
 
 
-async def test_a_server_without_keys_learns_from_its_clients_and_no_text_changes(
-    walker: str,
-    tmp_path: Path,
-) -> None:
+async def test_a_server_without_keys_learns_from_its_clients_and_no_text_changes(walker: str, tmp_path: Path) -> None:
     starts = [*range(0, 240, 4)]
     async with await Engine.start(load({"model": walker}), method="none", transport="inproc") as engine:
         sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
@@ -307,8 +288,7 @@ async def test_each_key_is_learned_from_apart(walker: str, tmp_path: Path) -> No
 
 
 async def test_where_the_operator_shares_all_are_learned_from_and_none_is_told_of_heads(
-    walker: str,
-    tmp_path: Path,
+    walker: str, tmp_path: Path
 ) -> None:
     async with server(walker, "one", "two", **{"drafter.share_answers": True}) as (client, one):
         for start in range(0, 240, 4):

@@ -202,11 +202,7 @@ def keyed(server: ServerProcess, key: str = "first-key", **more: Any) -> httpx.R
 def test_only_keys_let_in(guarded: ServerProcess) -> None:
     for key in ("first-key", "second-key", "third-key"):
         assert keyed(guarded, key).status_code == 200
-    for headers in (
-        {},
-        {"Authorization": "Bearer wrong"},
-        {"Authorization": "first-key"},
-    ):
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first-key"}):
         for path in ("/v1/models", "/metrics", "/docs"):
             answer = httpx.get(f"{guarded.url}{path}", headers=headers)
             assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"

@@ -278,9 +278,7 @@ def test_a_conversation_with_calls_of_every_kind_goes_on(tool_server: ServerProc
     logged(tool_server, "ignored field: input.web_search_call:")
 
 
-def test_a_response_with_a_text_for_a_tool_is_gone_on_from_as_if_it_were_told_again(
-    tool_server: ServerProcess,
-) -> None:
+def test_a_response_with_a_text_for_a_tool_is_gone_on_from_as_if_it_were_told_again(tool_server: ServerProcess) -> None:
     tools = [PATCH | {"format": GRAMMAR}]
     first = post(tool_server, tools=tools, tool_choice="required", parallel_tool_calls=False)
     result = {"type": "custom_tool_call_output", "call_id": first["output"][0]["call_id"], "output": "done"}

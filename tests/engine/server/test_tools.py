@@ -134,10 +134,7 @@ def test_a_structured_answer_and_tools_go_together(client: Any) -> None:
         ({"tools": [tool(), tool()]}, "tools"),
         ({"tools": [tool("a b")]}, "tools[0].function.name"),
         ({"tools": [tool(parameters={"type": "string"})]}, "tools[0].function.parameters"),
-        (
-            {"tools": [TOOLS[1], tool(parameters={"properties": {"a": {"type": "x"}}})]},
-            "tools[1].function.parameters",
-        ),
+        ({"tools": [TOOLS[1], tool(parameters={"properties": {"a": {"type": "x"}}})]}, "tools[1].function.parameters"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": openai.NOT_GIVEN, "tool_choice": "required"}, "tool_choice"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": []}, {"role": "tool"}]}, "messages[1].content"),

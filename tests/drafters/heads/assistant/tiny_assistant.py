@@ -107,11 +107,7 @@ def write_target(folder: Path, model: Any, family: str = "gemma4") -> Path:
 
 
 def write_assistant(
-    path: Path,
-    model: Any,
-    kind: Kind = Kind.Q8_0,
-    changes: Mapping[str, Any] = MappingProxyType({}),
-    without: str = "",
+    path: Path, model: Any, kind: Kind = Kind.Q8_0, changes: Mapping[str, Any] = MappingProxyType({}), without: str = ""
 ) -> Path:
     """kind: of the matrices. changes: of the metadata; None leaves out. without: a tensor that is left out."""
     config, text = model.config, model.config.text_config

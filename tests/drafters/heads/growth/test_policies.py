@@ -66,16 +66,10 @@ policies = st.one_of(
     st.sampled_from([Static(EAGLE_25), Static(MEDUSA_63), Static([(0,), (1,), (1, 2)])]),
     st.builds(Dynamic, depth=st.integers(0, 5), top_k=st.integers(1, 6), budget=st.integers(1, 30)),
     st.builds(
-        TalonPaperPolicy,
-        budget=st.integers(2, 40),
-        width=st.integers(1, 10),
-        mu=st.sampled_from([0.01, 0.03, 0.9]),
+        TalonPaperPolicy, budget=st.integers(2, 40), width=st.integers(1, 10), mu=st.sampled_from([0.01, 0.03, 0.9])
     ),
     st.builds(
-        Adaptive,
-        budget=st.integers(2, 40),
-        top_k=st.integers(1, 10),
-        mu=st.sampled_from([0.01, 0.03, 0.2, 0.9]),
+        Adaptive, budget=st.integers(2, 40), top_k=st.integers(1, 10), mu=st.sampled_from([0.01, 0.03, 0.2, 0.9])
     ),
 )
 heads = st.tuples(st.integers(0, 10**6), st.integers(1, 10), st.sampled_from([0.2, 1.0, 8.0]))

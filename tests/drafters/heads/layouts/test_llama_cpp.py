@@ -167,10 +167,7 @@ def test_a_dspark_head_of_some_tokens_has_an_output_matrix_of_its_own(tmp_path: 
     config, tensors = of_block("dspark")
     ids = torch.arange(1, 41)
     tensors |= random_tensors({"lm_head.weight": (40, HIDDEN), "markov_head.markov_w2.weight": (40, 6)}, seed=5)
-    tensors |= {
-        "d2t": ids - torch.arange(40),
-        "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True),
-    }
+    tensors |= {"d2t": ids - torch.arange(40), "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)}
     check_equal(both(tmp_path, "dflash", config | {"draft_vocab_size": 40}, tensors, target))
 
 
