@@ -112,6 +112,11 @@ def test_tokens_are_counted_as_an_answers_prompt_has_them(tool_server: ServerPro
     assert tokens == read_tokens(post(tool_server, body).json()["usage"]) > 100
 
 
+def test_more_tokens_than_fit_are_counted_too(tool_server: ServerProcess) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 5000}]}
+    assert post(tool_server, body, "/v1/messages/count_tokens").json()["input_tokens"] > 5000
+
+
 def test_what_the_prefix_cache_had_is_told_apart_from_what_was_read(tool_server: ServerProcess) -> None:
     body = asked(system="Stand apart. " * 20, max_tokens=20)
     first = post(tool_server, body).json()["usage"]
