@@ -10,7 +10,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from engine.core.characters import HALF_A_CHARACTER
-from engine.core.errors import EngineClosed, OverContext, ProtocolError, QueueFull, RequestError, TalonError, WorkerDied
+from engine.core.errors import (
+    EngineClosed,
+    OverContext,
+    ProtocolError,
+    QueueFull,
+    RequestError,
+    TalonError,
+    WorkerDied,
+    shown,
+)
 from engine.server.answers import Error, ErrorDetail
 
 RETRY_AFTER_S = 1
@@ -182,7 +191,7 @@ def _said(error: dict[str, Any]) -> str:
         case "union_tag_not_found":
             return f"names no {kind}"
         case "union_tag_invalid":
-            return f"{kind} {more['tag']!r} is none of {more['expected_tags']}"
+            return f"{kind} {shown(more['tag'])} is none of {more['expected_tags']}"
         case "string_unicode":
             return HALF_A_CHARACTER
     return str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")

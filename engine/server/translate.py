@@ -72,9 +72,19 @@ def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
 
 async def chat_prompt(body: ChatRequest, engine: Engine, settings: Settings, calling: Calling) -> list[int]:
     """Return the tokens of a chat request's messages. Raises RequestError or ApiError."""
-    messages = [message.plain() for message in body.messages]
-    rendering = replace(body.rendering, tools=calling.shown)
+    messages, rendering = _templated(body, calling)
     return await _encoded("messages", messages, engine, settings, rendering)
+
+
+async def count_prompt(body: ChatRequest, engine: Engine, calling: Calling) -> int:
+    """Return how many tokens a chat request's messages have, however many those are. Raises RequestError."""
+    messages, rendering = _templated(body, calling)
+    return len(await engine.tokenize(messages, raw=True, rendering=rendering))
+
+
+def _templated(body: ChatRequest, calling: Calling) -> tuple[list[dict[str, Any]], Rendering]:
+    """Return what the chat template takes."""
+    return [message.plain() for message in body.messages], replace(body.rendering, tools=calling.shown)
 
 
 async def chat_choices(

@@ -78,14 +78,16 @@ class InfillRenderer:
             "prompt": self._vocabulary.texts(self._wanted.prompt),
             "has_new_line": "\n" in content,
             "truncated": False,
-            "stop_type": "word"
-            if result.stop_text
-            else _REASONS[result.finish_reason]
-            if self._body.n_predict
-            else "limit",
+            "stop_type": self._stop_type(result),
             "stopping_word": result.stop_text,
             "timings": timings(result).model_dump(),
         }
+
+    def _stop_type(self, result: Result) -> str:
+        """Return why the answer ended, in llama.cpp's words."""
+        if result.stop_text:
+            return "word"
+        return _REASONS[result.finish_reason] if self._body.n_predict else "limit"
 
     def _settings(self) -> dict[str, Any]:
         own = {"n_ctx": self._context, "n_predict": self._body.n_predict, "repeat_penalty": self._body.repeat_penalty}

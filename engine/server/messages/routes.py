@@ -15,7 +15,7 @@ from engine.server.openapi import OpenApiResponses
 from engine.server.schema import ChatRequest
 from engine.server.serving import Serving
 from engine.server.tools.calling import Calling
-from engine.server.translate import ChoiceRequest, chat_prompt, chat_request, check_model
+from engine.server.translate import ChoiceRequest, chat_request, check_model, count_prompt, names_of
 
 
 def add_messages(app: FastAPI, serving: Serving, stream: OpenApiResponses, refusals: OpenApiResponses) -> None:
@@ -37,10 +37,12 @@ def add_messages(app: FastAPI, serving: Serving, stream: OpenApiResponses, refus
         return await serving.chat(request, chat, renderer, client_names(body))
 
     @app.post("/v1/messages/count_tokens", responses=refusals)
-    async def count_tokens(body: CountRequest) -> InputTokens:
-        """Count the tokens of messages."""
+    async def count_tokens(body: CountRequest, request: Request) -> InputTokens:
+        """Count the tokens of messages, also of more than fit."""
         chat: ChatRequest = chat_request(chat_fields(body))
+        names = client_names(body)
+        request.state.names = names_of(chat, names)
         check_model(chat.model, serving.settings)
         serving.note(without_effect(body))
-        calling = await anyio.to_thread.run_sync(Calling.of, chat, serving.answers, client_names(body))
-        return InputTokens(input_tokens=len(await chat_prompt(chat, serving.engine, serving.settings, calling)))
+        calling = await anyio.to_thread.run_sync(Calling.of, chat, serving.answers, names)
+        return InputTokens(input_tokens=await count_prompt(chat, serving.engine, calling))

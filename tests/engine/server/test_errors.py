@@ -8,7 +8,16 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import TypeAdapter, ValidationError
 
-from engine.core.errors import EngineClosed, NotANumber, ProtocolError, QueueFull, RequestError, TalonError, WorkerDied
+from engine.core.errors import (
+    EngineClosed,
+    NotANumber,
+    ProtocolError,
+    QueueFull,
+    RequestError,
+    TalonError,
+    WorkerDied,
+    shown,
+)
 from engine.server.errors import api_error
 from engine.server.schema import ChatRequest, CompletionRequest
 
@@ -96,6 +105,7 @@ def test_wrong_fields_are_named_by_their_path(fields: dict[str, object], param: 
         ({"messages": [{"role": "user"}]}, "messages[0].content: is missing"),
         ({"response_format": {}}, "response_format: names no type"),
         ({"response_format": {"type": "xml"}}, "response_format: type 'xml' is none of 'text', 'json_object', "),
+        ({"response_format": {"type": "x" * 5000}}, f"response_format: type {shown('x' * 5000)} is none of 'text'"),
         ({"temperature": -1}, "temperature: should be greater than or equal to 0"),
         ({"seed": True}, "seed: should be a number; true is none"),
         ({"stop": 5}, "stop: should be a valid string or should be a valid list"),

@@ -112,6 +112,19 @@ def test_tokens_are_counted_as_an_answers_prompt_has_them(tool_server: ServerPro
     assert tokens == read_tokens(post(tool_server, body).json()["usage"]) > 100
 
 
+def test_more_tokens_than_fit_are_counted_too(tool_server: ServerProcess) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 5000}]}
+    assert post(tool_server, body, "/v1/messages/count_tokens").json()["input_tokens"] > 5000
+
+
+def test_a_count_that_is_refused_names_what_the_client_sent(tool_server: ServerProcess) -> None:
+    half = {"name": "weather", "input_schema": {"type": "object", "description": "\ud800"}}
+    body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "a"}], "tools": [half]})
+    told = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{tool_server.url}/v1/messages/count_tokens", content=body, headers=told, timeout=60)
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("messages: holds half")
+
+
 def test_what_the_prefix_cache_had_is_told_apart_from_what_was_read(tool_server: ServerProcess) -> None:
     body = asked(system="Stand apart. " * 20, max_tokens=20)
     first = post(tool_server, body).json()["usage"]
