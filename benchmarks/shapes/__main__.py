@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from engine.cli.command import SetOption, one_line_errors, overrides
-from engine.config import Config
+from engine.config import load
 from engine.core.errors import ConfigError
 
 from ..measure.profile import loaded
@@ -71,7 +71,7 @@ def main(
             whole = file.with_suffix(".part")
             write_random(shape, whole, console, mix)
             whole.rename(file)
-        settings = Config(**overrides(set_) | {"model": str(file)})
+        settings = load({}, overrides(set_, model=str(file)))
         console.print("Talon: starts, second turns")
         options = [part for text in (f"model={file}", *(set_ or [])) for part in ("--set", text)]
         served = serve([sys.executable, "-m", "engine", "serve", *options], tokens)

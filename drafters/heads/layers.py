@@ -58,6 +58,8 @@ class Linear:
     are rounded to 8 bits too, unless AMX multiplies bfloat16.
     """
 
+    rounds = False  # rows before the product
+
     def __init__(self, weight: Multiplied, bias: Tensor | None = None, gated: bool = False, coded: bool = True):
         """Lay the weight out. coded: False to keep the matrix as it is, and the rows."""
         self.bias, self.gated = bias, gated

@@ -57,6 +57,7 @@ class RunsRows(Protocol):
     inputs: int
     outputs: int
     matmul: Matmul | None
+    rounds: bool
 
     def __call__(self, x: Tensor) -> Tensor: ...
 

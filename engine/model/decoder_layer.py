@@ -30,6 +30,7 @@ from engine.kernels.state.short_convolution import ShortConvolution, short_convo
 from engine.kernels.state.walk import StateLayer
 from engine.kernels.state.windows import taps_of
 from engine.model.reader.parts import rms_structure
+from engine.model.reader.ternary import is_ternary, ternary_matrix
 from engine.model.structure import (
     ChannelGatesStructure,
     DecoderStructure,
@@ -68,8 +69,9 @@ class InMemory:
     def __init__(self, model: torch.nn.Module):
         self.model = model
 
-    def matrix(self, name: str) -> Tensor:
-        return self.model.get_parameter(name)
+    def matrix(self, name: str) -> Tensor | StoredMatrix:
+        owner = self.model.get_submodule(name.rpartition(".")[0])
+        return ternary_matrix(owner) if is_ternary(owner) else self.model.get_parameter(name)
 
     def experts(self, name: str, parts: int = 0) -> Sequence[Tensor]:
         matrices = self.model.get_parameter(name).detach()
@@ -357,6 +359,12 @@ def joined(linear: LinearStructure, parameters: Parameters, activations: Activat
     """Return one product that replaces several over the same input. activations: the type to which it rounds its rows,
     if it is in blocks.
     """
+    product = _joined(linear, parameters, activations, gated)
+    product.rounds = linear.rounds
+    return product
+
+
+def _joined(linear: LinearStructure, parameters: Parameters, activations: Activations, gated: bool) -> Product:
     found = {name: parameters.matrix(name) for name in dict.fromkeys(linear.weights)}
     weights = [_picked(found[name], order) for name, order in zip(linear.weights, linear.orders, strict=True)]
     bias = _bias(linear, parameters, [found[name].shape[0] for name in linear.weights])

@@ -44,6 +44,7 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
     config = load_config(path)
     wanted = find_dtype(dtype, config, device)
     stored = open_stored(Path(path))
+    check_quantisation(path, config)
     try:
         with _LOADING:
             if isinstance(stored, GgufFile):
@@ -82,6 +83,24 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"model={path}: does not fit the GPU ({first_line(error)}); free its memory or name a smaller model"
+        ) from error
+
+
+def check_quantisation(path: str, config: Any) -> None:
+    """Raise ModelError if transformers cannot read a checkpoint's quantised weights here."""
+    if (found := getattr(config, "quantization_config", None)) is None:
+        return
+    from transformers.quantizers import AutoHfQuantizer
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()  # that there is no GPU
+    torch.compiler.set_stance("force_eager")  # BitNet's layers would be compiled, with a C++ compiler, at first use
+    try:
+        AutoHfQuantizer.from_config(found, pre_quantized=True).validate_environment(device_map=None)
+    except Exception as error:  # every kind has errors of its own
+        raise ModelError(
+            f"model={path}: its quantised weights cannot be read here: {first_line(error)}; or take a GGUF file of the "
+            "model, or the checkpoint that was quantised"
         ) from error
 
 

@@ -30,12 +30,14 @@ class Picked(msgspec.Struct, frozen=True):
 
 class LinearStructure(msgspec.Struct, frozen=True):
     """Matrices over the same input, whose outputs follow one another. weights: names of parameters. biases: as many;
-    "" where there is none. orders: as many, which of the outputs are taken; None: all, as they are.
+    "" where there is none. orders: as many, which of the outputs are taken; None: all, as they are. rounds: rows are
+    rounded to 8 bits first, as BitNet does.
     """
 
     weights: tuple[str, ...]
     biases: tuple[str, ...]
     orders: tuple[Picked | None, ...]
+    rounds: bool = False
 
 
 class NormStructure(msgspec.Struct, frozen=True):

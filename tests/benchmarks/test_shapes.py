@@ -114,7 +114,7 @@ def test_the_command_writes_a_file_and_measures_it_beside_another_server(
     )
     other.chmod(0o755)
     asked = ["tiny", "--out", str(tmp_path), "--tokens", "400", "--repeats", "1", "--llama-server", str(other)]
-    done = CliRunner().invoke(APP, [*asked, "--set", "activations=bfloat16"])
+    done = CliRunner().invoke(APP, [*asked, "--set", "activations=bfloat16", "--set", "verifier.kv_type=auto"])
     assert done.exit_code == 0, done.output
     [row] = map(json.loads, (tmp_path / "shapes.jsonl").read_text().splitlines())
     assert (row["shape"], row["weights"], row["layers"]) == ("tiny", "random weights in Q4_K_M", 4)

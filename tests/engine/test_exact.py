@@ -99,6 +99,8 @@ GEMMA4 = SLIDING | {
     "vocab_size_per_layer_input": VOCABULARY,
     "final_logit_softcapping": 30.0,
 }
+OF_GEMMA4_12B = {name: value for name, value in GEMMA4.items() if "per_layer" not in name}
+OF_GEMMA4_12B |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 48,
@@ -289,6 +291,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
     ),
     "youtu": ("YoutuConfig", LATENT),
+    "gemma4 12b": ("Gemma4UnifiedTextConfig", OF_GEMMA4_12B),
+    "lfm3": (
+        "Lfm3Config",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+            "head_dim": 16,
+            "sliding_window": 12,
+        },
+    ),
 }
 STOCK = {"phi with norms of heads"}
 MLA = {"deepseek v2", "deepseek v3", "minicpm3", "youtu"}
@@ -314,8 +326,9 @@ STATES |= {
     "nemotron 3 with experts",
     "falcon-h1",
     "falcon-h1 with norms",
+    "lfm3",
 }
-OWN_KEYS = {"gemma4", "gemma4 with inputs of layers", "gemma4 whose keys are values", "gemma4 with experts"}
+OWN_KEYS = {family for family in FAMILIES if family.startswith("gemma4")}
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 IN_BOTH = {"llama", "gemma2", "gemma4 with inputs of layers", "gpt-oss", "qwen3.5", "lfm2", "granite 4 with experts"}
 IN_BOTH |= {"deepseek v3", "phi with norms of heads"}

@@ -99,9 +99,10 @@ _CONFIGURATIONS_AT = int(_CONFIGURATIONS.ctypes.data)
 
 
 class Multiplies(Protocol):
-    """A product, by a `Matmul` or in another way."""
+    """A product, by a `Matmul` or in another way. rounds: it is of rows that are rounded to 8 bits before."""
 
     matmul: Matmul | None
+    rounds: bool
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x: [rows, inputs]."""

@@ -37,8 +37,10 @@ class Product:
 
     weight: the matrix, or the parts of a file that hold its outputs one after the other, rounded to bfloat16. gated: it
     is a gate and then an up projection. If `gated` stays true, the result is silu(gate) * up. activations: int8 rounds
-    rows to 8 bits if all parts are of codes.
+    rows to 8 bits if all parts are of codes. rounds: what calls it rounds all rows first, each by its largest amount.
     """
+
+    rounds = False
 
     def __init__(
         self,

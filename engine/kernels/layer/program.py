@@ -53,10 +53,12 @@ from engine.kernels.layer.norm import NORM, norm_kernel
 from engine.kernels.layer.row_kernels import (
     CLIP,
     LAYER_INPUTS,
+    ROUND,
     ROW_GATE,
     ROW_NORM,
     clip_kernel,
     layer_inputs_kernel,
+    round_kernel,
     row_gate_kernel,
     row_norm_kernel,
 )
@@ -110,7 +112,7 @@ class LayerProgram:
         self._products, self._gates = _Records(MATMUL, 10 * layers + 3), _Records(GATE, 2 * layers)
         self._embeds, self._row_norms = _Records(EMBED, 2), _Records(ROW_NORM, 4 * layers)
         self._row_gates, self._layer_inputs = _Records(ROW_GATE, layers), _Records(LAYER_INPUTS, 1)
-        self._clips = _Records(CLIP, layers)
+        self._clips, self._rounds = _Records(CLIP, layers), _Records(ROUND, 8 * layers)
         self._unit_gates, self._units_each = _Records(GATE, layers), 0  # of the packed rows of experts
         self._experts: list[ExpertRecords] = []
         self._copies, self._heads = _Records(COPY, 6 * layers), list[HeadRecords]()
@@ -192,9 +194,12 @@ class LayerProgram:
             self._delta |= {"delta_weight": self._address(norm.weight), "epsilon": norm.epsilon}
 
     def product(self, product: Multiplies, source: str, goal: str, outputs: int) -> None:
-        """Add a step: goal [rows, outputs] = product(source)."""
+        """Add a step: goal [rows, outputs] = product(source), whose rows are rounded first if the product asks it."""
         self._products.add()
         x, out = self.buffers[source], self.buffer(goal, outputs)
+        if product.rounds:
+            ends = {"x": x.data_ptr(), "columns": x.shape[1], "width": x.itemsize}
+            self.add(round_kernel(), self._rounds.add(**ends))
 
         def used() -> tuple[Tensor, Tensor]:
             rows = filled(self.rows)  # the buffers have that many, which saves the product a copy
@@ -362,7 +367,7 @@ class LayerProgram:
             self._gates.all["rows"] = self._row_norms.all["rows"] = self._counts[:] = rows
             self._unit_gates.all["rows"] = rows * self._units_each
             self._row_gates.all["rows"] = self._layer_inputs.all["rows"] = self._copies.all["rows"] = rows
-            self._clips.all["rows"] = rows
+            self._clips.all["rows"] = self._rounds.all["rows"] = rows
             for experts in self._experts:
                 experts.of_batch[:] = rows
             for heads in self._heads:

@@ -100,6 +100,32 @@ def clip_kernel(address: Any) -> None:
             put_numbers(maximum(least, minimum(numbers_at(x + at, work.width), most)), x + at, work.width)
 
 
+ROUND = record_of(
+    "rows",
+    "x",  # [rows, columns]
+    "columns",  # a multiple of 16
+    "width",
+)
+_LEAST = np.float32(1e-5)  # a row of smaller numbers is rounded as if this were the largest
+_TO_WHOLE = np.float32(1.5 * 2**23)  # added to a small number and subtracted, this leaves the nearest whole number
+
+
+@kernel(ROUND)
+def round_kernel(address: Any) -> None:
+    """Round each number of x to a multiple of a 127th of its row's largest amount, as BitNet's layers do."""
+    work = carray(address, 1)[0]
+    up, whole = splat(_TO_WHOLE), splat(-_TO_WHOLE)
+    for row in range(thread_id(), work.rows, num_threads()):
+        x, amounts = work.x + row * work.columns * work.width, splat(_LEAST)
+        for at in range(0, work.columns * work.width, LANES * work.width):
+            numbers = numbers_at(x + at, work.width)
+            amounts = maximum(amounts, maximum(numbers, multiply(numbers, splat(np.float32(-1)))))
+        scale = splat(np.float32(1) / largest(amounts) * np.float32(127))  # as torch divides by a tensor
+        for at in range(0, work.columns * work.width, LANES * work.width):
+            code = add(add(multiply(numbers_at(x + at, work.width), scale), up), whole)
+            put_numbers(divide(code, scale), x + at, work.width)
+
+
 LAYER_INPUTS = record_of(
     "rows",
     "x",  # [rows, layers, columns]

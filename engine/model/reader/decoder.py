@@ -47,6 +47,7 @@ _NORMS = (  # names of a layer's norms: before the mixer, of its result, before 
     ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     ("attention_layernorm", "", "feedforward_layernorm", ""),
     ("operator_norm", "", "ffn_norm", ""),
+    ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
     ("input_layernorm", "", "pre_ff_layernorm", ""),
     ("input_layernorm", "", "", ""),  # whose MLP gets the same as attention
     ("norm", "", "", ""),  # of a mixer or an MLP alone
@@ -83,12 +84,12 @@ def _described(model: Any, stored: StoredWeights | None) -> DecoderStructure:
     only(model, {prefix.partition(".")[0], "lm_head"})
     beside = _LAYER_INPUTS if hasattr(base, _LAYER_INPUTS[0]) else ()
     only(base, {embed, "layers", last_norm, rotary, *beside} | _DROPOUTS)
-    layer_types = getattr(config, "layer_types", None)
+    layer_types = getattr(config, "layer_types", None) or [""] * len(base.layers)
     frequencies = frequencies_of(getattr(base, rotary, None))
     if frequencies is None:
         raise OtherStructure(f"{type(getattr(base, rotary)).__name__} rotates by angles of its own")
     kinds, widths = [*frequencies], [one.dims for one in frequencies.values()]
-    tables = [kinds.index(layer_types[i]) if len(kinds) > 1 and layer_types else 0 for i in range(len(base.layers))]
+    tables = [kinds.index(layer_types[i]) if layer_types[i] in kinds else 0 for i in range(len(base.layers))]
     vocab_size, hidden = embedding.weight.shape
 
     attending = dict[int, Any]()
@@ -162,7 +163,7 @@ def _layer(layer: Any, prefix: str, mixer: Mixer | None, config: Any, stored: St
     both = isinstance(mixer, AttentionStructure) and getattr(layer, "mamba", None) is not None
     beside = mamba_structure(layer.mamba, f"{prefix}mamba.", config, stored) if both else None
     gets_input, alone = hasattr(layer, _LAYER_INPUT[0]), hasattr(layer, ALONE)
-    rest = {name for name, _ in layer.named_children()} - _DROPOUTS
+    rest = {name for name, part in layer.named_children() if not isinstance(part, nn.Identity)} - _DROPOUTS
     rest -= {*(_LAYER_INPUT if gets_input else ())}
     rest -= EXPERTS_BESIDE if hasattr(layer, "experts") else set()
     parts = rest - {*_MIXERS, *MLPS}

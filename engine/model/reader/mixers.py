@@ -36,6 +36,8 @@ _ROTATE_IN_WINDOWS = ("cohere2",)
 """Families whose layers rotate only if they have a window. Their code says it, and no module."""
 _NORMS_LAST = ("query_layernorm", "key_layernorm")  # which are applied after rotation
 _SUB_NORM = "attn_sub_norm"
+_GATE = "g_proj"
+"""A matrix that makes one gate for each head."""
 _HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), _NORMS_LAST)
 
 
@@ -49,7 +51,7 @@ def attention_structure(
     head_dim = getattr(attention, "head_dim", None) or head_sizes(config)[2]
     heads = getattr(attention, out).in_features // head_dim
     norms = next((names for names in _HEAD_NORMS if hasattr(attention, names[0])), None)
-    only(attention, _ATTENTION | {out, _SUB_NORM} | {*(norms or ())})
+    only(attention, _ATTENTION | {out, _SUB_NORM, _GATE} | {*(norms or ())})
     rotated = rotated if _rotates(attention, config) else 0
     keys_of = _keys_of(attention, earlier)
     parts: tuple[str, ...] = ("q_proj", "k_proj", "v_proj") if keys_of is None else ("q_proj",)
@@ -62,6 +64,10 @@ def attention_structure(
         parts = (*parts, "q_proj")
         query, gate = (Picked(2 * head_dim, tuple(range(at, at + head_dim))) for at in (0, head_dim))
         orders = (query, None, None, gate)
+    if getattr(attention, _GATE, None) is not None:  # gates of a head, which are taken for each of its dimensions
+        if gated or len(parts) != 3 or attention.g_proj.out_features != heads:
+            raise OtherStructure(f"{type(attention).__name__} with {_GATE}")
+        gated, parts, orders = True, (*parts, _GATE), (None, None, None, Picked(1, (0,) * head_dim))
     if hasattr(attention, _OF_HEADS):
         parts = (_OF_HEADS,) * 3
         orders = tuple(Picked(3 * head_dim, tuple(range(at * head_dim, (at + 1) * head_dim))) for at in range(3))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from engine.kernels.layer.activation import Activation
 from engine.kernels.simd import LANES
+from engine.model.reader.ternary import is_ternary
 from engine.model.structure import LinearStructure, NormStructure, OtherStructure, Picked
 
 _BASES = ("model", "gpt_neox")
@@ -44,14 +45,15 @@ def linear_structure(
     """Return the parts of the module, or the one that is all of them, as one."""
     names = (whole,) if hasattr(module, whole) else parts
     linears: list[Any] = [getattr(module, name, None) for name in names]
+    rounds = all(is_ternary(one) for one in linears)
     other = next((type(one).__name__ for one in linears if one is not None and type(one) is not nn.Linear), None)
-    if other is not None:
+    if other is not None and not rounds:
         raise OtherStructure(f"{type(module).__name__} with {other}, which is no plain linear layer")
     if None in linears or (orders and len(orders) != len(linears)):
         raise OtherStructure(f"{type(module).__name__} without {', '.join(parts)}")
     weights = tuple(f"{prefix}{name}.weight" for name in names)
     biases = tuple("" if m.bias is None else f"{prefix}{name}.bias" for m, name in zip(linears, names, strict=True))
-    return LinearStructure(weights, biases, orders or (None,) * len(names))
+    return LinearStructure(weights, biases, orders or (None,) * len(names), rounds)
 
 
 def rms_structure(norm: Any, prefix: str) -> NormStructure:

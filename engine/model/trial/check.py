@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from engine.core.batch import BLOCK_SIZE
 from engine.core.errors import first_line
 from engine.core.kv_shape import KVShape
 from engine.kernels.quant.layouts import has_layout
-from engine.model.loading import facts_of, load_config, open_stored, skeleton, weights_of
+from engine.model.loading import check_quantisation, facts_of, load_config, open_stored, skeleton, weights_of
 from engine.model.reader.decoder import describe
 from engine.model.structure import DecoderStructure, OtherStructure
 from engine.weights.draft_head import ASSISTANT, assistant_beside, brings_head
@@ -28,6 +29,7 @@ def lines_of(model: str) -> Iterator[str]:
     """Return what `talon models check` prints. Raises ModelError if the model cannot be read."""
     folder = Path(resolve(model))
     config, stored = load_config(str(folder)), open_stored(folder)
+    check_quantisation(str(folder), config)
     stock = skeleton(str(folder), config)
     parameters = sum(parameter.numel() for parameter in stock.parameters())
     size, structure, reason = _described(stock, stored)
@@ -73,8 +75,11 @@ def _layers(stock: torch.nn.Module) -> list[str]:
     return [name for name, _ in stock.named_modules() if name.rpartition(".")[0].endswith("layers")]
 
 
-def _type_of(config: object) -> str:
-    return str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch.")
+def _type_of(config: Any) -> str:
+    quantised = getattr(config, "quantization_config", None) or {}
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+    name = str(config.dtype or torch.float32).removeprefix("torch.")
+    return f"{name}, quantised as {method}" if method else name
 
 
 def _keys(structure: DecoderStructure) -> str:

@@ -15,6 +15,7 @@ from engine.core.batch import Segment
 from engine.core.errors import ModelError
 from engine.core.tree import TokenTree
 from engine.model.loading import name_of
+from engine.model.reader.ternary import is_ternary
 from engine.model.runner import Runner
 from engine.model.trial.stock_logits import StockLogits
 from engine.model.windows import short_windows
@@ -31,11 +32,14 @@ class ModelProbe:
     expected: [tokens, vocab] float32, the logits of the stock forward; beyond: those with short windows, None if the
     model names no windows; far: the logits where the text begins at a later position, by that position.
 
+    rounds: whether the model itself rounds rows to 8 bits.
+
     stock: the forward of the model as it was loaded. context: the positions that will be served.
     """
 
     def __init__(self, model: Any, name: str, context: int, stock: StockLogits):
         self.config = model.config.get_text_config()
+        self.rounds = any(is_ternary(module) for module in model.modules())
         self.tokens = [(7 + 31 * i) % self.config.vocab_size for i in range(_TOKENS)]
         with short_windows(self.config) as windowed:
             self.beyond = stock(self.tokens, [0])[0] if windowed else None
@@ -62,7 +66,7 @@ class ModelProbe:
         """Return whether the text gives the expected logits when read in two parts, the second as a tree of two
         branches.
         """
-        return self._error(target, expected) <= _tolerance(target)
+        return self._error(target, expected) <= self._tolerance(target)
 
     def agrees_anywhere(self, target: Runner) -> bool:
         """Return whether the text gives the logits of the first positions and of all far ones. A far text may err
@@ -70,7 +74,7 @@ class ModelProbe:
         allowed. The near one is read last, so that it shows a forward that far positions change.
         """
         far = max((self._error(target, expected, start) for start, expected in self.far.items()), default=0.0)
-        near, tolerance = self._error(target, self.expected), _tolerance(target)
+        near, tolerance = self._error(target, self.expected), self._tolerance(target)
         return near <= tolerance and far <= min(tolerance, max(1e-3, _FAR_ERROR * near))
 
     def _error(self, target: Runner, expected: Tensor, start: int = 0) -> float:
@@ -89,6 +93,11 @@ class ModelProbe:
         found, expected = logits[[0, 2, 4]].float(), expected[split : split + 3]
         error = (found - expected).pow(2).mean().sqrt() / expected.std()
         return float(error.nan_to_num(torch.inf))
+
+    def _tolerance(self, target: Runner) -> float:
+        if self.rounds or target.activations == "int8" or target.kv_type == "q8_0":
+            return 0.3
+        return 1e-3 if target.dtype == torch.float32 else 0.1
 
     def equal_bits(self, target: Runner) -> bool:
         """Return whether a token's logits are the same bits read with others, alone, in a tree with wrong siblings, and
@@ -140,9 +149,3 @@ def far_positions(config: Any, context: int) -> list[int]:
     limits = {values[key] for values in named for key in _LIMITS if isinstance(values.get(key), int)}
     last = context - _TOKENS
     return sorted(start for start in limits | {context // 2, last} if 0 < start <= last)
-
-
-def _tolerance(target: Runner) -> float:
-    if target.activations == "int8" or target.kv_type == "q8_0":
-        return 0.3
-    return 1e-3 if target.dtype == torch.float32 else 0.1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Kind
 
 from engine.core.errors import ModelError
+from engine.model.loading import load_model
 from engine.model.trial import check
 from engine.model.trial.check import lines_of
 from engine.model.trial.families import FAMILIES, table
@@ -65,6 +68,21 @@ def test_a_draft_head_is_found_for_a_model_of_the_hub(home: Path, monkeypatch: p
     folder = check.resolve(str(home / "x.gguf"))
     monkeypatch.setattr(check, "resolve", {"org/name": folder}.__getitem__)
     assert dict(line.split(": ", 1) for line in lines_of("org/name"))["drafter"].startswith("its own head")
+
+
+def test_quantised_weights_that_are_not_read_here_are_refused_with_the_way_out(home: Path) -> None:
+    model = random_model("llama")
+    model.save_pretrained(home / "x")
+    config = json.loads((home / "x" / "config.json").read_text())
+    for method in ("gptq", "fp8"):
+        found = {"quant_method": method, "bits": 4, "group_size": 128}
+        (home / "x" / "config.json").write_text(json.dumps(config | {"quantization_config": found}))
+        if method == "fp8":  # which transformers makes numbers of
+            assert checked(home / "x")["types"] == "bfloat16, quantised as fp8"
+            continue
+        for read in (checked, lambda path: load_model(str(path), "auto", torch.device("cpu"))):
+            with pytest.raises(ModelError, match=r"cannot be read here: .+; or take a GGUF file of the model"):
+                read(home / "x")
 
 
 def test_what_is_no_model_is_refused_in_one_line(home: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import dequantize
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+from transformers.integrations.bitnet import pack_weights
 
 from engine.core.errors import ModelError
 from engine.core.params import SamplingParams
@@ -47,6 +51,24 @@ def described(folder: Path, file: GgufFile) -> str:
     return str(folder)
 
 
+def packed_checkpoint(folder: Path, linear: str, mode: str) -> Path:
+    """The random model as the hub stores it. linear, mode: transformers' names of what computes it."""
+    model, state = random_model("bitnet b1.58", **SIZES), dict[str, Any]()
+    for name, parameter in model.state_dict().items():
+        if ".layers." not in name or parameter.dim() < 2 or mode == "online":
+            state[name] = parameter.bfloat16()
+            continue
+        scale = parameter.abs().mean()
+        state[name] = pack_weights((parameter / scale).round().clamp(-1, 1))
+        state[f"{name}_scale"] = (1 / scale if linear == "bitlinear" else scale).bfloat16().reshape(1)
+    del state["lm_head.weight"]
+    quantised = {"quant_method": "bitnet", "linear_class": linear, "quantization_mode": mode}
+    config = model.config.to_dict() | {"dtype": "bfloat16", "architectures": ["BitNetForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def test_numbers_are_those_of_the_matrix_whole_and_by_rows(tmp_path: Path) -> None:
     model, file = model_and_file(tmp_path)
     tensor, expected = file.tensor(MATRIX), model.model.layers[1].mlp.down_proj.weight
@@ -69,6 +91,28 @@ def test_the_model_runs_lean_in_two_bits_and_drafts_change_no_text(tmp_path: Pat
     logits = model(torch.tensor([TEXT])).logits[0]
     found = read(target, TEXT, 7)
     assert (found - logits).norm() < 0.03 * logits.norm()
+    sampling = SamplingParams(max_tokens=24, temperature=0.0)
+    plain = decoded(target, TEXT[:20], sampling)
+    assert decoded(target, TEXT[:20], sampling, plain) == plain
+
+
+@pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
+@pytest.mark.parametrize(
+    ("linear", "mode"), [("autobitlinear", "offline"), ("bitlinear", "offline"), ("autobitlinear", "online")]
+)
+@torch.inference_mode()
+def test_the_hubs_layout_runs_lean_and_drafts_change_no_text(linear: str, mode: str, tmp_path: Path) -> None:
+    folder = str(packed_checkpoint(tmp_path, linear, mode))
+    target = Target.load(folder, kv_memory=1 << 22)
+    assert isinstance(target.forward, LeanDecoder) and target.exact
+    for layer in target.forward.layers:
+        assert [product.rounds for product in layer.products] == [True] * 4
+        kinds = [one.layout.kind for product in layer.products if product.matmul for one in product.matmul.tiled]
+        assert set(kinds) == {"TQ2_0"}
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    logits, found = stock(torch.tensor([TEXT])).logits[0].float(), read(target, TEXT, 7)
+    assert torch.equal(read(target, TEXT, 1), found)
+    assert (found - logits).norm() < 0.1 * logits.norm()  # rounding to 8 bits turns a little difference into a code's
     sampling = SamplingParams(max_tokens=24, temperature=0.0)
     plain = decoded(target, TEXT[:20], sampling)
     assert decoded(target, TEXT[:20], sampling, plain) == plain

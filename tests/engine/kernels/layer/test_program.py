@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import DeepseekV3Config, Lfm2MoeConfig
+from transformers.integrations.bitnet import ActQuant
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 
@@ -184,6 +185,23 @@ def test_clipped_rows_stay_within_the_limit_on_both_sides(dtype: torch.dtype) ->
     program.norm(None)
     ran(program, ROWS, torch.zeros(ROWS, HIDDEN))
     assert torch.equal(rows[:ROWS], expected)
+
+
+@types
+def test_a_product_gets_rows_that_are_rounded_to_eight_bits_as_bitnets_layers_round_them(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    program = program_of(dtype)
+    rows = program.buffer("rows", 96)
+    rows[:ROWS] = torch.randn(ROWS, 96) * torch.logspace(-7, 3, ROWS)[:, None]
+    rows[1], rows[2, :3] = 0, torch.tensor([127.0, 2.5, -3.5])
+    with torch.compiler.set_stance("force_eager"):
+        expected = ActQuant.apply(rows[:ROWS].clone())
+    product = Product(torch.eye(96, dtype=dtype))
+    product.rounds = True
+    program.product(product, "rows", "made", 96)
+    program.norm(None)
+    ran(program, ROWS, torch.zeros(ROWS, HIDDEN))
+    assert torch.equal(rows[:ROWS], expected) and torch.equal(program.buffers["made"][:ROWS], expected)
 
 
 @types
