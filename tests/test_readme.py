@@ -22,7 +22,7 @@ def test_its_first_table_is_that_of_the_committed_rows() -> None:
     for line in table:
         label, group, *shown = (cell.strip().replace("`", "") for cell in line.strip().strip("|").split("|"))
         measured = [[f"{rate:.1f}" for rate in one.get((group, label), {}).values()] or ["", ""] for one in found]
-        assert shown == sum(measured, []), line
+        assert shown == [cell for cells in measured for cell in cells], line
 
 
 def test_its_pictures_are_of_the_same_rows() -> None:
