@@ -53,13 +53,13 @@ lint: .venv/installed
 types: .venv/installed
 	$(BIN)/mypy
 
-# Four processes share two cores, since tests often wait for a worker, and what they import is in memory once. They begin
-# with the kernels, which others then find compiled. BESIDE names another target to make meanwhile.
+# Three processes share two cores, since tests often wait for a worker; they begin with the kernels, which the others then
+# find compiled. BESIDE names another target to make meanwhile.
 test: lint
 	$(MAKE) --jobs 3 types test-all $(BESIDE)
 
 test-all: .venv/installed
-	$(BIN)/python -m pytest -p tests.forked_tests --forks 4
+	$(BIN)/python -m pytest -p tests.forked_tests --forks 3
 
 # All kernels of this processor, and each as on one of the lesser ones (without --spread on all of them, which takes three
 # times as long): minutes of compiling, with what the tests leave of the cores.

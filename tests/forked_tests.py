@@ -1,4 +1,4 @@
-"""Tests in processes forked from the one that has collected them: `-p tests.forked_tests --forks 4`.
+"""Tests in processes forked from the one that has collected them: `-p tests.forked_tests --forks 3`.
 
 Collecting imports all that any test needs, which takes a core twenty seconds where nothing is compiled yet, so it
 happens once. Each fork then asks for the tests of one file at a time, and sends back what came of each. A fork that
