@@ -53,13 +53,19 @@ lint: .venv/installed
 types: .venv/installed
 	$(BIN)/mypy
 
-# Three processes share two cores, since tests often wait for a worker; they begin with the kernels, which the others then
-# find compiled. BESIDE names another target to make meanwhile.
-test: lint
-	$(MAKE) --jobs 3 types test-all $(BESIDE)
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-test-all: .venv/installed
-	$(BIN)/python -m pytest -p tests.forked_tests --forks 3
+# The tests of kernels go first, beside mypy: they compile what others use, which three processes would each compile.
+# Three processes share two cores, since tests often wait for a worker. BESIDE names another target to make meanwhile.
+test: lint
+	$(MAKE) --jobs 2 types test-kernels
+	$(MAKE) --jobs 2 test-others $(BESIDE)
+
+test-kernels: .venv/installed
+	$(PYTEST) -n 2 tests/engine/kernels
+
+test-others: .venv/installed
+	$(PYTEST) -n 3 --ignore tests/engine/kernels
 
 # All kernels of this processor, and each as on one of the lesser ones (without --spread on all of them, which takes three
 # times as long): minutes of compiling, with what the tests leave of the cores.
@@ -87,4 +93,4 @@ mutants: .venv/installed
 clean:
 	rm -rf mutants .venv .venv-clients build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: install model demo dist heads evidence lint types test test-all check-kernels agents soak mutants clean
+.PHONY: install model demo dist heads evidence lint types test test-kernels test-others check-kernels agents soak mutants clean

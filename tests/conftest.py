@@ -24,7 +24,6 @@ from engine.weights.gguf.file import read_gguf
 from engine.weights.resolve import folder_of
 from retrieval_index.build import build
 from tests.forked_process import fork_workers
-from tests.forked_tests import SERVERS
 
 settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], database=None, deadline=None)
 settings.register_profile("any machine", deadline=None)  # a shared machine may stall in any example
@@ -181,10 +180,25 @@ def _forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 
 FRONT_END = "tests/engine/frontend/"
-KERNELS = ("tests/engine/kernels/quant/", "tests/engine/kernels/attention/", "tests/engine/kernels/")
+SERVERS = "tests/engine/server/"
+KERNELS = ("tests/engine/kernels/quant/", "tests/engine/kernels/attention/")
 STARTS = ("tests/faults/", "tests/test_", "tests/engine/weights/", FRONT_END, "tests/engine/cli/")
-LONG = (*KERNELS, SERVERS, "tests/engine/model/cuda/test_cuda_forward", *STARTS)
+LONG = (SERVERS, *KERNELS, "tests/engine/model/cuda/test_cuda_forward", *STARTS)
 """What begins first: whole folders of one process, the longest files, and files whose tests start processes."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Schedule as `--dist loadfile`, with the files that share servers as one: else each process would start servers of
+    its own.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return SERVERS if nodeid.startswith(SERVERS) else str(super()._split_scope(nodeid))
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
