@@ -35,7 +35,7 @@ def test_generate_json_is_exactly_one_object(tiny_gguf: str) -> None:
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     asked_for = {"logprobs", "prompt_logprobs", "sources", "model", "method", "seed"}
-    assert set(answer) == {"text", "token_ids", "prompt_tokens", "finish_reason", "metrics"} | asked_for
+    assert set(answer) == {"text", "token_ids", "prompt_tokens", "finish_reason", "stop_text", "metrics"} | asked_for
     assert set(answer["metrics"]) == {
         "mean_accepted_tokens", "rounds", "tokens_per_second", "time_to_first_token_s", "verifier_busy",
         "draft_hit_rate", "cached_tokens", "exact", "inexact", "activations", "kv_type", "weights",
