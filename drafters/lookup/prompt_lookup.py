@@ -12,8 +12,8 @@ from engine.core.tree import TokenTree
 
 
 class PromptLookup(Drafter):
-    """As published: n-grams of three tokens down to one, the first match in the context, a chain of `length` tokens.
-    first[n] maps each n-gram to the position after its first occurrence.
+    """Drafts as published: it looks up n-grams of three tokens down to one, and copies `length` tokens from behind the
+    first match. first[n] maps each n-gram to the position after its first occurrence.
     """
 
     acceptance = 0.6

@@ -100,7 +100,7 @@ def test_between_processes_the_accepted_rows_of_hidden_states_come_to_the_host(r
 
 
 def test_within_a_process_no_hidden_states_pass_the_host(records: list[Record]) -> None:
-    """Those of three rows of a request are 74 kB; what is sent instead are the rows' numbers, tokens and chances."""
+    """The states of three rows of a request take 74 kB; the rows' numbers, tokens and chances are sent instead."""
     within, between = of(records, "eagle3, T=0"), of(records, "eagle3, T=0, ipc")
     for here, there in zip(within, between, strict=True):
         assert there["bytes_up"] - here["bytes_up"] > 70e3 * here["requests"]

@@ -575,7 +575,7 @@ def test_rounds_that_are_launched_before_the_last_is_read_give_the_texts_of_one_
 def test_hidden_states_that_stay_for_the_drafter_are_those_that_are_sent(
     loaded: tuple[Target, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of prompts, of blocks that another request has read, and of accepted paths."""
+    """The states are those of prompts, of blocks that another request has read, and of accepted paths."""
     target, _ = loaded
     monkeypatch.setattr(step, "output_of", Receipt)
     prompt = text(20, 1)
