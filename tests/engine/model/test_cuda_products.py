@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ SIZES = (2, 4, 8, 16)
 
 @pytest.fixture(autouse=True)
 def _by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards of usually 4 rows; products that compute every row by itself."""
+    """Forwards of usually 4 rows; products that compute every row by itself; no target of another test's that is left."""
+    monkeypatch.setattr(cuda_products, "_HOLDERS", WeakSet())
     monkeypatch.setattr(cuda_products, "SLICE", 4)
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: (x[..., None, :] * self.weight).sum(-1))
 
