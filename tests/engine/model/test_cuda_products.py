@@ -19,7 +19,7 @@ SIZES = (2, 4, 8, 16)
 
 @pytest.fixture(autouse=True)
 def _by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards of usually 4 rows; products that compute every row by itself; no target of another test's that is left."""
+    """Forwards of usually 4 rows; products that compute every row by itself; no other test's target."""
     monkeypatch.setattr(cuda_products, "_HOLDERS", WeakSet())
     monkeypatch.setattr(cuda_products, "SLICE", 4)
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: (x[..., None, :] * self.weight).sum(-1))
