@@ -99,7 +99,8 @@ class StoredWeights(ABC):
             return whole[:, torch.frombuffer(bytearray(place.columns), dtype=torch.int64)] if place.columns else whole
         each = [[part.values() for part in parts] for parts in self.experts(name)]
         if place.in_turn:
-            return torch.stack([torch.stack(parts, dim=1).flatten(0, 1).T for parts in each])
+            # A view: with AVX2 alone torch multiplies bfloat16 fifty times as fast if the inputs lie side by side.
+            return torch.stack([torch.stack(parts, dim=1).flatten(0, 1) for parts in each]).transpose(1, 2)
         return torch.stack([torch.cat(parts) for parts in each])
 
     def fill_small(self, model: nn.Module) -> None:
