@@ -12,7 +12,6 @@ import torch
 from engine.core.errors import first_line
 from engine.kernels.attention.every_kernel import every_attention_kernel
 from engine.kernels.gemm.int8.dots import InstructionSet, instruction_sets
-from engine.kernels.gemm.int8.layout import has_integer_codes
 from engine.kernels.gemm.int8.matmul import Int8Matmul
 from engine.kernels.gemm.matmul import Matmul, Unit, units
 from engine.kernels.quant.layouts import LAYOUTS
@@ -84,7 +83,7 @@ def _cases() -> Iterator[_Case]:
                 name = f"product, {layout.kind} by bfloat16"
                 yield _Case(name, unit.title, unit in units(), partial(_codes, unit, layout.kind))
     for used in InstructionSet:
-        for layout in filter(has_integer_codes, LAYOUTS):
+        for layout in (layout for layout in LAYOUTS if layout.coded):
             name, runs = f"product, {layout.kind} by int8", used in instruction_sets()
             yield _Case(name, used.title, runs, partial(_integers, used, layout.kind))
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from engine.config import Activations
 from engine.kernels.gemm.int8.dots import instruction_sets
-from engine.kernels.gemm.int8.layout import has_integer_codes
 from engine.kernels.gemm.int8.matmul import Int8Matmul
 from engine.kernels.gemm.matmul import Matmul, gate_and_up, shape_of, units
 from engine.kernels.gemm.onednn import (
@@ -106,7 +105,7 @@ def int8_matmul(
     one type.
     """
     panels = all(part.shape[0] % LANES == 0 for part in parts[:-1])
-    if not (instruction_sets() and panels and all(has_integer_codes(part.layout) for part in parts)):
+    if not (instruction_sets() and panels and all(part.layout.coded for part in parts)):
         return None
     return Int8Matmul(parts, bias, gated and gate_and_up(parts), dtype)
 

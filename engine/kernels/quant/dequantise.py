@@ -15,13 +15,11 @@ from engine.kernels.quant.layouts import Bytes, QuantLayout
 
 
 def dequantised(layout: QuantLayout, raw: Bytes) -> NDArray[np.uint16]:
-    """Return [rows, inputs] bits of bfloat16. layout: of codes whose scales are no exponents. raw: [rows,
-    row bytes].
-    """
+    """Return [rows, inputs] bits of bfloat16. layout: of codes. raw: [rows, row bytes]."""
     size = GGML_QUANT_SIZES[GGMLQuantizationType[layout.kind]][1]
     blocks = layout.whole(np.ascontiguousarray(raw).reshape(-1, size))
     groups = layout.inputs // layout.group
-    scales = _half(blocks, layout.scale)
+    scales = _power(blocks) if layout.exponents else _half(blocks, layout.scale)
     offsets = np.full_like(scales, -0.0) if layout.offset is None else _half(blocks, layout.offset)
     if layout.factors is None:
         scales, offsets = scales.repeat(groups, 1), offsets.repeat(groups, 1)
@@ -38,6 +36,11 @@ def dequantised(layout: QuantLayout, raw: Bytes) -> NDArray[np.uint16]:
 def _half(blocks: Bytes, at: int) -> NDArray[np.float32]:
     """Return [blocks, 1] the number at that byte of each block."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+
+
+def _power(blocks: Bytes) -> NDArray[np.float32]:
+    """Return [blocks, 1] the power of two whose exponent each block begins with: half of E8M0, as values are doubled."""
+    return np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

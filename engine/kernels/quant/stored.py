@@ -107,6 +107,6 @@ def _values(raw: Bytes, kind: str, dtype: torch.dtype = torch.bfloat16) -> Tenso
     """Return [rows, inputs]."""
     if kind == "BF16":
         return torch.from_numpy(np.array(raw)).view(torch.bfloat16).to(dtype)
-    if dtype == torch.bfloat16 and has_layout(kind) and (layout := layout_of(kind)).coded and not layout.exponents:
+    if dtype == torch.bfloat16 and has_layout(kind) and (layout := layout_of(kind)).coded:
         return torch.from_numpy(dequantised(layout, raw)).view(torch.bfloat16)
     return torch.from_numpy(dequantize(np.ascontiguousarray(raw), GGMLQuantizationType[kind])).to(dtype)

@@ -24,7 +24,6 @@ import torch
 from engine.config import Activations
 from engine.files.checked_file import Damaged, read_checked, write_checked
 from engine.kernels.gemm.int8.dots import instruction_sets
-from engine.kernels.gemm.int8.layout import has_integer_codes
 from engine.kernels.gemm.matmul import Unit, units
 from engine.kernels.gemm.product import Product, multiplies
 from engine.kernels.quant.layouts import has_layout, layout_of
@@ -105,7 +104,7 @@ def faster(stored: GgufFile | QuantisedCheckpoint) -> Activations:
 def has_choice(stored: GgufFile | QuantisedCheckpoint) -> bool:
     """Return whether most of its matrices can be multiplied by rows of 8 bits and by bfloat16 here."""
     ours = bool(instruction_sets()) and multiplies(torch.bfloat16)
-    return ours and has_layout(stored.kind) and has_integer_codes(layout_of(stored.kind))
+    return ours and has_layout(stored.kind) and layout_of(stored.kind).coded
 
 
 def preferred(seconds: Mapping[Activations, Mapping[int, float]]) -> Activations:

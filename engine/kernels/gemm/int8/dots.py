@@ -8,7 +8,7 @@ add four products to a lane at once. AVX2 adds pairs of products as 16 bits, whi
 - codes of 5 bits: 4 pairs, 4 * 2 * 31 * 127 = 31,496
 - codes of 6 bits: 2 pairs, 2 * 2 * 63 * 127 = 32,004
 - codes of 8 bits: 1 pair of a code's amount, up to 128, and the input with the code's sign, 2 * 128 * 127 = 32,512
-Values that codes stand for are looked up and multiplied as codes of 8 bits.
+Values that codes stand for are looked up, and multiplied as codes of 5 bits if these hold them, otherwise of 8 bits.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
+from engine.kernels.quant.layouts import QuantLayout
 from engine.kernels.simd import features, pointer
 
 _BYTE, _SHORT, _INT, _WORD = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -49,6 +50,16 @@ class InstructionSet(IntEnum):
     def rows(self) -> int:
         """Rows whose sums fit into the registers beside a group's codes."""
         return 16 if self is InstructionSet.AVX512_VNNI else 4
+
+
+def unsigned_codes(layout: QuantLayout) -> tuple[int, int]:
+    """Return the bits of a layout's codes, or of the values that they stand for, as they are multiplied, and the number
+    that they count from.
+    """
+    if layout.values is None:
+        return layout.bits, layout.bias
+    least = min(layout.values)
+    return (5, -least) if max(layout.values) - least < 1 << 5 else (8, 128)
 
 
 @cache
@@ -82,10 +93,15 @@ def spread_word(builder: ir.IRBuilder, address: ir.Value, element: ir.Type, lane
 
 
 def looked_up(
-    builder: ir.IRBuilder, instructions: InstructionSet, values: Sequence[int], codes: Sequence[ir.Value]
+    builder: ir.IRBuilder,
+    instructions: InstructionSet,
+    bits: int,
+    bias: int,
+    values: Sequence[int],
+    codes: Sequence[ir.Value],
 ) -> list[ir.Value]:
-    """Look up the values of codes of up to 4 bits, as codes of 8 bits: see `dot`."""
-    bias = 0 if instructions is InstructionSet.AVX2 else 128
+    """Look up the values of codes of up to 4 bits, as codes of `bits` bits that count from `bias`: see `dot`."""
+    bias = 0 if instructions is InstructionSet.AVX2 and bits == 8 else bias
     name = "llvm.x86.avx512.pshuf.b.512" if instructions.lanes == 16 else "llvm.x86.avx2.pshuf.b"
     bytes_ = ir.VectorType(_BYTE, 4 * instructions.lanes)
     repeated = [value + bias for value in values] * (bytes_.count // len(values))

@@ -16,20 +16,12 @@ from __future__ import annotations
 from numba import njit
 
 from engine.kernels.quant.layouts import STEP as BLOCK_INPUTS
-from engine.kernels.quant.layouts import QuantLayout
 
 VECTORS = 8
 """Vectors of codes in a group."""
 ROW_GROUP_BYTES = BLOCK_INPUTS + 20
 """Bytes of one group of a row of x."""
 SCALE_AT, OFFSET_AT, SUMS_AT = BLOCK_INPUTS, BLOCK_INPUTS + 4, BLOCK_INPUTS + 8
-
-
-def has_integer_codes(layout: QuantLayout) -> bool:
-    """Return whether its codes stand for whole numbers of some unit, of one scale of float16, and are multiplied as
-    these.
-    """
-    return layout.coded and not layout.exponents
 
 
 @njit

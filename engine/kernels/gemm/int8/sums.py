@@ -16,12 +16,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.kernels.amx import LINE_BYTES, fetch_line, fetch_panel_line, opaque
-from engine.kernels.gemm.int8.dots import InstructionSet, dot, looked_up, same, spread_word, words
+from engine.kernels.gemm.int8.dots import InstructionSet, dot, looked_up, same, spread_word, unsigned_codes, words
 from engine.kernels.gemm.int8.layout import OFFSET_AT, ROW_GROUP_BYTES, SCALE_AT, SUMS_AT, VECTORS
 from engine.kernels.gemm.matmul_sums import PANELS, row_counts
 from engine.kernels.quant.layouts import LAYOUTS, QuantLayout
 from engine.kernels.quant.layouts import STEP as BLOCK_INPUTS
-from engine.kernels.quant.unpack import factor_bytes
+from engine.kernels.quant.unpack import exponents, factor_bytes
 from engine.kernels.simd import FLOAT, LANES, fused, pointer
 
 _INT, _WORD = ir.IntType(32), ir.IntType(64)
@@ -67,7 +67,7 @@ class _Block:
         self.builder, self.used, self.of, self.count, self.part = builder, used, of, count, part
         self.ahead = ahead * of.tile_bytes // of.steps
         self.offsets, self.values = of.offset is not None, of.values
-        self.bits, self.bias = (of.bits, of.bias) if of.values is None else (8, 128)
+        self.bits, self.bias = unsigned_codes(of)
         self.floats, self.ints = ir.VectorType(FLOAT, used.lanes), words(used.lanes)
 
     def sum(self, x: ir.Value, tiles: ir.Value, blocks: ir.Value, scratch: ir.Value, scratch_stride: ir.Value) -> None:
@@ -120,7 +120,7 @@ class _Block:
             numbers = [builder.fmul(numbers[i // of.halves], factor) for i, factor in enumerate(factors)]
         codes = self._codes(codes_at)
         if self.values is not None:
-            codes = looked_up(builder, self.used, self.values, codes)
+            codes = looked_up(builder, self.used, self.bits, self.bias, self.values, codes)
         x = opaque(builder, x)
         for row, cell in enumerate(sums):
             total = builder.load(cell)
@@ -165,6 +165,9 @@ class _Block:
     def _number(self, tile: ir.Value, index: int) -> ir.Value:
         """Return a tile's scales or offsets, as float32."""
         builder, lanes = self.builder, self.used.lanes
+        if self.of.exponents:
+            powers, first = exponents(builder, tile), self.part * lanes
+            return builder.shuffle_vector(powers, powers, ir.Constant(self.ints, [*range(first, first + lanes)]))
         address = builder.add(tile, _WORD(2 * (index * LANES + self.part * lanes)))
         halves = builder.load(pointer(builder, address, ir.VectorType(ir.HalfType(), lanes)), align=2)
         return builder.fpext(halves, self.floats)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kernels.gemm.int8.dots import PAIRS_OF_16_BITS, InstructionSet, instruction_sets
-from engine.kernels.gemm.int8.layout import has_integer_codes, rows_at_once
+from engine.kernels.gemm.int8.layout import rows_at_once
 from engine.kernels.gemm.int8.matmul import Int8Matmul
 from engine.kernels.gemm.product import int8_matmul
 from engine.kernels.quant.layouts import layout_of
@@ -22,7 +22,6 @@ from tests.engine.kernels.quant.random_blocks import CODED, in_eights, random_bl
 from tests.grids import pairs
 
 pytestmark = pytest.mark.skipif(not instruction_sets(), reason="this processor has no integer products that we know")
-KINDS = [kind for kind in CODED if has_integer_codes(layout_of(kind))]
 SETS = [
     pytest.param(
         used,
@@ -54,7 +53,7 @@ def rows_of(count: int, inputs: int, seed: int = 0) -> torch.Tensor:
     return (x * (torch.rand(count, inputs // 32, 1, generator=generator) > 0.1)).flatten(1)
 
 
-@pairs(kind=KINDS, used=SETS, threads=[1, 2])
+@pairs(kind=CODED, used=SETS, threads=[1, 2])
 def test_every_layout_has_the_bits_of_the_reference_for_any_number_of_rows(
     kind: str, used: InstructionSet, threads: int
 ) -> None:
@@ -69,7 +68,7 @@ def test_every_layout_has_the_bits_of_the_reference_for_any_number_of_rows(
 @given(data=st.data())
 @settings(deadline=None, max_examples=25)
 def test_any_shape_has_the_bits_of_the_reference(used: InstructionSet, data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(KINDS))
+    kind = data.draw(st.sampled_from(CODED))
     outputs, blocks = data.draw(st.integers(1, 150)), data.draw(st.integers(1, 6))
     rows, seed = data.draw(st.integers(1, 70)), data.draw(st.integers(0, 1 << 20))
     inputs = layout_of(kind).inputs * blocks
@@ -123,7 +122,7 @@ def test_a_gate_is_applied_before_anything_is_rounded(used: InstructionSet) -> N
     torch.testing.assert_close(found, F.silu(gate) * up, rtol=1e-5, atol=1e-6)
 
 
-@pairs(used=SETS, kind=KINDS, number=[torch.nan, torch.inf, -torch.inf], place=[40, 127])
+@pairs(used=SETS, kind=CODED, number=[torch.nan, torch.inf, -torch.inf], place=[40, 127])
 def test_a_row_of_no_numbers_is_none_itself_and_spoils_no_other(
     place: int, number: float, kind: str, used: InstructionSet
 ) -> None:
@@ -159,17 +158,12 @@ def test_codes_of_8_bits_are_multiplied_as_they_are() -> None:
     torch.testing.assert_close(found, x.float() @ weight.T, rtol=0.02, atol=0.25)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CODED)
 def test_blocks_of_a_file_are_multiplied_as_they_are(kind: str) -> None:
     parts, x = [random_blocks(kind, outputs, 512) for outputs in (16, 32)], rows_of(3, 512)
     found = Int8Matmul(parts, dtype=torch.float32)(x)
     expected = x.double() @ torch.cat([part.values(torch.float32) for part in parts]).double().T
     assert (found - expected).norm() < 0.02 * expected.norm()
-
-
-def test_blocks_whose_scales_are_exponents_are_not_multiplied_as_codes() -> None:
-    halves, exponents = random_blocks("Q4_0", 16, 32), random_blocks("MXFP4", 16, 32)
-    assert int8_matmul([halves, exponents], None, False, torch.bfloat16) is None
 
 
 def test_types_that_differ_are_multiplied_apart() -> None:

@@ -26,7 +26,7 @@ def random_blocks(kind: str, outputs: int, inputs: int, seed: int = 0) -> Stored
     raw = generator.integers(0, 256, (outputs, inputs // numbers, size), np.uint8)
     for at in (layout.scale, layout.offset):
         if layout.exponents:
-            raw[:, :, 0] = generator.integers(2, 240, raw.shape[:2])
+            raw[:, :, 0] = generator.integers(2, 200, raw.shape[:2])
         elif at is not None:
             scales = generator.standard_normal(raw.shape[:2]).astype(np.float16)
             extreme = generator.choice([0, TINY, -3 * TINY, 2.0**-14, 900, -900], raw.shape[:2])
@@ -79,6 +79,8 @@ def read_apart(matrix: StoredMatrix) -> Parts:
         None if at is None else raw[:, :, at : at + 2].copy().view(np.float16).astype(np.float32)
         for at in (layout.scale, layout.offset)
     )
+    if layout.exponents:
+        scale = np.ldexp(np.float32(1), raw[:, :, :1].astype(np.int32) - 128)
     assert scale is not None
     scale *= np.float32(layout.unit)
     if layout.factors is None:
