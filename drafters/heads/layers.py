@@ -18,7 +18,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from drafters.heads.matrices import HeadTensors, Multiplied, split_inputs
 from engine.core.errors import ModelError, first_line
 from engine.kernels.gemm.int8.dots import instruction_sets
-from engine.kernels.gemm.int8.layout import has_integer_codes
 from engine.kernels.gemm.int8.matmul import Int8Matmul
 from engine.kernels.gemm.matmul import Matmul, Unit, shape_of, units
 from engine.kernels.gemm.onednn import pack, packed_product
@@ -93,7 +92,7 @@ def _multiplied(weight: Tensor, bias: Tensor | None, gated: bool, coded: bool) -
 
 
 def _stored_product(stored: Sequence[StoredMatrix], bias: Tensor | None, gated: bool, coded: bool) -> Matmul:
-    if coded and _rounds_rows() and all(has_integer_codes(part.layout) for part in stored):
+    if coded and _rounds_rows() and all(part.layout.coded for part in stored):
         return Int8Matmul(stored, bias, gated)
     return Matmul(stored, bias, gated)
 

@@ -39,8 +39,9 @@ def _half(blocks: Bytes, at: int) -> NDArray[np.float32]:
 
 
 def _power(blocks: Bytes) -> NDArray[np.float32]:
-    """Return [blocks, 1] the power of two whose exponent each block begins with: half of E8M0, as values are doubled."""
-    return np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+    """Return [blocks, 1] half the power of two whose exponent each block begins with, as values are doubled."""
+    powers: NDArray[np.float32] = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+    return powers
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
