@@ -20,7 +20,7 @@ from rich.progress import Progress
 from drafters import registry
 from engine.api import Engine
 from engine.config import Config, load
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, ModelError
 from engine.core.params import SamplingParams
 from engine.files.json_lines import BadLine, json_lines
 from engine.frontend.tasks import keep_under_way
@@ -233,7 +233,10 @@ async def run_check(
             if not kept.has(PLAIN, setting):
                 kept.add(await check.compare(setting, progress))
         if 0.0 in grid.temperatures and not kept.has(TRANSFORMERS):  # takes minutes where torch is slow in bfloat16
-            kept.add([await check.compare_with_transformers(progress)])
+            try:
+                kept.add([await check.compare_with_transformers(progress)])
+            except ModelError as error:  # too large for this machine's memory
+                console.print(f"not compared with transformers: {error}", soft_wrap=True)
     return kept.done
 
 

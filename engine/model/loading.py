@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.config import Config
 from engine.core.errors import ConfigError, ModelError, first_line
 from engine.core.params import left_open, not_applied
+from engine.model.memory import check_whole_memory, free_memory
 from engine.weights.catalogue import suggestion
 from engine.weights.gguf.file import GgufFile
 from engine.weights.gguf.source import open_gguf
@@ -45,6 +46,9 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
     wanted = find_dtype(dtype, config, device)
     stored = open_stored(Path(path))
     check_quantisation(path, config)
+    if isinstance(stored, GgufFile):
+        why = f"transformers' own forward reads it as {name_of(wanted)}"
+        check_whole_memory(stored, wanted, f"model={path}", why, free_memory())
     try:
         with _LOADING:
             if isinstance(stored, GgufFile):

@@ -122,16 +122,13 @@ def check_memory(stored: GgufFile | QuantisedCheckpoint, field: str, free_bytes:
     )
 
 
-def check_stock_memory(stored: GgufFile, field: str, why: str, free_bytes: int) -> None:
-    """Raise if a file does not fit in memory where transformers' own forward runs it, because the lean decoder does not
-    (`why`): every weight is a bfloat16 number there.
-    """
-    needed = 2 * stored.elements + _BESIDE
+def check_whole_memory(stored: GgufFile, dtype: torch.dtype, field: str, why: str, free_bytes: int) -> None:
+    """Raise ModelError if a file does not fit in memory as numbers of that type. why: the reason why it has to."""
+    needed = dtype.itemsize * stored.elements + _BESIDE
     if needed > free_bytes:
         raise ModelError(
-            f"{field}: the lean decoder does not run it ({why}), and transformers' own forward needs "
-            f"{needed / 1e9:.1f} GB of memory, where {free_bytes / 1e9:.1f} GB are free; take a model of fewer "
-            "parameters or of a common structure, or free memory"
+            f"{field}: {why}, which needs {needed / 1e9:.1f} GB of memory, where {free_bytes / 1e9:.1f} GB are free; "
+            "take a model of fewer parameters, or free memory"
         )
 
 

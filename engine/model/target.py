@@ -34,7 +34,7 @@ from engine.model.loading import (
     skeleton,
     weights_of,
 )
-from engine.model.memory import check_memory, check_stock_memory, free_memory, kept_as, kv_room, pool_of
+from engine.model.memory import check_memory, check_whole_memory, free_memory, kept_as, kv_room, pool_of
 from engine.model.reader.parts import text_part
 from engine.model.runner import Chosen, Runner
 from engine.model.structure import OtherStructure
@@ -168,7 +168,8 @@ class Target(Runner):
             return cls(path, facts, choice.of_file(weights, taken, facts, proof), device, weights.kind, model)
         except (Unreadable, OtherStructure, AttributeError) as error:  # a part of the structure is missing
             if isinstance(stored, GgufFile):
-                check_stock_memory(stored, f"model={path}", first_line(error), free_memory())
+                why = f"the lean decoder does not run it ({first_line(error)}), but transformers' own forward"
+                check_whole_memory(stored, torch.bfloat16, f"model={path}", why, free_memory())
                 return None
             raise ModelError(
                 f"weights={stored.kind.lower()}: this model cannot be run with quantised weights "

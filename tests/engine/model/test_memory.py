@@ -8,9 +8,14 @@ from gguf import GGMLQuantizationType as Kind
 
 from engine.core.errors import ModelError
 from engine.core.state_shape import StateShape
-from engine.model.memory import check_memory, check_stock_memory, free_memory, pool_of
-from engine.weights.gguf.file import GgufFile
+from engine.model import loading
+from engine.model.loading import load_model
+from engine.model.memory import check_memory, check_whole_memory, free_memory, pool_of
+from engine.weights.gguf.describe_process import describe
+from engine.weights.gguf.file import GgufFile, read_gguf
 from engine.weights.gguf.header import GgufHeader, GgufTensor
+from engine.weights.gguf.source import GgufSource
+from tests.engine.weights.tiny_gguf import write_gguf
 
 MEMINFO = (
     "MemTotal:       24684000 kB\nMemFree:          300000 kB\nMemAvailable:   20000000 kB\nCached:  19000000 kB\n"
@@ -83,14 +88,27 @@ def test_one_that_does_not_names_the_next_smaller_choice(free: float, choice: st
     assert f"take {choice}, or free memory" in told
 
 
-def test_what_transformers_forward_needs_is_said_with_the_reason_why_it_is_needed() -> None:
+@pytest.mark.parametrize(("dtype", "needed"), [(torch.bfloat16, 17.0), (torch.float32, 33.4)])
+def test_what_a_whole_model_needs_is_said_with_the_reason_why_it_is_needed(dtype: torch.dtype, needed: float) -> None:
     file = file_of(8_192_000_000, Kind.Q4_K)
-    check_stock_memory(file, "model=x", "a matrix is missing", 17_000_000_000)
+    check_whole_memory(file, dtype, "model=x", "it is read whole", int(1e9 * needed))
     with pytest.raises(ModelError) as caught:
-        check_stock_memory(file, "model=x", "a matrix is missing", 16_900_000_000)
+        check_whole_memory(file, dtype, "model=x", "it is read whole", int(1e9 * needed) - 100_000_000)
     told = str(caught.value)
-    assert "\n" not in told and "(a matrix is missing)" in told
-    assert "needs 17.0 GB of memory, where 16.9 GB are free" in told
+    assert told.startswith("model=x: it is read whole, ") and "\n" not in told
+    assert f"needs {needed} GB of memory, where {needed - 0.1:.1f} GB are free" in told
+
+
+def test_a_file_that_is_too_large_for_transformers_forward_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    (folder := tmp_path / "made").mkdir()
+    describe(read_gguf(tmp_path / "tiny.gguf", "model=tiny"), folder, "tiny", "")
+    GgufSource.of(tmp_path / "tiny.gguf", "../tiny.gguf").write(folder)
+    monkeypatch.setattr(loading, "free_memory", lambda: 1_000_000)
+    with pytest.raises(ModelError, match=r"transformers' own forward reads it as float32, which needs 0\.\d GB"):
+        load_model(str(folder), "float32", torch.device("cpu"))
 
 
 def test_too_little_room_for_states_and_keys_is_refused_with_what_is_needed() -> None:
