@@ -16,6 +16,7 @@ from tests.engine.server.process import ServerProcess
 from tests.engine.server.tool_model import FILL_IN
 
 VIM: dict[str, Any] = {
+    "model": None,  # editors name none
     "id_slot": 0,
     "input_prefix": "def f(",
     "input_suffix": "): pass\n",
