@@ -183,7 +183,7 @@ async def test_a_lesson_that_fails_thrice_is_given_up_until_there_are_new_texts(
     assert first in last and "after 3 failures this lesson is given up, and the head so far goes on" in last
 
 
-async def test_what_refuses_a_lesson_is_told_once_and_tried_again_later(
+async def test_what_refuses_a_lesson_is_told_once_and_nobody_else_may_look_into_what_is_learned(
     walker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runs = tmp_path / "runs"
@@ -193,12 +193,8 @@ async def test_what_refuses_a_lesson_is_told_once_and_tried_again_later(
     async with learning_of(walker, tmp_path / "learned", Busy()):
         await until(lambda: warnings(caplog))
         await asyncio.sleep(0.5)
-    assert runs.read_text() == "x" and warnings(caplog) == ["--learn: no room"]
-
-
-async def test_nobody_else_may_look_into_what_is_learned(walker: str, tmp_path: Path) -> None:
-    async with learning_of(walker, tmp_path / "learned", Busy()):
         assert stat.S_IMODE((tmp_path / "learned").stat().st_mode) == 0o700
+    assert runs.read_text() == "x" and warnings(caplog) == ["--learn: no room"]
 
 
 async def test_of_two_servers_in_one_folder_one_learns(
@@ -287,18 +283,6 @@ async def test_each_key_is_learned_from_apart(walker: str, tmp_path: Path) -> No
         assert [(await ask(client, 1, key))[1] > 0 for key in ("one", "two")] == [True, False]
 
 
-async def test_where_the_operator_shares_all_are_learned_from_and_none_is_told_of_heads(
-    walker: str, tmp_path: Path
-) -> None:
-    async with server(walker, "one", "two", **{"drafter.share_answers": True}) as (client, one):
-        for start in range(0, 240, 4):
-            await ask(client, start, "one" if start % 8 else "two")
-        assert (await until(lambda: one.learning and one.learning.latest)).installed
-        await asyncio.sleep(1)
-        before = one.engine.totals.accepted
-        assert (await ask(client, 1, "two"))[1] == 0 and one.engine.totals.accepted > before + TOKENS / 4
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -326,24 +310,10 @@ async def _started(config: Any) -> None:
         pass
 
 
-def test_nothing_is_kept_or_learned_where_it_is_not_asked_for(tiny: str, tmp_path: Path) -> None:
-    with serving("--set", f"model={tiny}", "--served-model-name", "tiny") as running:
-        body = {"model": "tiny", "prompt": "abc", "max_tokens": 40, "ignore_eos": True}
-        for _ in range(40):
-            httpx.post(f"{running.url}/v1/completions", json=body, timeout=60).raise_for_status()
-        time.sleep(3)
-        children = psutil.Process(running.process.pid).children(recursive=True)
-        assert not any("drafters.learning" in " ".join(child.cmdline()) for child in children)
-        assert "talon:less" not in httpx.get(f"{running.url}/metrics").text
-    assert not (tmp_path / "home" / "learned").exists()
-
-
 def test_the_end_of_a_server_is_that_of_what_learns(tiny: str) -> None:
     with serving("--learn", "--set", f"model={tiny}", "--served-model-name", "tiny") as running:
-        body = {"model": "tiny", "max_tokens": 40, "ignore_eos": True}
         for number in range(40):
-            asked = body | {"prompt": f"text {number}"}
-            httpx.post(f"{running.url}/v1/completions", json=asked, timeout=60).raise_for_status()
+            running.ask("/v1/completions", prompt=f"text {number}", max_tokens=40, ignore_eos=True)
 
         def learner() -> list[psutil.Process]:
             children = psutil.Process(running.process.pid).children(recursive=True)

@@ -119,6 +119,7 @@ def test_metrics_tell_of_the_prefix_cache_the_queue_and_the_time_a_token_takes(s
     assert 32 <= hits < len(prompt) and queued == timed == 2
     assert metric(server, "vllm:request_time_per_output_token_seconds_sum") > 0
     text = httpx.get(f"{server.url}/metrics").text
+    assert "talon:lessons" not in text, "nothing learns where that is not asked for"
     kinds = {family.name: family.type for family in text_string_to_metric_families(text)}
     assert [kinds[f"vllm:{name}"] for name in ("prefix_cache_queries", "prefix_cache_hits")] == ["counter"] * 2
     assert [kinds[f"vllm:{name.removesuffix('_count')}"] for name in names[2:]] == ["histogram"] * 2
