@@ -8,7 +8,7 @@ import logging
 import stat
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -239,6 +239,10 @@ async def ask(client: httpx.AsyncClient, start: int, key: str = "", session: str
     return choice["text"], [token["source"] for token in choice["sources"]].count("head")
 
 
+async def ask_all(client: httpx.AsyncClient, starts: Iterable[int], key: str = "") -> list[tuple[str, int]]:
+    return list(await asyncio.gather(*(ask(client, start, key) for start in starts)))
+
+
 async def test_a_server_without_keys_learns_from_its_clients_and_no_text_changes(walker: str, tmp_path: Path) -> None:
     starts = [*range(0, 240, 4)]
     async with await Engine.start(load({"model": walker}), method="none", transport="inproc") as engine:
@@ -247,13 +251,13 @@ async def test_a_server_without_keys_learns_from_its_clients_and_no_text_changes
     async with server(walker) as (client, one):
         learning = one.learning
         assert learning is not None
-        assert [await ask(client, start) for start in starts] == [(text, 0) for text in plain]
+        assert await ask_all(client, starts) == [(text, 0) for text in plain]
         await ask(client, 5, session="mine")
         outcome = await until(lambda: learning.latest)
         assert outcome.installed and outcome.texts == len(starts)
-        asked = [await ask(client, start) for start in starts]
+        await ask_all(client, starts)
         await asyncio.sleep(1)  # taken over once there is no request
-        asked = [await ask(client, start) for start in starts]
+        asked = await ask_all(client, starts)
         assert [text for text, _ in asked] == plain
         assert sum(tokens for _, tokens in asked) > len(starts) * TOKENS / 4
         assert (await ask(client, 5, session="mine"))[1] == 0  # another owner, of whom too little is known
@@ -268,10 +272,8 @@ async def test_a_server_without_keys_learns_from_its_clients_and_no_text_changes
 
 async def test_each_key_is_learned_from_apart(walker: str, tmp_path: Path) -> None:
     async with server(walker, "one", "two") as (client, one):
-        for start in range(0, 240, 4):
-            await ask(client, start, "one")
-        for start in range(2, 42, 4):
-            await ask(client, start, "two")
+        await ask_all(client, range(0, 240, 4), "one")
+        await ask_all(client, range(2, 42, 4), "two")
         await until(lambda: one.learning and one.learning.latest)
         await asyncio.sleep(1)
         assert [(await ask(client, 1, key))[1] > 0 for key in ("one", "two")] == [True, False]
