@@ -117,6 +117,7 @@ def test_a_body_without_its_content_type_is_told_the_header() -> None:
         ({"top_p": -1}, "top_p"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"speculation": {"owner": "a"}}, "speculation.owner"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
 )
 def test_wrong_fields_are_named_by_their_path(fields: dict[str, object], param: str) -> None:

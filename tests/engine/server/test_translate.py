@@ -20,7 +20,6 @@ from engine.server.tools.calling import Calling
 from engine.server.translate import ChoiceRequest, chat_choices, names_of, owned, places_for, text_choices
 from engine.server.vocabulary import Vocabulary
 from engine.text.answer_format import AnswerFormat
-from engine.text.chat import Rendering
 from tests.conftest import tiny_tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
@@ -147,15 +146,6 @@ async def test_so_does_that_of_a_completion(asked: Any, taken: int, strictly: in
     for settings, limit in ((Settings("m"), taken), (Settings("m", clamp_max_tokens=False), strictly)):
         (choice,) = await text_choices(body, ENGINE, settings, None, None)  # type: ignore[arg-type]
         assert choice.sampling.max_tokens == limit
-
-
-def test_a_continued_message_begins_no_other_answer() -> None:
-    assert chat().rendering == Rendering()
-    assert chat(continue_final_message=True).rendering == Rendering(opens_answer=False, continues=True)
-    assert chat(add_generation_prompt=False).rendering == Rendering(opens_answer=False)
-    assert chat(chat_template_kwargs={"enable_thinking": False}).rendering.variables == {"enable_thinking": False}
-    with pytest.raises(ValueError, match="add_generation_prompt"):
-        chat(continue_final_message=True, add_generation_prompt=True)
 
 
 def test_fields_that_ask_for_what_is_not_there_are_named_and_those_sent_back_are_not() -> None:

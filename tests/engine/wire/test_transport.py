@@ -208,13 +208,6 @@ def test_a_link_whose_ends_hold_different_keys_is_told_instead_of_tried_for_ever
         assert not list(router.received())
 
 
-def test_a_taken_port_is_told_in_one_line() -> None:
-    endpoint = endpoint_of("tcp", Path())
-    told = f"^tcp.endpoint={endpoint}: cannot be bound: address already in use; "
-    with linked(endpoint) as (_, line), pytest.raises(ConfigError, match=told):
-        Router(line.socket.context, endpoint, (Hello,))
-
-
 def open_to_all(folder: Path) -> None:
     """As if a cleaner of temporary files had removed it, and others could write to it since."""
     folder.mkdir()
