@@ -216,13 +216,14 @@ def test_prompts_stand_in_the_log_where_they_are_asked_for(guarded: ServerProces
 
 
 def test_pages_of_other_origins_are_let_in_by_name_only(guarded: ServerProcess, server: ServerProcess) -> None:
-    def allowed(running: ServerProcess, origin: str) -> str | None:
-        asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-        return httpx.options(f"{running.url}/v1/models", headers=asked).headers.get("access-control-allow-origin")
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Private-Network": "true"}
 
-    assert allowed(guarded, "https://a.example") == "https://a.example"
-    assert allowed(guarded, "https://b.example") is None
-    assert allowed(server, "https://a.example") is None
+    def allowed(running: ServerProcess, origin: str) -> httpx.Headers:
+        return httpx.options(f"{running.url}/v1/models", headers=asked | {"Origin": origin}).headers
+
+    ours, name = allowed(guarded, "https://a.example"), "access-control-allow-origin"
+    assert ours[name] == "https://a.example" and ours["access-control-allow-private-network"] == "true"
+    assert name not in allowed(guarded, "https://b.example") and name not in allowed(server, "https://a.example")
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(guarded: ServerProcess) -> None:
