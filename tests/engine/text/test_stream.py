@@ -59,8 +59,8 @@ class Counted:
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, PIECES], ids=["bytes", "pieces"])
-@pytest.mark.parametrize("code", ["\ufffd".encode(), b"\x80", b"\xc3", b"\xf0\x9f"], ids=str)
-def test_a_text_of_replacement_characters_flows_and_each_token_is_read_a_few_times(tokenizer: Any, code: bytes) -> None:
+@pytest.mark.parametrize("code", ["\ufffd".encode(), b"\x80", b"\xc3", b"\xf0\x9f", b"a"], ids=str)
+def test_a_text_of_any_characters_flows_and_each_token_is_read_a_few_times(tokenizer: Any, code: bytes) -> None:
     counted = Counted(tokenizer)
     stream, shown, tokens = TextStream(counted), "", bytes_of(tokenizer, code * 300)
     for count, token in enumerate(tokens, 1):

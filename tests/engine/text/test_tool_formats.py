@@ -146,7 +146,8 @@ def check_called(format_: AnswerFormat, text: str, calls: list[tuple[str, Any]],
     shown.
     """
     assert takes(format_, wanted, text) is None
-    assert calls_of(read(format_, text.replace(HIDDEN, ""))) == calls
+    found = read(format_, text.replace(HIDDEN, ""))
+    assert calls_of(found) == calls and found[-1].kind == "arguments"
 
 
 def check_text(format_: AnswerFormat, text: str) -> None:
