@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.errors import OverContext, RequestError
-from engine.frontend.prompts import check_room, encode_prompt
+from engine.core.errors import RequestError
+from engine.frontend.prompts import encode_prompt
 from tests.conftest import sentencepiece_tokenizer, tiny_tokenizer
 
 
@@ -18,11 +18,3 @@ def test_without_such_a_token_an_empty_text_is_refused() -> None:
     for tokenizer, raw in ((tiny_tokenizer(), True), (sentencepiece_tokenizer(), False)):
         with pytest.raises(RequestError, match="prompt: is empty"):
             encode_prompt(tokenizer, "", raw, len(tokenizer))
-
-
-@pytest.mark.parametrize(("tokens", "asked"), [(8, 1), (5, 4)])
-def test_what_does_not_fit_is_told_in_the_words_that_clients_look_for(tokens: int, asked: int) -> None:
-    with pytest.raises(OverContext) as refused:
-        check_room([1] * tokens, asked, context=8)
-    assert "prompt is too long" in str(refused.value)  # LangChain
-    assert "this model's maximum context length is 8 tokens" in str(refused.value)  # LiteLLM

@@ -42,3 +42,8 @@ def until(holds: Callable[[], bool], within_s: float = 60) -> None:
     while not holds():
         assert time.monotonic() - started_s < within_s, "it never came true"
         time.sleep(0.05)
+
+
+def logged(server: ServerProcess, text: str) -> None:
+    """Wait until the log says it."""
+    until(lambda: any(text in line.get("event", "") for line in server.lines), within_s=10)

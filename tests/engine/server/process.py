@@ -57,6 +57,23 @@ class ServerProcess:
         """Return what the log says of requests."""
         return [line for line in self.lines if line.get("event") == "request"]
 
+    def post(self, path: str, **fields: Any) -> httpx.Response:
+        """Send a JSON body."""
+        return httpx.post(self.url + path, json={"model": "tiny", **fields}, timeout=120)
+
+    def ask(self, path: str, **fields: Any) -> dict[str, Any]:
+        """Return an answer that is no error."""
+        answer = self.post(path, **fields)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def events(self, path: str, **fields: Any) -> list[dict[str, Any]]:
+        """Return the objects of a stream that is no error."""
+        answer = self.post(path, **{"stream": True, **fields})
+        assert answer.status_code == 200, answer.text
+        return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+
     def logged(self, before: int, timeout_s: float = 30) -> dict[str, Any]:
         """Return what the log says of the latest request, once it says more than `before` of them."""
         until_s = time.monotonic() + timeout_s

@@ -14,15 +14,17 @@ from engine.core.errors import (
     ProtocolError,
     QueueFull,
     RequestError,
-    TalonError,
     WorkerDied,
     shown,
 )
 from engine.server.errors import api_error
 from engine.server.schema import ChatRequest, CompletionRequest
+from tests.engine.server.tool_model import tool
 
 HI = [{"role": "user", "content": "hi"}]
 HALF = "\ud83d"
+HALVED = "holds half a character"
+TRUNCATED = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}
 
 
 def refusal(kind: Any, fields: dict[str, Any]) -> Any:
@@ -37,6 +39,14 @@ def chat_refusal(fields: dict[str, Any]) -> Any:
     return refusal(ChatRequest, {"messages": HI} | fields)
 
 
+def chat(**more: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"model": "m", "messages": HI} | more)
+
+
+def completion(**more: Any) -> CompletionRequest:
+    return CompletionRequest.model_validate({"model": "m", "prompt": "x"} | more)
+
+
 @pytest.mark.parametrize(
     ("error", "status", "param"),
     [
@@ -46,12 +56,17 @@ def chat_refusal(fields: dict[str, Any]) -> Any:
         (WorkerDied("the verifier cannot be started again"), 503, None),
         (EngineClosed("the engine was closed"), 503, None),
         (NotANumber("logits are not numbers"), 500, None),
+        (ValueError("secret path"), 500, None),
+        (ProtocolError("secret bytes"), 500, None),
     ],
 )
-def test_our_errors_have_a_status_and_name_the_field(error: TalonError, status: int, param: str | None) -> None:
+def test_an_error_has_a_status_names_the_field_and_tells_nothing_that_nobody_expected(
+    error: Exception, status: int, param: str | None
+) -> None:
     told = api_error(error)
     assert (told.status, told.body.error.param) == (status, param)
     assert ("Retry-After" in told.headers) == (status in (429, 503))
+    assert "secret" not in told.body.model_dump_json()
 
 
 def test_a_body_without_its_content_type_is_told_the_header() -> None:
@@ -61,18 +76,25 @@ def test_a_body_without_its_content_type_is_told_the_header() -> None:
     assert told.status == 400 and "Content-Type: application/json" in str(told)
 
 
-@pytest.mark.parametrize("error", [ValueError("secret path"), ProtocolError("secret bytes"), KeyError("secret")])
-def test_of_what_nobody_expected_a_client_learns_nothing(error: Exception) -> None:
-    told = api_error(error)
-    assert told.status == 500 and "secret" not in told.body.model_dump_json()
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"tools": "all"}, "tools"),
         ({"tools": [{}]}, "tools[0].type"),
-        ({"nonsense": 1}, "nonsense"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [tool(), tool()]}, "tools"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name"),
+        ({"tools": [tool(parameters={"type": "string"})]}, "tools[0].function.parameters"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "no"}}},
+            "tool_choice.function.name",
+        ),
+        ({"messages": [*HI, {"role": "tool"}]}, "messages[1].content"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [TRUNCATED]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         ({"maxTokens": 1}, "maxTokens"),
         ({"max-tokens": 1}, "max-tokens"),
         ({"str": 1}, "str"),
@@ -81,21 +103,34 @@ def test_of_what_nobody_expected_a_client_learns_nothing(error: Exception) -> No
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
         ({"logit_bias": {"1": 200}}, "logit_bias.1"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+        ({"logit_bias": {"1": True}}, "logit_bias.1"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"stream_options": {"no": True}}, "stream_options.no"),
         ({"n": True}, "n"),
         ({"temperature": False}, "temperature"),
-        ({"logit_bias": {"1": True}}, "logit_bias.1"),
-        ({"max_tokens": -2}, "max_tokens"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"top_p": -1}, "top_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"speculation": {"owner": "a"}}, "speculation.owner"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
-)  # fmt: skip
+)
 def test_wrong_fields_are_named_by_their_path(fields: dict[str, object], param: str) -> None:
     assert chat_refusal(fields).param == param
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("store", True), ("modalities", ["text", "audio"]), ("prediction", {"type": "content", "content": "x"})],
+)
+def test_what_is_not_supported_is_refused_as_that(field: str, value: Any) -> None:
+    told = chat_refusal({field: value})
+    assert (told.param, told.code) == (field, "unsupported") and field in told.message
 
 
 @pytest.mark.parametrize(
@@ -110,40 +145,24 @@ def test_wrong_fields_are_named_by_their_path(fields: dict[str, object], param: 
         ({"seed": True}, "seed: should be a number; true is none"),
         ({"stop": 5}, "stop: should be a valid string or should be a valid list"),
         ({"stop": ["a"] * 17}, "stop: has 17 items; give at most 16"),
-        (
-            {"messages": [{"role": "user", "content": []}]},
-            "messages[0].content: is missing; give a text, or text parts",
-        ),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content: is missing; give a text, or text p"),
         ({"messages": [{"role": "user", "content": [1]}]}, "messages[0].content[0]: should be a valid dictionary"),
+        ({"model": HALF}, f"model: {HALVED}"),
+        ({"stop": HALF}, f"stop: {HALVED}"),
+        ({"stop": ["end", HALF]}, f"stop: {HALVED}"),
+        ({"messages": [{"role": "user", "content": HALF}]}, f"messages[0].content: {HALVED}"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
+            f"messages[0].content[0].text: {HALVED}",
+        ),
+        ({"structured_outputs": {"regex": HALF}}, f"structured_outputs.regex: {HALVED}"),
+        ({"structured_outputs": {"choice": ["a", HALF]}}, f"structured_outputs.choice: {HALVED}"),
+        ({"speculation": {"method": HALF}}, f"speculation.method: {HALVED}"),
     ],
 )
 def test_what_is_wrong_is_said_without_the_names_of_a_library(fields: dict[str, object], said: str) -> None:
-    assert chat_refusal(fields).message.startswith(said)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"model": HALF}, "model"),
-        ({"user": HALF}, "user"),
-        ({"stop": HALF}, "stop"),
-        ({"stop": ["end", HALF]}, "stop"),
-        ({"messages": [{"role": "user", "content": HALF}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]}, "messages[0].content[0].text"),
-        ({"structured_outputs": {"regex": HALF}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"choice": ["a", HALF]}}, "structured_outputs.choice"),
-        ({"speculation": {"method": HALF}}, "speculation.method"),
-    ],
-)  # fmt: skip
-def test_half_a_character_is_refused_by_the_field_it_is_in(fields: dict[str, object], param: str) -> None:
     told = chat_refusal(fields)
-    assert told.param == param and told.message.startswith(f"{param}: holds half a character")
-
-
-@pytest.mark.parametrize("prompt", [HALF, [HALF, "b"]])
-def test_half_a_character_is_no_prompt(prompt: object) -> None:
-    with pytest.raises(ValidationError, match="half a character"):
-        CompletionRequest.model_validate({"model": "m", "prompt": prompt})
+    assert told.message.startswith(said) and told.param == said.partition(":")[0]
 
 
 @pytest.mark.parametrize(
@@ -155,10 +174,10 @@ def test_half_a_character_is_no_prompt(prompt: object) -> None:
         ({"text": "a"}, "give a text"),
         ([True], "give a text"),
         ([[1, False]], "give a text"),
-        (HALF, "holds half a character"),
-        (["a", HALF], "holds half a character"),
+        (HALF, HALVED),
+        (["a", HALF], HALVED),
     ],
-)  # fmt: skip
+)
 def test_of_a_wrong_prompt_the_client_learns_what_a_prompt_is(prompt: object, said: str) -> None:
     told = refusal(CompletionRequest, {"prompt": prompt})
     assert told.param == "prompt" and told.message.startswith(f"prompt: {said}")
@@ -169,62 +188,45 @@ def test_a_field_whose_name_begins_like_the_prompts_is_another() -> None:
     assert told.param in ("prompt_logprobs", "temperature")
 
 
+def test_a_long_list_of_junk_is_refused_by_its_first_item() -> None:
+    for prompt in ([-1] * 100_000, [[-1] * 100_000]):
+        with pytest.raises(ValidationError) as caught:
+            completion(prompt=prompt)
+        assert caught.value.error_count() < 10
+
+
 def test_what_asks_for_nothing_is_let_through() -> None:
     idle = {"tools": [], "tool_choice": "none", "functions": None, "store": False, "n": None, "logprobs": None}
     idle |= {"top_logprobs": 0, "max_tokens": 5, "max_completion_tokens": 5, "stream": None, "ignore_eos": None}
     said = {"role": "assistant", "content": "yes", "tool_calls": [], "annotations": [], "refusal": None, "audio": None}
-    body = ChatRequest.model_validate({"model": "m", "messages": [*HI, said], **idle})
+    body = chat(messages=[*HI, said], **idle)
     assert body.n == 1 and body.logprobs is False and body.temperature == 1 and body.limit == 5
-    options = {"include_usage": None, "include_obfuscation": False}
-    body = ChatRequest.model_validate({"model": "m", "messages": HI, "stream": True, "stream_options": options})
-    assert not body.includes_usage
-    assert (
-        CompletionRequest.model_validate({"model": "m", "prompt": "x", "best_of": 1, "suffix": None}).max_tokens == 16
-    )
+    assert not chat(stream=True, stream_options={"include_usage": None, "include_obfuscation": False}).includes_usage
+    assert completion(best_of=1, suffix=None).max_tokens == 16
+    assert chat(top_p=0).top_p == 0
+    for given, taken in ((False, None), (None, None), (0, 0), (2, 2)):
+        assert completion(logprobs=given).logprobs == taken
 
 
 def test_messages_become_what_chat_templates_take() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts, "name": "ann"}]
-    body = ChatRequest.model_validate({"model": "m", "messages": messages})
-    assert [m.plain() for m in body.messages] == [
-        {"role": "system", "content": "be brief"}, {"role": "user", "content": "ab", "name": "ann"},
-    ]  # fmt: skip
-
-
-def test_a_long_list_of_junk_is_refused_by_its_first_item() -> None:
-    for prompt in ([-1] * 100_000, [[-1] * 100_000]):
-        with pytest.raises(ValidationError) as caught:
-            CompletionRequest.model_validate({"model": "m", "prompt": prompt})
-        assert caught.value.error_count() < 10
-
-
-def test_log_probabilities_that_nobody_wants_are_not_given() -> None:
-    for given, taken in ((False, None), (None, None), (0, 0), (2, 2)):
-        assert CompletionRequest.model_validate({"model": "m", "prompt": "x", "logprobs": given}).logprobs == taken
-
-
-@pytest.mark.parametrize("said", [{"content": None}, {}, {"content": []}, {"content": ""}])
-def test_an_answer_without_text_is_a_message(said: dict[str, object]) -> None:
-    body = ChatRequest.model_validate({"model": "m", "messages": [*HI, {"role": "assistant"} | said, *HI]})
-    assert body.messages[1].plain() == {"role": "assistant", "content": ""}
+    assert [message.plain() for message in chat(messages=messages).messages] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "ab", "name": "ann"},
+    ]
+    for empty in ({"content": None}, {}, {"content": []}, {"content": ""}):
+        body = chat(messages=[*HI, {"role": "assistant"} | empty, *HI])
+        assert body.messages[1].plain() == {"role": "assistant", "content": ""}
 
 
 def test_what_changes_no_answer_is_let_through_and_named() -> None:
-    useless = {
-        "metadata": {"a": 1}, "prompt_cache_key": "x", "prompt_cache_retention": "24h", "reasoning_effort": "low",
-        "safety_identifier": "x", "service_tier": "flex", "verbosity": "low",
-    }  # fmt: skip
+    useless = {"metadata": {"a": 1}, "prompt_cache_key": "x", "prompt_cache_retention": "24h", "verbosity": "low"}
+    useless |= {"reasoning_effort": "low", "safety_identifier": "x", "service_tier": "flex"}
+    useless |= {"stream_options": {"include_usage": True}}
     for name, value in useless.items():
-        assert ChatRequest.model_validate({"model": "m", "messages": HI, name: value}).ignored == [name]
-        assert CompletionRequest.model_validate({"model": "m", "prompt": "x", name: value}).ignored == [name]
+        assert chat(**{name: value}).ignored == completion(**{name: value}).ignored == [name]
     part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
     for said in ({"content": [part]}, {"content": "a", "cache_control": {"type": "ephemeral"}}):
-        body = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user"} | said]})
-        assert body.ignored == ["cache_control"]
-    idle = {"service_tier": "auto", "metadata": {}, "verbosity": None}
-    assert ChatRequest.model_validate({"model": "m", "messages": HI, **idle}).ignored == []
-
-
-def test_a_fraction_of_nothing_is_let_through() -> None:
-    assert ChatRequest.model_validate({"model": "m", "messages": HI, "top_p": 0}).top_p == 0
+        assert chat(messages=[{"role": "user"} | said]).ignored == ["cache_control"]
+    assert chat(service_tier="auto", metadata={}, verbosity=None).ignored == []

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import httpx
 import pytest
 
 from engine.server.infill.render import InfillRenderer
@@ -13,11 +11,12 @@ from engine.server.infill.schema import InfillRequest
 from engine.text.fill_in import FillIn
 from engine.wire.messages import PromptProgress
 from tests.conftest import tiny_tokenizer
-from tests.engine.server.figures import until
+from tests.engine.server.figures import logged
 from tests.engine.server.process import ServerProcess
 from tests.engine.server.tool_model import FILL_IN
 
 VIM: dict[str, Any] = {
+    "model": None,  # editors name none
     "id_slot": 0,
     "input_prefix": "def f(",
     "input_suffix": "): pass\n",
@@ -35,81 +34,67 @@ VIM: dict[str, Any] = {
 }
 
 
-def post(server: ServerProcess, **more: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/infill", json=VIM | {"ignore_eos": True} | more, timeout=60)
+def asked(**more: Any) -> dict[str, Any]:
+    return VIM | {"ignore_eos": True} | more
 
 
-def test_an_editor_gets_a_text_and_its_figures(tool_server: ServerProcess) -> None:
-    found = post(tool_server).json()
-    assert found["content"] and (found["stop"], found["stop_type"]) == (True, "limit")
-    assert (found["tokens_predicted"], found["timings"]["predicted_n"], found["truncated"]) == (12, 12, False)
+def infill(server: ServerProcess, **more: Any) -> dict[str, Any]:
+    return server.ask("/infill", **asked(**more))
+
+
+def test_an_editor_gets_the_text_of_a_completion_of_the_same_prompt_and_its_figures(tool_server: ServerProcess) -> None:
+    found = infill(tool_server, return_tokens=True)
+    assert (found["stop"], found["stop_type"], found["truncated"]) == (True, "limit", False)
+    assert (found["tokens_predicted"], found["timings"]["predicted_n"], len(found["tokens"])) == (12, 12, 12)
     assert found["generation_settings"]["n_ctx"] == 4096 and found["generation_settings"]["seed"] == 5
     assert found["timings"]["predicted_ms"] > 0 and found["timings"]["prompt_ms"] > 0
-
-
-def test_the_text_is_that_of_a_completion_of_the_same_prompt(tool_server: ServerProcess) -> None:
-    found = post(tool_server, return_tokens=True).json()
     spelled = "\n\n--- snippet ---\n\nx = 1" + FILL_IN[0] + "def f(a, " + FILL_IN[1] + "): pass\n" + FILL_IN[2]
     assert found["prompt"] == spelled
     same = {name: VIM[name] for name in ("top_k", "top_p", "seed")} | {"temperature": 0.8, "min_p": 0.05}
-    asked = {"model": "tiny", "prompt": spelled, "max_tokens": 12, "ignore_eos": True, **same}
-    choice = httpx.post(f"{tool_server.url}/v1/completions", json=asked, timeout=60).json()["choices"][0]
-    assert choice["text"] == found["content"] and len(found["tokens"]) == 12
+    choice = tool_server.ask("/v1/completions", prompt=spelled, max_tokens=12, ignore_eos=True, **same)["choices"][0]
+    assert choice["text"] == found["content"] != ""
+    for name in ("n_indent", "samplers", "t_max_predict_ms"):
+        logged(tool_server, f"ignored field: {name}:")
 
 
 def test_the_parts_of_a_stream_add_up_and_the_last_one_has_the_figures(tool_server: ServerProcess) -> None:
-    text = post(tool_server, stream=True).text
-    parts = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
-    assert "".join(part["content"] for part in parts) == post(tool_server).json()["content"]
+    parts = tool_server.events("/infill", **asked())
+    assert "".join(part["content"] for part in parts) == infill(tool_server)["content"]
     assert [part["stop"] for part in parts] == [False] * (len(parts) - 1) + [True]
     assert parts[-1]["tokens_predicted"] == parts[-2]["tokens_predicted"] == 12
 
 
 def test_a_long_prompt_says_how_far_it_is_where_that_is_wanted() -> None:
+    def renderer(**more: Any) -> InfillRenderer:
+        """A renderer that shows no text."""
+        return InfillRenderer("tiny", InfillRequest(**VIM, **more), None, None, 4096)  # type: ignore[arg-type]
+
     read = PromptProgress(request=1, read=64, total=200, cached=16, elapsed_us=5000, left_us=9000)
-    told = [infill(return_progress=wanted).progress(0, read) for wanted in (True, False)]
+    told = [renderer(return_progress=wanted).progress(0, read) for wanted in (True, False)]
     shown = {"total": 200, "cache": 16, "processed": 64, "time_ms": 5, "left_ms": 9}
     assert [chunk["prompt_progress"] for chunk in told[0]] == [shown] and told[1] == []
 
 
-def infill(**more: Any) -> InfillRenderer:
-    """A renderer that shows no text."""
-    return InfillRenderer("tiny", InfillRequest(**VIM, **more), None, None, 4096)  # type: ignore[arg-type]
-
-
 def test_only_the_fields_that_are_wanted_come_back(tool_server: ServerProcess) -> None:
     wanted = ["content", "timings/predicted_n", "generation_settings/n_ctx", "nothing/there", "tokens_cached"]
-    found = post(tool_server, response_fields=wanted).json()
+    found = infill(tool_server, response_fields=wanted)
     assert {*found} == {"content", "predicted_n", "n_ctx", "tokens_cached"} and found["n_ctx"] == 4096
 
 
-def test_a_request_for_no_token_shows_none(tool_server: ServerProcess) -> None:
-    found = post(tool_server, n_predict=0).json()
-    assert (found["content"], found["tokens_predicted"], found["stop_type"]) == ("", 0, "limit")
-    events = post(tool_server, n_predict=0, stream=True).text.splitlines()
-    (last,) = [json.loads(line.removeprefix("data: ")) for line in events if line.startswith("data: ")]
-    assert (last["content"], last["stop"]) == ("", True)
-
-
-def test_the_next_request_finds_the_prompt_in_the_prefix_cache(tool_server: ServerProcess) -> None:
+def test_a_request_for_no_token_shows_none_and_leaves_its_prompt_in_the_cache(tool_server: ServerProcess) -> None:
     more = {"input_prefix": "class Warm:\n" + "    x = 1\n" * 20}
-    post(tool_server, **more)
-    assert post(tool_server, **more).json()["tokens_cached"] > 150
+    found = infill(tool_server, n_predict=0, **more)
+    assert (found["content"], found["tokens_predicted"], found["stop_type"]) == ("", 0, "limit")
+    (last,) = tool_server.events("/infill", **asked(n_predict=0, **more))
+    assert (last["content"], last["stop"]) == ("", True) and last["tokens_cached"] > 150
 
 
 def test_a_text_that_ends_the_answer_is_named(tool_server: ServerProcess) -> None:
-    text = post(tool_server).json()["content"]
+    text = infill(tool_server)["content"]
     stop = next(letter for letter in text[3:] if letter.isascii())  # no part of a character
-    found = post(tool_server, stop=["\0", stop]).json()
+    found = infill(tool_server, stop=["\0", stop])
     assert (found["stop_type"], found["stopping_word"]) == ("word", stop)
     assert found["content"] == text.partition(stop)[0]
-
-
-def test_what_has_no_effect_is_named_in_the_log(tool_server: ServerProcess) -> None:
-    post(tool_server)
-    for name in ("n_indent", "samplers", "t_max_predict_ms"):
-        text = f"ignored field: {name}:"
-        until(lambda text=text: any(text in line.get("event", "") for line in tool_server.lines), 10)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -123,12 +108,12 @@ def test_what_has_no_effect_is_named_in_the_log(tool_server: ServerProcess) -> N
     ],
 )
 def test_what_is_wrong_is_refused_by_its_name(tool_server: ServerProcess, more: dict[str, Any], named: str) -> None:
-    answer = post(tool_server, **more)
+    answer = tool_server.post("/infill", **asked(**more))
     assert answer.status_code in (400, 404) and answer.json()["error"]["param"] == named
 
 
 def test_a_model_without_tokens_for_filling_in_says_so(server: ServerProcess) -> None:
-    error = post(server).json()["error"]
+    error = server.post("/infill", **asked()).json()["error"]
     assert (error["code"], error["param"]) == ("unsupported", "input_suffix")
 
 

@@ -8,7 +8,7 @@ import logging
 import stat
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,7 @@ async def test_a_lesson_that_fails_thrice_is_given_up_until_there_are_new_texts(
     assert first in last and "after 3 failures this lesson is given up, and the head so far goes on" in last
 
 
-async def test_what_refuses_a_lesson_is_told_once_and_tried_again_later(
+async def test_what_refuses_a_lesson_is_told_once_and_nobody_else_may_look_into_what_is_learned(
     walker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runs = tmp_path / "runs"
@@ -193,12 +193,8 @@ async def test_what_refuses_a_lesson_is_told_once_and_tried_again_later(
     async with learning_of(walker, tmp_path / "learned", Busy()):
         await until(lambda: warnings(caplog))
         await asyncio.sleep(0.5)
-    assert runs.read_text() == "x" and warnings(caplog) == ["--learn: no room"]
-
-
-async def test_nobody_else_may_look_into_what_is_learned(walker: str, tmp_path: Path) -> None:
-    async with learning_of(walker, tmp_path / "learned", Busy()):
         assert stat.S_IMODE((tmp_path / "learned").stat().st_mode) == 0o700
+    assert runs.read_text() == "x" and warnings(caplog) == ["--learn: no room"]
 
 
 async def test_of_two_servers_in_one_folder_one_learns(
@@ -243,6 +239,10 @@ async def ask(client: httpx.AsyncClient, start: int, key: str = "", session: str
     return choice["text"], [token["source"] for token in choice["sources"]].count("head")
 
 
+async def ask_all(client: httpx.AsyncClient, starts: Iterable[int], key: str = "") -> list[tuple[str, int]]:
+    return list(await asyncio.gather(*(ask(client, start, key) for start in starts)))
+
+
 async def test_a_server_without_keys_learns_from_its_clients_and_no_text_changes(walker: str, tmp_path: Path) -> None:
     starts = [*range(0, 240, 4)]
     async with await Engine.start(load({"model": walker}), method="none", transport="inproc") as engine:
@@ -251,13 +251,13 @@ async def test_a_server_without_keys_learns_from_its_clients_and_no_text_changes
     async with server(walker) as (client, one):
         learning = one.learning
         assert learning is not None
-        assert [await ask(client, start) for start in starts] == [(text, 0) for text in plain]
+        assert await ask_all(client, starts) == [(text, 0) for text in plain]
         await ask(client, 5, session="mine")
         outcome = await until(lambda: learning.latest)
         assert outcome.installed and outcome.texts == len(starts)
-        asked = [await ask(client, start) for start in starts]
+        await ask_all(client, starts)
         await asyncio.sleep(1)  # taken over once there is no request
-        asked = [await ask(client, start) for start in starts]
+        asked = await ask_all(client, starts)
         assert [text for text, _ in asked] == plain
         assert sum(tokens for _, tokens in asked) > len(starts) * TOKENS / 4
         assert (await ask(client, 5, session="mine"))[1] == 0  # another owner, of whom too little is known
@@ -272,10 +272,8 @@ async def test_a_server_without_keys_learns_from_its_clients_and_no_text_changes
 
 async def test_each_key_is_learned_from_apart(walker: str, tmp_path: Path) -> None:
     async with server(walker, "one", "two") as (client, one):
-        for start in range(0, 240, 4):
-            await ask(client, start, "one")
-        for start in range(2, 42, 4):
-            await ask(client, start, "two")
+        await ask_all(client, range(0, 240, 4), "one")
+        await ask_all(client, range(2, 42, 4), "two")
         await until(lambda: one.learning and one.learning.latest)
         await asyncio.sleep(1)
         assert [(await ask(client, 1, key))[1] > 0 for key in ("one", "two")] == [True, False]
@@ -285,18 +283,6 @@ async def test_each_key_is_learned_from_apart(walker: str, tmp_path: Path) -> No
         assert len([*folder.texts.glob("*")]) == 2
     async with server(walker, "one", "two") as (client, one):  # names of owners outlive a restart
         assert [(await ask(client, 1, key))[1] > 0 for key in ("one", "two")] == [True, False]
-
-
-async def test_where_the_operator_shares_all_are_learned_from_and_none_is_told_of_heads(
-    walker: str, tmp_path: Path
-) -> None:
-    async with server(walker, "one", "two", **{"drafter.share_answers": True}) as (client, one):
-        for start in range(0, 240, 4):
-            await ask(client, start, "one" if start % 8 else "two")
-        assert (await until(lambda: one.learning and one.learning.latest)).installed
-        await asyncio.sleep(1)
-        before = one.engine.totals.accepted
-        assert (await ask(client, 1, "two"))[1] == 0 and one.engine.totals.accepted > before + TOKENS / 4
 
 
 @pytest.mark.parametrize(
@@ -326,24 +312,10 @@ async def _started(config: Any) -> None:
         pass
 
 
-def test_nothing_is_kept_or_learned_where_it_is_not_asked_for(tiny: str, tmp_path: Path) -> None:
-    with serving("--set", f"model={tiny}", "--served-model-name", "tiny") as running:
-        body = {"model": "tiny", "prompt": "abc", "max_tokens": 40, "ignore_eos": True}
-        for _ in range(40):
-            httpx.post(f"{running.url}/v1/completions", json=body, timeout=60).raise_for_status()
-        time.sleep(3)
-        children = psutil.Process(running.process.pid).children(recursive=True)
-        assert not any("drafters.learning" in " ".join(child.cmdline()) for child in children)
-        assert "talon:less" not in httpx.get(f"{running.url}/metrics").text
-    assert not (tmp_path / "home" / "learned").exists()
-
-
 def test_the_end_of_a_server_is_that_of_what_learns(tiny: str) -> None:
     with serving("--learn", "--set", f"model={tiny}", "--served-model-name", "tiny") as running:
-        body = {"model": "tiny", "max_tokens": 40, "ignore_eos": True}
         for number in range(40):
-            asked = body | {"prompt": f"text {number}"}
-            httpx.post(f"{running.url}/v1/completions", json=asked, timeout=60).raise_for_status()
+            running.ask("/v1/completions", prompt=f"text {number}", max_tokens=40, ignore_eos=True)
 
         def learner() -> list[psutil.Process]:
             children = psutil.Process(running.process.pid).children(recursive=True)

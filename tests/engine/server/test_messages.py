@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.server.messages import schema as messages_schema
+from engine.server.messages.billing import BILLING_LINE
+from engine.server.messages.schema import MessagesRequest
 from engine.server.messages.translate import chat_fields
 from tests.engine.server.process import KEY, ServerProcess
 from tests.engine.server.tool_model import WEATHER
@@ -27,6 +28,11 @@ def asked(**more: Any) -> dict[str, Any]:
 
 def post(server: ServerProcess, body: dict[str, Any], path: str = "/v1/messages", **headers: str) -> httpx.Response:
     return httpx.post(server.url + path, json=body, headers=headers, timeout=120)
+
+
+def counted(server: ServerProcess, **body: Any) -> int:
+    tokens: int = server.ask("/v1/messages/count_tokens", **body)["input_tokens"]
+    return tokens
 
 
 def events(server: ServerProcess, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -66,55 +72,30 @@ def added_up(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in block.items() if key != "id"} for block in blocks]
 
 
-def test_a_message_has_its_text_its_reason_and_its_tokens(tool_server: ServerProcess) -> None:
-    body = post(tool_server, asked(max_tokens=6, system="Be brief.")).json()
-    assert (body["type"], body["role"], body["stop_reason"]) == ("message", "assistant", "max_tokens")
-    assert body["usage"]["output_tokens"] == 6 and [block["type"] for block in body["content"]] == ["text"]
-
-
-@pytest.mark.parametrize("choice", [CALL, {"type": "any", "disable_parallel_tool_use": True}])
-def test_a_tool_is_used_as_its_schema_wants(tool_server: ServerProcess, choice: Any) -> None:
-    body = post(tool_server, asked(tools=TOOLS, tool_choice=choice)).json()
-    (block,) = body["content"]
-    assert (block["type"], block["name"], body["stop_reason"]) == ("tool_use", "weather", "tool_use")
-    jsonschema.validate(block["input"], WEATHER)
-
-
 @pytest.mark.parametrize(
-    "more",
-    [{"tools": TOOLS, "tool_choice": CALL}, {"max_tokens": 9}, {"max_tokens": 9, "thinking": {"type": "adaptive"}}],
+    ("more", "kinds", "reason"),
+    [
+        ({"tools": TOOLS, "tool_choice": CALL}, ["tool_use"], "tool_use"),
+        ({"tools": TOOLS, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}, ["tool_use"], "tool_use"),
+        ({"max_tokens": 9, "system": "Be brief."}, ["text"], "max_tokens"),
+        ({"max_tokens": 9, "thinking": {"type": "adaptive"}}, ["thinking"], "max_tokens"),
+    ],
 )
-def test_the_events_of_a_stream_add_up_to_the_whole_message(tool_server: ServerProcess, more: dict[str, Any]) -> None:
+def test_the_events_of_a_stream_add_up_to_the_whole_message(
+    tool_server: ServerProcess, more: dict[str, Any], kinds: list[str], reason: str
+) -> None:
     whole, found = post(tool_server, asked(**more)).json(), events(tool_server, asked(**more))
+    assert (whole["type"], whole["role"], whole["stop_reason"]) == ("message", "assistant", reason)
+    assert [block["type"] for block in whole["content"]] == kinds
+    for block in whole["content"]:
+        if block["type"] == "tool_use":
+            jsonschema.validate(block["input"], WEATHER)
     assert added_up(found) == [{k: v for k, v in block.items() if k != "id"} for block in whole["content"]]
     assert found[0]["type"] == "message_start" and found[0]["message"]["content"] == []
     assert [event["type"] for event in found[-2:]] == ["message_delta", "message_stop"]
-    assert found[-2]["delta"]["stop_reason"] == whole["stop_reason"]
+    assert found[-2]["delta"]["stop_reason"] == reason
     assert found[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
-
-
-def test_a_conversation_goes_on_with_uses_and_results(tool_server: ServerProcess) -> None:
-    used = post(tool_server, asked(tools=TOOLS, tool_choice=CALL)).json()["content"]
-    result = {"type": "tool_result", "tool_use_id": used[0]["id"], "content": [{"type": "text", "text": "clear"}]}
-    said = [
-        *asked()["messages"],
-        {"role": "assistant", "content": used},
-        {"role": "user", "content": [result, {"type": "text", "text": "So?", "cache_control": {"type": "ephemeral"}}]},
-    ]
-    more = {"system": [{"type": "text", "text": "Be brief."}], "metadata": {"user_id": "a"}, "max_tokens": 5}
-    assert post(tool_server, asked(tools=TOOLS, messages=said, **more)).status_code == 200
-
-
-def test_tokens_are_counted_as_an_answers_prompt_has_them(tool_server: ServerProcess) -> None:
-    body = asked(tools=TOOLS, max_tokens=1)
-    counted = {name: body[name] for name in ("model", "messages", "tools")}
-    tokens = post(tool_server, counted, "/v1/messages/count_tokens").json()["input_tokens"]
-    assert tokens == read_tokens(post(tool_server, body).json()["usage"]) > 100
-
-
-def test_more_tokens_than_fit_are_counted_too(tool_server: ServerProcess) -> None:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 5000}]}
-    assert post(tool_server, body, "/v1/messages/count_tokens").json()["input_tokens"] > 5000
+    assert reason != "max_tokens" or whole["usage"]["output_tokens"] == 9
 
 
 def test_a_count_that_is_refused_names_what_the_client_sent(tool_server: ServerProcess) -> None:
@@ -136,10 +117,12 @@ def test_what_the_prefix_cache_had_is_told_apart_from_what_was_read(tool_server:
     assert read_tokens(first) == read_tokens(again)
 
 
-def test_a_prompt_that_does_not_fit_is_refused_in_the_words_that_anthropics_clients_read(
+def test_a_prompt_that_does_not_fit_is_counted_and_refused_in_the_words_that_anthropics_clients_read(
     tool_server: ServerProcess,
 ) -> None:
-    answer = post(tool_server, asked(messages=[{"role": "user", "content": "x" * 5000}]))
+    long = [{"role": "user", "content": "x" * 5000}]
+    assert counted(tool_server, messages=long) > 5000
+    answer = post(tool_server, asked(messages=long))
     tokens, most = re.findall(r"prompt is too long: (\d+) tokens > (\d+) maximum", answer.text)[0]
     assert int(tokens) > int(most) == 4096
 
@@ -151,6 +134,7 @@ FOUND = {
     "content": [{"type": "text", "text": "It is clear."}], "citations": {"enabled": True},
 }  # fmt: skip
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
 
 
 def agents_request(**more: Any) -> dict[str, Any]:
@@ -169,20 +153,10 @@ def agents_request(**more: Any) -> dict[str, Any]:
         {"role": "assistant", "content": [hidden | CACHED, search, searched, call | CACHED]},
         {"role": "user", "content": results},
     ]
-    server_tools = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5} | CACHED]
-    server_tools += [{"type": "mcp_toolset", "mcp_server_name": "a"}]
-    usual = asked(
-        messages=said,
-        tools=[*server_tools, TOOLS[0] | offered | CACHED],
-        system=[{"type": "text", "text": "Go."} | CACHED],
-    )
-    plain = {
-        "mcp_servers": [],
-        "betas": ["a-2025-01-01"],
-        "speed": "fast",
-        "diagnostics": {"previous_message_id": None},
-    }
-    return usual | plain | CACHED | {"max_tokens": 1} | more
+    tools = [SEARCH | CACHED, {"type": "mcp_toolset", "mcp_server_name": "a"}, TOOLS[0] | offered | CACHED]
+    usual = asked(messages=said, tools=tools, system=[{"type": "text", "text": "Go."} | CACHED], max_tokens=1)
+    plain = {"mcp_servers": [], "betas": ["a-2025-01-01"], "speed": "fast", "diagnostics": {"previous": None}}
+    return usual | plain | CACHED | more
 
 
 IGNORED = {
@@ -199,11 +173,12 @@ def test_fields_that_this_server_has_nothing_for_are_named_and_refuse_nothing(to
     assert set(begun["message"]["metrics"]["ignored"]) == IGNORED
     warned = [line["event"] for line in tool_server.lines if line.get("level") == "warning"]
     assert all(sum(f"field: {name}:" in event for event in warned) == 1 for name in IGNORED)
+    assert post(tool_server, agents_request(tools=[SEARCH])).status_code == 200
 
 
-def test_the_prompt_has_a_text_where_a_result_is_no_text(tool_server: ServerProcess) -> None:
-    body = messages_schema.MessagesRequest.model_validate(agents_request())
-    *_, asks, calls, result = chat_fields(body)["messages"]
+def test_the_prompt_has_a_text_where_a_result_is_no_text() -> None:
+    fields = chat_fields(MessagesRequest.model_validate(agents_request()))
+    *_, asks, calls, result = fields["messages"]
     assert (asks["content"], calls["content"], [call["id"] for call in calls["tool_calls"]]) == ("Weather?", "", ["a"])
     assert result["content"].splitlines() == [
         "[an image was here: this model reads text alone]",
@@ -213,24 +188,16 @@ def test_the_prompt_has_a_text_where_a_result_is_no_text(tool_server: ServerProc
         "It is clear.",
         "The tool weather can be called.",
     ]
-    assert [one["function"]["name"] for one in chat_fields(body)["tools"]] == ["weather"]
+    assert [one["function"]["name"] for one in fields["tools"]] == ["weather"]
 
 
-def test_all_of_it_is_counted(tool_server: ServerProcess) -> None:
+def test_tokens_are_counted_as_an_answers_prompt_has_them(tool_server: ServerProcess) -> None:
     body = agents_request()
-    counted = {name: value for name, value in body.items() if name not in ("max_tokens", "seed")}
-    tokens = post(tool_server, counted, "/v1/messages/count_tokens").json()["input_tokens"]
-    usage = post(tool_server, body).json()["usage"]
-    assert tokens == sum(usage[name] for name in usage if "input" in name)
-    shorter = post(tool_server, counted | {"messages": body["messages"][:2]}, "/v1/messages/count_tokens").json()
-    assert tokens - shorter["input_tokens"] > 150, "a byte is a token"
-
-
-def test_a_choice_of_a_tool_that_is_left_out_is_refused(tool_server: ServerProcess) -> None:
-    alone = {"tools": agents_request()["tools"][:1]}
-    for choice in ({"type": "any"}, {"type": "tool", "name": "web_search"}):
-        assert post(tool_server, agents_request(**alone, tool_choice=choice)).status_code == 400
-    assert post(tool_server, agents_request(**alone)).status_code == 200
+    sent = {name: value for name, value in body.items() if name not in ("max_tokens", "seed")}
+    tokens = counted(tool_server, **sent)
+    assert tokens == read_tokens(post(tool_server, body).json()["usage"])
+    shorter = counted(tool_server, **sent | {"messages": body["messages"][:2]})
+    assert tokens - shorter > 150, "a byte is a token"
 
 
 def test_a_stop_sequence_is_named(tool_server: ServerProcess) -> None:
@@ -244,30 +211,26 @@ def test_a_stop_sequence_is_named(tool_server: ServerProcess) -> None:
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "no"}}, "tool_choice.name"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice: needs tools"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
         ({"tools": TOOLS * 2}, "tools"),
         ({"tools": [{"type": "web_search", "name": "web_search"}]}, "tools[0]"),
         ({"mcp_servers": [{"type": "url", "url": "http://a", "name": "a"}]}, "mcp_servers"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
         ({"container": "x"}, "container"),
-        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages: prompt is too long: 50"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
         ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"thread": {"type": "create"}}, "thread"),
     ],
 )
 def test_what_is_wrong_is_refused_in_anthropics_form(tool_server: ServerProcess, more: Any, named: str) -> None:
     answer = post(tool_server, asked(**more))
     assert answer.status_code == 400 and answer.json()["type"] == "error"
-    assert answer.json()["error"]["type"] == "invalid_request_error"
-    assert answer.json()["error"]["message"].startswith(named)
-
-
-def test_a_thread_is_refused_in_the_way_that_lets_the_clients_tool_runner_go_on_without(
-    tool_server: ServerProcess,
-) -> None:
-    answer = post(tool_server, asked(thread={"type": "create"}))
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error" and error["message"].startswith(named)
+    # which lets the client's tool runner go on without a thread
     details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-    assert (answer.status_code, answer.json()["error"]["details"]) == (400, details)
-    assert "details" not in post(tool_server, asked(container="x")).json()["error"]
+    assert error.get("details") == (details if named == "thread" else None)
 
 
 def test_a_key_may_come_in_anthropics_header(one_place: ServerProcess) -> None:
@@ -285,9 +248,40 @@ def test_the_official_client_runs_a_loop_of_tools(tool_server: ServerProcess) ->
     (block,) = message.content
     jsonschema.validate(block.input, WEATHER)
     result = {"type": "tool_result", "tool_use_id": block.id, "content": "clear"}
-    said = [
-        *usual["messages"],
-        {"role": "assistant", "content": message.content},
-        {"role": "user", "content": [result]},
-    ]
-    assert client.messages.create(**usual | {"messages": said, "max_tokens": 5}).stop_reason
+    called = [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    more = {"messages": [*usual["messages"], *called], "max_tokens": 5}
+    assert client.messages.create(**usual | more).stop_reason
+
+
+LINE = f"{BILLING_LINE}: cc_version=1.0.0.abc; cc_entrypoint=cli;"
+SYSTEM = "Be brief."
+
+
+def block(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def said(system: Any) -> list[dict[str, Any]]:
+    """The chat messages of a request with that system text."""
+    body = asked(messages=[{"role": "user", "content": "Hi"}]) | ({} if system is None else {"system": system})
+    messages: list[dict[str, Any]] = chat_fields(MessagesRequest.model_validate(body))["messages"]
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("system", "without"),
+    [
+        ([block(LINE), block(SYSTEM), block("Now.")], f"{SYSTEM}\nNow."),
+        (f"{LINE}\n{SYSTEM}", SYSTEM),
+        ([block(f"{LINE}\n\n{SYSTEM}")], SYSTEM),
+        ([block(LINE)], None),
+        (LINE, None),
+    ],
+)
+def test_the_line_that_claude_code_changes_is_no_part_of_the_prompt(system: Any, without: str | None) -> None:
+    assert said(system) == said(without)
+
+
+@pytest.mark.parametrize("system", [[block(SYSTEM), block(LINE)], f"{SYSTEM}\n{LINE}", [block(f" {LINE}")]])
+def test_the_same_words_elsewhere_are_text(system: Any) -> None:
+    assert LINE in said(system)[0]["content"]

@@ -48,11 +48,7 @@ def answered(sampling: SamplingParams, prompt: str, *rounds: str) -> tuple[Answe
 def test_a_prompt_counts_once_for_its_choices_and_each_prompt_of_a_batch_counts() -> None:
     result: Result = answered(SamplingParams(), "Hi", "x")[0].result()
     first, second = tokens_of("Hi"), tokens_of("Hi")
-    choices = [
-        ChoiceRequest(first, SamplingParams()),
-        ChoiceRequest(first, SamplingParams()),
-        ChoiceRequest(second, SamplingParams()),
-    ]
+    choices = [ChoiceRequest(prompt, SamplingParams()) for prompt in (first, first, second)]
     assert format_of(choices).whole([result] * 3).usage.prompt_tokens == 4
 
 
@@ -75,30 +71,12 @@ def test_tokens_that_are_not_shown_move_no_offset() -> None:
     assert whole.text == "ab" and whole.logprobs is not None and whole.logprobs.text_offset == [0, 1, 1]
 
 
-def test_every_chunk_counts_what_was_sent_so_far_if_the_client_wants_it() -> None:
-    _, pieces = answered(SamplingParams(), "Hi", "x", "yz")
-    options = {"continuous_usage_stats": True}
-    body = CompletionRequest(model="m", prompt="Hi", stream=True, stream_options=options)  # type: ignore[arg-type]
-    format_ = TextRenderer("m", [ChoiceRequest(tokens_of("Hi"), SamplingParams())], Vocabulary(TOKENIZER), body)
-    counts = [format_.piece(0, piece)[0]["usage"] for piece in pieces]
-    assert [(count["completion_tokens"], count["total_tokens"]) for count in counts] == [(1, 3), (3, 5)]
-
-
-def test_an_answer_names_the_fields_that_had_no_effect() -> None:
-    result: Result = answered(SamplingParams(), "Hi", "x")[0].result()
-    body = CompletionRequest(model="m", prompt="Hi", verbosity="low")  # type: ignore[arg-type]
-    format_ = TextRenderer("m", [ChoiceRequest(tokens_of("Hi"), SamplingParams())], Vocabulary(TOKENIZER), body)
-    assert format_.whole([result]).metrics.ignored == ["verbosity"]
-
-
 @pytest.mark.parametrize(
     ("method", "shared", "shown"),
     [
         ("suffix", False, ["retrieval", "head", "grammar", "target"]),
-        ("suffix", True, ["target", "head", "grammar", "target"]),
         ("hybrid", True, ["target", "head", "grammar", "target"]),
         ("pld", True, ["retrieval", "head", "grammar", "target"]),
-        ("none", True, ["retrieval", "head", "grammar", "target"]),
     ],
 )
 def test_where_answers_are_shared_no_token_is_said_to_come_from_them(

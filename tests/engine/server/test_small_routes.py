@@ -1,40 +1,39 @@
-"""What clients ask of a server beside answers: its models, its routes, the tokens of a prompt."""
+"""What clients ask of a server beside answers: its models, the tokens of a prompt, and what an answer's usage says of
+the prefix cache.
+"""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.engine.server.process import ServerProcess
-from tests.engine.server.test_openapi import ROUTES
 from tests.engine.server.tool_model import tool
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "Weather?"}]
 
 
+def test_texts_of_any_length_are_tokenized_for_the_served_model_alone(server: ServerProcess) -> None:
+    long = server.ask("/tokenize", prompt="ab" * 5000)
+    assert long["count"] == len(long["tokens"]) == 10_000 > long["max_model_len"]
+    assert server.post("/tokenize", model="other", prompt="ab").status_code == 404
+
+
 def test_tools_are_part_of_a_prompts_tokens(tool_server: ServerProcess) -> None:
-    body: dict[str, Any] = {"model": "tiny", "messages": HI, "tools": [tool()]}
-    tokens = httpx.post(f"{tool_server.url}/tokenize", json=body, timeout=60).json()
-    answer = httpx.post(f"{tool_server.url}/v1/chat/completions", json=body | {"max_tokens": 1}, timeout=60).json()
+    tokens = tool_server.ask("/tokenize", messages=HI, tools=[tool()])
+    answer = tool_server.ask("/v1/chat/completions", messages=HI, tools=[tool()], max_tokens=1)
     assert tokens["count"] == answer["usage"]["prompt_tokens"] > 100
 
 
 def test_tools_without_messages_or_a_template_that_takes_them_are_refused(
     server: ServerProcess, tool_server: ServerProcess
 ) -> None:
-    plain = httpx.post(f"{server.url}/tokenize", json={"messages": HI, "tools": [tool()]}, timeout=60)
+    plain = server.post("/tokenize", messages=HI, tools=[tool()])
     assert (plain.status_code, plain.json()["error"]["param"]) == (400, "tools")
-    text = httpx.post(f"{tool_server.url}/tokenize", json={"prompt": "Hi", "tools": [tool()]}, timeout=60)
+    text = tool_server.post("/tokenize", prompt="Hi", tools=[tool()])
     assert (text.status_code, text.json()["error"]["message"]) == (400, "tools: need messages")
-
-
-def test_a_wrong_path_is_told_every_route(server: ServerProcess) -> None:
-    error = httpx.get(f"{server.url}/v1/nothing", timeout=60).json()["error"]
-    named = set(error["message"].partition("there are ")[2].split(", "))
-    assert named == {path for _, path in ROUTES}
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/"])
@@ -43,20 +42,26 @@ def test_the_models_tell_the_context_under_every_name(tool_server: ServerProcess
     assert [model[name] for name in ("max_model_len", "context_length", "max_input_tokens")] == [4096] * 3
 
 
-def test_options_of_a_stream_do_nothing_to_a_whole_answer(server: ServerProcess) -> None:
-    body = {"model": "tiny", "messages": HI, "max_tokens": 2, "stream_options": {"include_usage": True}}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
-    assert answer["metrics"]["ignored"] == ["stream_options"] and answer["choices"][0]["message"]
+def cached(answer: dict[str, Any]) -> int:
+    usage = answer["usage"]
+    found: int = usage["prompt_tokens_details"]["cached_tokens"]
+    assert found <= usage["prompt_tokens"]
+    return found
 
 
-def test_a_stream_of_a_response_that_does_not_fit_says_so_in_its_last_event(server: ServerProcess) -> None:
-    body = {"model": "tiny", "input": "x" * 2000, "stream": True}
-    answer = httpx.post(f"{server.url}/v1/responses", json=body, timeout=60)
-    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data")]
-    assert [event["type"] for event in events] == ["response.created", "response.failed"]
-    assert [event["sequence_number"] for event in events] == [0, 1]
-    error = events[1]["response"]["error"]
-    assert error["code"] == "context_length_exceeded" and "maximum context length is 512 tokens" in error["message"]
-    assert error["message"].startswith("input: ")
-    whole = httpx.post(f"{server.url}/v1/responses", json=body | {"stream": False}, timeout=60)
-    assert (whole.status_code, whole.json()["error"]["code"]) == (400, "context_length_exceeded")
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_tokens_that_the_prefix_cache_had_are_told_streamed_or_not(server: ServerProcess, path: str) -> None:
+    text = f"Said of {path}: " + "again and " * 12
+    prompt = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    body = {"max_tokens": 20, "ignore_eos": True, **prompt}
+    assert cached(server.ask(path, **body)) < 32
+    assert cached(server.ask(path, **body)) > 100
+    assert cached(server.events(path, **body, stream_options={"include_usage": True})[-1]) > 100
+
+
+def test_a_prompt_with_several_choices_counts_once_and_each_of_a_batch_counts(server: ServerProcess) -> None:
+    texts = [letter * 100 for letter in "xy"]
+    for text in texts:
+        server.ask("/v1/completions", prompt=text)
+    alone = [cached(server.ask("/v1/completions", prompt=text, n=n)) for text, n in zip(texts, (1, 3), strict=True)]
+    assert sum(alone) == cached(server.ask("/v1/completions", prompt=texts)) > 100

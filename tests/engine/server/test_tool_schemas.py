@@ -6,14 +6,11 @@ import json
 import time
 from typing import Any
 
-import httpx
 import pytest
 
+from engine.server.tools.asked_schema import AskedSchema
 from tests.engine.server.process import ServerProcess
 from tests.engine.server.tool_model import tool
-
-jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema")
-from engine.server.tools.asked_schema import AskedSchema  # noqa: E402
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -26,46 +23,38 @@ SCHEMA: dict[str, Any] = {
 }
 ONLY_CALL = {"tags": ["a", "a"], "notes": {}}  # that a grammar allows
 UNCOMPARED = "s: not compared: the schema is too large, refers elsewhere or cannot be read"
-OTHER = tool("other", {"type": "object", "properties": {}})
+CHAT = "/v1/chat/completions"
+SAID = [{"role": "user", "content": "Tag."}]
 
 
 def chat(strict: bool | None, schema: dict[str, Any] = SCHEMA) -> dict[str, Any]:
-    asked = tool("tag", schema)
+    other, asked = tool("other", {"type": "object", "properties": {}}), tool("tag", schema)
     asked["function"]["strict"] = strict
     choice = {"type": "function", "function": {"name": "tag"}}
-    return {"messages": [{"role": "user", "content": "Tag."}], "tools": [OTHER, asked], "tool_choice": choice}
+    return {"messages": SAID, "tools": [other, asked], "tool_choice": choice}
 
 
 def responses(strict: bool | None, schema: dict[str, Any] = SCHEMA) -> dict[str, Any]:
-    asked = {"type": "function", "name": "tag", "parameters": schema, "strict": strict}
+    names = {"type": "function", "name": "tag"}
+    asked = names | {"parameters": schema, "strict": strict}
     other = {"type": "function", "name": "other", "parameters": {"type": "object", "properties": {}}}
-    return {"input": "Tag.", "tools": [other, asked], "tool_choice": {"type": "function", "name": "tag"}}
+    return {"input": "Tag.", "tools": [other, asked], "tool_choice": names}
 
 
 def messages(strict: bool | None, schema: dict[str, Any] = SCHEMA) -> dict[str, Any]:
     asked = {"name": "tag", "input_schema": schema, "strict": strict}
-    server = {"type": "web_search_20250305", "name": "web_search"}
-    said = [{"role": "user", "content": "Tag."}]
-    return {
-        "messages": said,
-        "max_tokens": 400,
-        "tools": [server, asked],
-        "tool_choice": {"type": "tool", "name": "tag"},
-    }
+    tools = [{"type": "web_search_20250305", "name": "web_search"}, asked]
+    return {"messages": SAID, "max_tokens": 400, "tools": tools, "tool_choice": {"type": "tool", "name": "tag"}}
 
 
 ROUTES = pytest.mark.parametrize(
     ("route", "body", "path"),
     [
-        ("chat/completions", chat, "tools[1].function.parameters"),
-        ("responses", responses, "tools[1].parameters"),
-        ("messages", messages, "tools[1].input_schema"),
+        (CHAT, chat, "tools[1].function.parameters"),
+        ("/v1/responses", responses, "tools[1].parameters"),
+        ("/v1/messages", messages, "tools[1].input_schema"),
     ],
 )
-
-
-def post(server: ServerProcess, route: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/{route}", json={"model": "tiny", "seed": 1} | body, timeout=120)
 
 
 def arguments(answer: dict[str, Any]) -> Any:
@@ -79,16 +68,13 @@ def arguments(answer: dict[str, Any]) -> Any:
 def test_a_keyword_that_no_grammar_follows_refuses_no_request(
     tool_server: ServerProcess, route: str, body: Any, path: str
 ) -> None:
-    for stream in (False, True):
-        before = len(tool_server.requests())
-        answer = post(tool_server, route, body(None) | {"stream": stream})
-        assert answer.status_code == 200, answer.text
-        if not stream:
-            assert arguments(answer.json()) == ONLY_CALL
-            if "metrics" in answer.json():
-                assert f"{path}.properties.tags.uniqueItems" in answer.json()["metrics"]["ignored"]
-        told = tool_server.logged(before)
-        assert told["not_followed"] == ["tools[1]: uniqueItems"]
+    before = len(tool_server.requests())
+    answer = tool_server.ask(route, **body(None))
+    assert arguments(answer) == ONLY_CALL
+    assert "metrics" not in answer or f"{path}.properties.tags.uniqueItems" in answer["metrics"]["ignored"]
+    assert tool_server.logged(before)["not_followed"] == ["tools[1]: uniqueItems"]
+    assert tool_server.events(route, **body(None))
+    assert tool_server.logged(before + 1)["not_followed"] == ["tools[1]: uniqueItems"]
     warned = [line["event"] for line in tool_server.lines if "tools[1]: uniqueItems:" in line["event"]]
     assert len(warned) == 1 and "propertyNames" not in warned[0]
     assert ".properties.tags" not in str(tool_server.lines)  # names in a schema are the client's
@@ -98,25 +84,24 @@ def test_a_keyword_that_no_grammar_follows_refuses_no_request(
 def test_a_strict_tool_is_followed_exactly_or_refused(
     tool_server: ServerProcess, route: str, body: Any, path: str
 ) -> None:
-    refused = post(tool_server, route, body(True))
-    assert refused.status_code == 400 and f'{path}: Unimplemented keys: ["uniqueItems"]' in refused.text.replace(
-        "\\", ""
-    )
+    refused = tool_server.post(route, **body(True))
+    assert refused.status_code == 400
+    assert f'{path}: Unimplemented keys: ["uniqueItems"]' in refused.text.replace("\\", "")
     exact = json.loads(json.dumps(SCHEMA).replace(', "uniqueItems": true', ""))
-    answer = post(tool_server, route, body(True, exact))
-    assert arguments(answer.json()) == ONLY_CALL and "not_followed" not in tool_server.requests()[-1]
+    before = len(tool_server.requests())
+    assert arguments(tool_server.ask(route, **body(True, exact))) == ONLY_CALL
+    assert "not_followed" not in tool_server.logged(before)
 
 
 def test_the_schema_of_an_answer_is_followed_exactly_where_it_is_strict(tool_server: ServerProcess) -> None:
-    def asked(strict: bool | None, **more: Any) -> httpx.Response:
+    def asked(strict: bool | None) -> dict[str, Any]:
         format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": strict}}
-        said = {"messages": [{"role": "user", "content": "Tag."}], "response_format": format_}
-        return post(tool_server, "chat/completions", said | more)
+        return {"messages": SAID, "response_format": format_}
 
     path = "response_format.json_schema.schema"
-    assert asked(True).json()["error"]["param"] == path
+    assert tool_server.post(CHAT, **asked(True)).json()["error"]["param"] == path
     before = len(tool_server.requests())
-    answer = asked(None).json()
+    answer = tool_server.ask(CHAT, **asked(None))
     assert json.loads(answer["choices"][0]["message"]["content"]) == ONLY_CALL
     assert answer["metrics"]["ignored"] == [f"{path}.properties.tags.uniqueItems"]
     assert tool_server.logged(before)["not_followed"] == [f"{path}: uniqueItems"]
@@ -125,7 +110,7 @@ def test_the_schema_of_an_answer_is_followed_exactly_where_it_is_strict(tool_ser
 def test_an_answer_that_follows_the_whole_schema_is_not_named(tool_server: ServerProcess) -> None:
     schema = {**SCHEMA, "properties": SCHEMA["properties"] | {"tags": {"const": ["a", "b"], "uniqueItems": True}}}
     before = len(tool_server.requests())
-    answer = post(tool_server, "chat/completions", chat(False, schema)).json()
+    answer = tool_server.ask(CHAT, **chat(False, schema))
     assert arguments(answer)["tags"] == ["a", "b"] and len(answer["metrics"]["ignored"]) == 1
     assert "not_followed" not in tool_server.logged(before)
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from engine.config import Config
 from engine.core.errors import OverContext, RequestError
@@ -21,7 +20,6 @@ from engine.server.tools.calling import Calling
 from engine.server.translate import ChoiceRequest, chat_choices, names_of, owned, places_for, text_choices
 from engine.server.vocabulary import Vocabulary
 from engine.text.answer_format import AnswerFormat
-from engine.text.chat import Rendering
 from tests.conftest import tiny_tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
@@ -75,18 +73,10 @@ async def test_choices_are_drafted_for_from_their_owners_answers_unless_the_oper
         assert plain.sampling.owner == whose
 
 
-def test_a_client_cannot_name_an_owner() -> None:
-    with pytest.raises(ValidationError, match="owner"):
-        chat(speculation={"owner": "a"})
-
-
-async def test_stop_tokens_and_a_top_p_of_zero_reach_the_engine() -> None:
+async def test_stop_tokens_a_top_p_of_zero_and_a_top_k_of_minus_one_reach_the_engine() -> None:
     (choice,) = await choices_of(chat(stop_token_ids=[5, 6], top_p=0), Settings("m"))
     assert (choice.sampling.stop_token_ids, choice.sampling.top_p, choice.sampling.greedy) == ((5, 6), 0.0, True)
-
-
-async def test_a_top_k_of_minus_one_is_off_as_in_vllm() -> None:
-    for given, taken in ((-1, 0), (0, 0), (5, 5), (None, None)):
+    for given, taken in ((-1, 0), (5, 5), (None, None)):
         (choice,) = await choices_of(chat(top_k=given), Settings("m"))
         assert choice.sampling.top_k == taken
 
@@ -96,7 +86,6 @@ async def test_a_top_k_of_minus_one_is_off_as_in_vllm() -> None:
     [
         (chat(), "prompt: is empty", "messages"),
         (completion(), "prompt: is empty", "prompt"),
-        (TokenizeRequest(prompt="hi"), "prompt: is empty", "prompt"),
         (TokenizeRequest.model_validate({"messages": HI}), "prompt: is empty", "messages"),
         (chat(max_tokens=9), "max_tokens=9: is over", "max_tokens"),
         (chat(max_completion_tokens=9), "max_tokens=9: is over", "max_completion_tokens"),
@@ -116,12 +105,21 @@ def test_an_error_names_the_field_that_the_client_sent(body: Any, error: str, na
     assert str(told).startswith(named or error)
 
 
-@pytest.mark.parametrize(("length", "max_tokens", "named"), [(8, 1, "messages"), (5, 4, "max_tokens")])
-def test_a_context_that_is_too_short_has_openais_code(length: int, max_tokens: int, named: str) -> None:
-    with pytest.raises(RequestError) as refused:
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "named", "anthropics"),
+    [
+        (8, 1, "messages", "messages: prompt is too long: 8 tokens > 8 maximum"),
+        (5, 4, "max_tokens", "max_tokens: input length and `max_tokens` exceed context limit: 5 + 4 > 8"),
+    ],
+)
+def test_a_context_that_is_too_short_has_openais_code_and_anthropics_words(
+    length: int, max_tokens: int, named: str, anthropics: str
+) -> None:
+    with pytest.raises(OverContext) as refused:
         check_room([7] * length, max_tokens, context=8)
-    told = api_error(refused.value, names_of(chat())).body.error
+    told = api_error(refused.value, names_of(chat()))
     assert (told.param, told.code) == (named, "context_length_exceeded")
+    assert anthropic_error(told)["error"]["message"] == anthropics
 
 
 async def test_a_prompt_over_the_servers_own_limit_has_it_too() -> None:
@@ -129,14 +127,6 @@ async def test_a_prompt_over_the_servers_own_limit_has_it_too() -> None:
         await choices_of(chat(), Settings("m", max_prompt_tokens=0))
     told = api_error(refused.value)
     assert (told.param, told.code) == ("messages", "context_length_exceeded")
-    assert anthropic_error(told)["error"]["message"] == "messages: prompt is too long: 1 tokens > 0 maximum"
-
-
-def test_an_answer_that_does_not_fit_behind_its_prompt_is_told_in_anthropics_words_too() -> None:
-    with pytest.raises(OverContext) as refused:
-        check_room([7] * 5, 4, context=8)
-    told = anthropic_error(api_error(refused.value))["error"]["message"]
-    assert told == "max_tokens: input length and `max_tokens` exceed context limit: 5 + 4 > 8"
 
 
 @pytest.mark.parametrize(
@@ -156,15 +146,6 @@ async def test_so_does_that_of_a_completion(asked: Any, taken: int, strictly: in
     for settings, limit in ((Settings("m"), taken), (Settings("m", clamp_max_tokens=False), strictly)):
         (choice,) = await text_choices(body, ENGINE, settings, None, None)  # type: ignore[arg-type]
         assert choice.sampling.max_tokens == limit
-
-
-def test_a_continued_message_begins_no_other_answer() -> None:
-    assert chat().rendering == Rendering()
-    assert chat(continue_final_message=True).rendering == Rendering(opens_answer=False, continues=True)
-    assert chat(add_generation_prompt=False).rendering == Rendering(opens_answer=False)
-    assert chat(chat_template_kwargs={"enable_thinking": False}).rendering.variables == {"enable_thinking": False}
-    with pytest.raises(ValueError, match="add_generation_prompt"):
-        chat(continue_final_message=True, add_generation_prompt=True)
 
 
 def test_fields_that_ask_for_what_is_not_there_are_named_and_those_sent_back_are_not() -> None:

@@ -5,7 +5,6 @@ call back, however the text is cut.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -46,6 +45,7 @@ MARKS = [
 ]  # fmt: skip
 FORMATS = pytest.mark.parametrize("tools", TOOL_FORMATS, ids=lambda one: one.name)
 HERMES = next(one for one in TOOL_FORMATS if one.name == "hermes")
+HIDDEN = "<other>"  # a control text that an answer does not show
 FORMS = ("plain", "doubled", "indented", "fenced", "compact")  # of calls without their marks
 THINK = next(one for one in REASONING_FORMATS if one.begin == "<think>")
 
@@ -114,20 +114,47 @@ def gemma(value: Any, quote: str) -> str:
     return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
 
 
-def parts(reader: AnswerReader, pieces: Iterator[str]) -> list[AnswerPart]:
-    """With neighbours of one kind as one."""
-    found: list[AnswerPart] = []
-    for part in [part for piece in pieces for part in reader.feed(piece)] + reader.end():
-        if found and found[-1].kind == part.kind != "call":
-            found[-1] = AnswerPart(part.kind, found[-1].text + part.text)
-        else:
-            found.append(part)
-    return found
+AUTO, REQUIRED = Wanted(TOOLS, "auto"), Wanted(TOOLS, "required")
+
+
+def read(format_: AnswerFormat, text: str, thinking: bool = False) -> list[AnswerPart]:
+    """Return the parts of a text, which are the same however it is cut, with neighbours of one kind as one."""
+
+    def parts(size: int) -> list[AnswerPart]:
+        reader, found = AnswerReader(format_, TOOLS, thinking), list[AnswerPart]()
+        pieces = (text[at : at + size] for at in range(0, len(text), size))
+        for part in [part for piece in pieces for part in reader.feed(piece)] + reader.end():
+            if found and found[-1].kind == part.kind != "call":
+                found[-1] = AnswerPart(part.kind, found[-1].text + part.text)
+            else:
+                found.append(part)
+        return found
+
+    whole = parts(1000)
+    for size in (1, 3, 7):
+        assert parts(size) == whole, size
+    return whole
 
 
 def calls_of(found: list[AnswerPart]) -> list[tuple[str, Any]]:
     called = [part for part in found if part.kind in ("call", "arguments")]
     return [(name.text, json.loads(text.text)) for name, text in zip(called[::2], called[1::2], strict=True)]
+
+
+def check_called(format_: AnswerFormat, text: str, calls: list[tuple[str, Any]], wanted: Wanted = AUTO) -> None:
+    """Look that the grammar takes a text, control texts and all, and that the reader finds these calls in what of it is
+    shown.
+    """
+    assert takes(format_, wanted, text) is None
+    found = read(format_, text.replace(HIDDEN, ""))
+    assert calls_of(found) == calls and found[-1].kind == "arguments"
+
+
+def check_text(format_: AnswerFormat, text: str) -> None:
+    """Look that a text may be an answer, and calls nothing."""
+    assert takes(format_, AUTO, text) is None
+    shown = text.replace(HIDDEN, "")
+    assert read(format_, shown) == [AnswerPart("content", shown)]
 
 
 def few(tools: ToolFormat) -> list[tuple[str, Any]]:
@@ -156,36 +183,26 @@ UNKNOWN = [  # GLM's, a list between marks, Mistral Small's with ids, and one wi
 ]
 
 
-def found(template: str) -> ToolFormat | None:
-    made = tiny_tokenizer()
-    made.chat_template = "{% if tools %}" + template
-    return AnswerFormat.of(made).tools
+def test_a_format_is_found_by_what_templates_of_its_family_contain_and_no_other_is() -> None:
+    def found(template: str) -> ToolFormat | None:
+        made = tiny_tokenizer()
+        made.chat_template = "{% if tools %}" + template
+        return AnswerFormat.of(made).tools
 
-
-@FORMATS
-def test_a_format_is_found_by_what_templates_of_its_family_contain(tools: ToolFormat) -> None:
-    assert found(TEMPLATES[tools.name]) is tools
-
-
-@pytest.mark.parametrize("template", UNKNOWN)
-def test_a_format_that_only_looks_like_a_known_one_is_none(template: str) -> None:
-    assert found(template) is None
+    for tools in TOOL_FORMATS:
+        assert found(TEMPLATES[tools.name]) is tools
+    assert [found(template) for template in UNKNOWN] == [None] * len(UNKNOWN)
 
 
 @FORMATS
 @pytest.mark.parametrize("marked", [True, False])
-@pytest.mark.parametrize("calls", ["required", "auto"])
-def test_what_a_model_writes_is_in_the_grammar(tools: ToolFormat, marked: bool, calls: str) -> None:
+def test_what_a_model_writes_is_in_the_grammar_and_is_read_back(tools: ToolFormat, marked: bool) -> None:
     text = written(tools, few(tools))
-    assert takes(format_of(tools, marked), Wanted(TOOLS, calls), text, marked) is None
-
-
-@FORMATS
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_calls_come_back_however_the_text_is_cut(tools: ToolFormat, size: int) -> None:
-    text = written(tools, few(tools))
-    reader = AnswerReader(format_of(tools, True), TOOLS)
-    assert calls_of(parts(reader, (text[at : at + size] for at in range(0, len(text), size)))) == few(tools)
+    for wanted in (AUTO, REQUIRED):
+        assert takes(format_of(tools, marked), wanted, text, marked) is None
+    assert calls_of(read(format_of(tools, marked), text)) == few(tools)
+    if not tools.single:  # an answer may end with a blank, else a line's end would force another call
+        check_called(format_of(tools, True), written(tools, CALLS[:2]) + "\n", CALLS[:2], REQUIRED)
 
 
 @pairs(
@@ -214,36 +231,25 @@ def test_what_a_schema_forbids_cannot_be_called(tools: ToolFormat, call: tuple[s
 def test_text_may_come_before_a_call_that_the_model_chooses_to_make(tools: ToolFormat) -> None:
     if tools.leading or tools.skipped:
         pytest.skip("calls begin the answer, or have headers before them")
-    text = "Let me see: {[(< \n" + written(tools, CALLS[:2])
-    assert takes(format_of(tools, True), Wanted(TOOLS, "auto"), text) is None
-    found = parts(AnswerReader(format_of(tools, True), TOOLS), iter(text))
-    assert found[0] == AnswerPart("content", "Let me see: {[(<") and calls_of(found) == CALLS[:2]
-    assert takes(format_of(tools, True), Wanted(TOOLS, "required"), text) == 0
+    format_, text = format_of(tools, True), "Let me see: {[(< \n" + written(tools, CALLS[:2])
+    check_called(format_, text, CALLS[:2])
+    assert read(format_, text)[0] == AnswerPart("content", "Let me see: {[(<")
+    assert takes(format_, REQUIRED, text) == 0
 
 
 @FORMATS
 @pytest.mark.parametrize("lead", ["\n", " \r\n", "<other>\n", "<other><other>", "\n<other> \n<other>\t"])
-def test_hidden_control_tokens_and_blanks_before_a_call_hide_no_call(tools: ToolFormat, lead: str) -> None:
+def test_hidden_control_tokens_and_blanks_before_an_answer_hide_no_call(tools: ToolFormat, lead: str) -> None:
     """Models begin so after earlier calls."""
     format_, wrong = format_of(tools, True), written(tools, [("weather", {"city": "x", "days": 10})])
-    bare_calls = [bare("weather", {"city": "x", "days": 9}, form) for form in FORMS] if tools.bare else []
-    for text in [written(tools, few(tools)), *bare_calls]:
-        assert takes(format_, Wanted(TOOLS, "auto"), lead + text) is None
-        shown = (lead + text).replace("<other>", "")
-        for size in (1, 4, 1000):
-            found = parts(AnswerReader(format_, TOOLS), (shown[at : at + size] for at in range(0, len(shown), size)))
-            assert {part.kind for part in found} == {"call", "arguments"} and calls_of(found)[0][0] == "weather"
+    call = ("weather", {"city": "x", "days": 9})
+    bare_calls = [bare(*call, form) for form in FORMS] if tools.bare else []
+    for text, calls in [(written(tools, few(tools)), few(tools)), *((one, [call]) for one in bare_calls)]:
+        check_called(format_, lead + text, calls)
+        assert read(format_, (lead + text).replace(HIDDEN, ""))[0].kind == "call"
     for text in [wrong, *(call.replace("9", "10") for call in bare_calls)]:
-        assert takes(format_, Wanted(TOOLS, "auto"), lead + text) not in (None, len(lead + text))
-
-
-@FORMATS
-@pytest.mark.parametrize("lead", ["\n", "<other>\n", "\n<other><other>"])
-def test_an_answer_that_begins_so_may_call_nothing(tools: ToolFormat, lead: str) -> None:
-    text = lead + "Say it."
-    assert takes(format_of(tools, True), Wanted(TOOLS, "auto"), text) is None
-    shown = text.replace("<other>", "")
-    assert parts(AnswerReader(format_of(tools, True), TOOLS), iter(shown)) == [AnswerPart("content", shown)]
+        assert takes(format_, AUTO, lead + text) not in (None, len(lead + text))
+    check_text(format_, lead + "Say it.")
 
 
 @pytest.mark.parametrize("before", ["<other>", "So<other> "])
@@ -252,27 +258,21 @@ def test_a_spelled_mark_after_a_control_token_begins_a_call_too(before: str, day
     rest = written(HERMES, [("weather", {"city": "x", "days": days})]).removeprefix(HERMES.trigger)
     texts = ((True, before), (False, HERMES.trigger), (True, rest))
     ids = [token for marked, text in texts for token in tokenizer(marked)(text)["input_ids"]]
-    state = matcher(format_of(HERMES, True), Wanted(TOOLS, "auto"), True)
+    state = matcher(format_of(HERMES, True), AUTO, True)
     assert all(state.allows(token) and state.accept(token) is None for token in ids) == fits
 
 
 @pytest.mark.parametrize("before", ["So ", "\nSo\n", ". "])
 def test_a_call_that_has_to_lead_is_text_behind_other_text(before: str) -> None:
     llama = next(one for one in TOOL_FORMATS if one.leading)
-    text = before + written(llama, CALLS[1:2])
-    assert takes(format_of(llama, True), Wanted(TOOLS, "auto"), text) is None
-    for size in (1, 5, 1000):
-        pieces = (text[at : at + size] for at in range(0, len(text), size))
-        assert parts(AnswerReader(format_of(llama, True), TOOLS), pieces) == [AnswerPart("content", text)]
+    check_text(format_of(llama, True), before + written(llama, CALLS[1:2]))
 
 
 @FORMATS
 def test_an_answer_without_calls_is_any_text_where_it_may_call(tools: ToolFormat) -> None:
     text = " Say <tool or [TOOL or call: {}\n\n"
-    assert takes(format_of(tools, True), Wanted(TOOLS, "auto"), text) is None
-    found = parts(AnswerReader(format_of(tools, True), TOOLS), iter(text))
-    assert found == [AnswerPart("content", text)]
-    assert takes(format_of(tools, True), Wanted(TOOLS, "required"), text) is not None
+    check_text(format_of(tools, True), text)
+    assert takes(format_of(tools, True), REQUIRED, text) is not None
 
 
 @FORMATS
@@ -286,8 +286,8 @@ def test_one_call_ends_the_answer_where_there_may_be_no_more(tools: ToolFormat) 
 
 def test_an_answer_has_a_bounded_number_of_calls() -> None:
     most, over = (written(HERMES, CALLS[1:2] * count) for count in (MOST_CALLS, MOST_CALLS + 1))
-    assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto"), most) is None
-    assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto"), over) == len(most) + 1  # the blank that may end it
+    assert takes(format_of(HERMES, True), AUTO, most) is None
+    assert takes(format_of(HERMES, True), AUTO, over) == len(most) + 1  # the blank that may end it
 
 
 @FORMATS
@@ -312,18 +312,12 @@ def test_reasoning_is_apart_and_what_it_says_of_calls_is_no_call(marked: bool) -
     thought = "I write <tool_call> and then\n"
     for text, thinking in ((f"<think>{thought}</think>\n\n{call}", False), (f"{thought}</think>\n\n{call}", True)):
         if thinking or marked:
-            assert takes(format_, Wanted(TOOLS, "required", thinking=thinking), text, marked) is None
-            assert takes(format_, Wanted(TOOLS, "auto", thinking=thinking), text, marked) is None
-        found = parts(AnswerReader(format_, TOOLS, thinking), iter(text))
+            for calls in ("required", "auto"):
+                assert takes(format_, Wanted(TOOLS, calls, thinking=thinking), text, marked) is None
+        found = read(format_, text, thinking)
         assert found[0] == AnswerPart("reasoning", thought) and calls_of(found) == CALLS[:1]
-
-
-def test_text_after_reasoning_begins_without_blanks() -> None:
-    format_ = format_of(TOOL_FORMATS[0], True, THINK)
-    assert parts(AnswerReader(format_), iter("<think>a\n</think>\n\n b \n")) == [
-        AnswerPart("reasoning", "a\n"),
-        AnswerPart("content", "b \n"),
-    ]
+    text = "<think>a\n</think>\n\n b \n"
+    assert read(format_, text) == [AnswerPart("reasoning", "a\n"), AnswerPart("content", "b \n")]
 
 
 def test_answers_follow_a_schema_or_call_where_both_are_asked_for() -> None:
@@ -333,153 +327,97 @@ def test_answers_follow_a_schema_or_call_where_both_are_asked_for() -> None:
     assert takes(format_of(HERMES, True), wanted, "a") == 0
 
 
+HARMONY = TOOL_FORMATS[0]
+THINKS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+LOOKS = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+
+
+def harmony() -> AnswerFormat:
+    return format_of(HARMONY, True, REASONING_FORMATS[0])
+
+
 def test_harmonys_channels_are_its_parts() -> None:
-    harmony, reasoning = TOOL_FORMATS[0], REASONING_FORMATS[0]
-    format_ = format_of(harmony, True, reasoning)
-    begins = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-    final = begins + "<|channel|>final<|message|>Yes: {}"
-    call = begins + written(harmony, CALLS[:1])
-    for text in (
-        final,
-        call,
-        begins + "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + call[len(begins) :],
-    ):
-        assert takes(format_, Wanted(TOOLS, "auto"), text) is None
-    assert takes(format_, Wanted(TOOLS, "required"), call) is None
-    assert parts(AnswerReader(format_, TOOLS), iter(final)) == [
-        AnswerPart("reasoning", "Hm."),
-        AnswerPart("content", "Yes: {}"),
-    ]
-    assert calls_of(parts(AnswerReader(format_, TOOLS), iter(call))) == CALLS[:1]
+    call, final = written(HARMONY, CALLS[:1]), f"{THINKS}<|channel|>final<|message|>Yes: {{}}"
+    check_called(harmony(), THINKS + call, CALLS[:1], REQUIRED)
+    check_called(harmony(), THINKS + LOOKS + call, CALLS[:1])
+    assert takes(harmony(), AUTO, final) is None
+    assert read(harmony(), final) == [AnswerPart("reasoning", "Hm."), AnswerPart("content", "Yes: {}")]
 
 
 @pytest.mark.parametrize("written_type", ["<|constrain|>json", "json"])
-@pytest.mark.parametrize(
-    "before",
-    [
-        "",
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant",
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
-        "<|start|>assistant",
-    ],
-)
+@pytest.mark.parametrize("before", ["", THINKS, THINKS + LOOKS, "\n", "<other>\n\n", "\n<other>"])
 def test_harmony_may_name_the_tool_as_whom_a_message_is_to(before: str, written_type: str) -> None:
-    format_ = format_of(TOOL_FORMATS[0], True, REASONING_FORMATS[0])
     arguments = json.dumps(CALLS[0][1], ensure_ascii=False)
     text = f"{before} to=functions.weather<|channel|>commentary {written_type}<|message|>{arguments}"
-    assert takes(format_, Wanted(TOOLS, "auto"), text) is None
-    assert takes(format_, Wanted(TOOLS, "auto"), text.replace('"days": 3', '"days": 10')) is not None
-    assert takes(format_, Wanted(TOOLS, "auto"), text.replace("weather", "nothing", 1)) is not None
-    if "I look." not in before:
-        assert takes(format_, Wanted(TOOLS, "required"), text) is None
-    for size in (1, 5, 1000):
-        found = parts(AnswerReader(format_, TOOLS), (text[at : at + size] for at in range(0, len(text), size)))
-        assert calls_of(found) == CALLS[:1]
-        assert [part.text for part in found if part.kind == "content"] == ["I look."] * ("I look." in before)
-
-
-@pytest.mark.parametrize("lead", ["\n", "<other>\n\n", "\n<other>"])
-def test_a_message_to_a_tool_may_begin_so_too(lead: str) -> None:
-    format_ = format_of(TOOL_FORMATS[0], True, REASONING_FORMATS[0])
-    text = f"{lead} to=functions.now<|channel|>commentary json<|message|>{{}}"
-    assert takes(format_, Wanted(TOOLS, "auto"), text) is None
-    assert takes(format_, Wanted(TOOLS, "auto"), text.replace("now", "nothing")) is not None
-    shown = text.replace("<other>", "")
-    for size in (1, 5, 1000):
-        pieces = (shown[at : at + size] for at in range(0, len(shown), size))
-        assert calls_of(parts(AnswerReader(format_, TOOLS), pieces)) == [("now", {})]
+    check_called(harmony(), text, CALLS[:1])
+    assert takes(harmony(), AUTO, text.replace('"days": 3', '"days": 10')) is not None
+    assert takes(harmony(), AUTO, text.replace("weather", "nothing", 1)) is not None
+    if before in ("", THINKS):
+        assert takes(harmony(), REQUIRED, text) is None
+    shown = [part.text for part in read(harmony(), text.replace(HIDDEN, "")) if part.kind == "content"]
+    assert shown == ["I look."] * before.endswith(LOOKS)
 
 
 @pytest.mark.parametrize("text", [" to=", " to=functions", " to=function calls.", "Ask to=functions.now"])
 def test_a_text_that_only_looks_like_such_a_header_is_text(text: str) -> None:
-    format_ = format_of(TOOL_FORMATS[0], True, REASONING_FORMATS[0])
-    for before in ("", "<|channel|>final<|message|>"):
-        assert takes(format_, Wanted(TOOLS, "auto"), before + text) is None
-        assert parts(AnswerReader(format_, TOOLS), iter(before + text)) == [AnswerPart("content", text)]
-    after = "<|channel|>final<|message|> to=functions.now"
-    assert parts(AnswerReader(format_, TOOLS), iter(after)) == [AnswerPart("content", " to=functions.now")]
-    assert takes(format_, Wanted(TOOLS, "auto"), after) is None
-    assert takes(format_, Wanted(TOOLS, "required"), after) is not None
+    check_text(harmony(), text)
+    for said in (text, " to=functions.now"):
+        final = f"<|channel|>final<|message|>{said}"
+        assert takes(harmony(), AUTO, final) is None and takes(harmony(), REQUIRED, final) is not None
+        assert read(harmony(), final) == [AnswerPart("content", said)]
 
 
 def test_a_call_that_is_cut_off_is_as_far_as_it_came() -> None:
     text = written(HERMES, CALLS[:1])
-    found = parts(AnswerReader(format_of(HERMES, True), TOOLS), iter(text[: text.index("York")]))
+    found = read(format_of(HERMES, True), text[: text.index("York")])
     assert found == [AnswerPart("call", "weather"), AnswerPart("arguments", '{"city": "New \\"')]
-    assert parts(AnswerReader(format_of(HERMES, True), TOOLS), iter("<tool_call>\n")) == []
-
-
-BARE = pytest.mark.parametrize("form", FORMS)
+    assert read(format_of(HERMES, True), "<tool_call>\n") == []
 
 
 def bare(name: str, arguments: Any, form: str) -> str:
+    """A call that a model writes without its marks."""
     indent = 2 if form in ("indented", "fenced") else None
     marks = (",", ":") if form == "compact" else None
     call = json.dumps({"name": name, "arguments": arguments}, indent=indent, ensure_ascii=False, separators=marks)
     return {"doubled": "{" + call + "}", "fenced": f"```json\n{call}\n```"}.get(form, call)
 
 
-@BARE
-def test_a_call_that_a_model_writes_without_its_marks_is_one_where_the_answer_begins_with_it(form: str) -> None:
-    text = "\n".join(bare(*call, form) for call in CALLS)
-    assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto"), text) is None
-    for size in (1, 5, 1000):
-        pieces = (text[at : at + size] for at in range(0, len(text), size))
-        assert calls_of(parts(AnswerReader(format_of(HERMES, True), TOOLS), pieces)) == CALLS
-    assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto"), "So: " + text) is None
-    assert parts(AnswerReader(format_of(HERMES, True), TOOLS), iter("So: " + text)) == [
-        AnswerPart("content", "So: " + text)
-    ]
-    assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto", many=False), text) is not None
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_without_its_marks_is_one_where_the_answer_begins_with_it(form: str) -> None:
+    format_, text = format_of(HERMES, True), "\n".join(bare(*call, form) for call in CALLS)
+    check_called(format_, text, CALLS)
+    check_text(format_, "So: " + text)
+    assert takes(format_, Wanted(TOOLS, "auto", many=False), text) is not None
+    for wrong in ({}, {"city": 1, "days": 1}, {"city": "x", "days": 10}):
+        assert takes(format_, AUTO, bare("weather", wrong, form)) is not None
 
 
-@pytest.mark.parametrize("form", ["plain", "indented"])
-def test_a_fence_may_hold_several_calls(form: str) -> None:
-    text = "```json\n" + "\n".join(bare(*call, form) for call in CALLS) + "\n```"
-    for behind in ("", "\n\n" + bare(*CALLS[0], "fenced"))[: 1 + (form == "indented")]:
-        assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto"), text + behind) is None
-        for size in (1, 5, 1000):
-            pieces = ((text + behind)[at : at + size] for at in range(0, len(text + behind), size))
-            found = calls_of(parts(AnswerReader(format_of(HERMES, True), TOOLS), pieces))
-            assert found == CALLS + (CALLS[:1] if behind else [])
-
-
-@BARE
-@pytest.mark.parametrize("arguments", [{}, {"city": 1, "days": 1}, {"city": "x", "days": 10}])
-def test_such_a_call_follows_the_schema_too(form: str, arguments: Any) -> None:
-    assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto"), bare("weather", arguments, form)) is not None
+def test_a_fence_may_hold_several_calls() -> None:
+    fences = ["```json\n" + "\n".join(bare(*call, form) for call in CALLS) + "\n```" for form in ("plain", "indented")]
+    for text in fences:
+        check_called(format_of(HERMES, True), text, CALLS)
+    check_called(format_of(HERMES, True), fences[1] + "\n\n" + bare(*CALLS[0], "fenced"), [*CALLS, CALLS[0]])
 
 
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_spelled_mark_begins_a_call_that_follows_the_schema(marked: bool) -> None:
     text = "I say " + written(HERMES, [("weather", {"city": "x", "days": 10})])
-    assert takes(format_of(HERMES, marked), Wanted(TOOLS, "auto"), text, marked) == text.index("10") + 1
+    assert takes(format_of(HERMES, marked), AUTO, text, marked) == text.index("10") + 1
 
 
 @pytest.mark.parametrize(
     "text", ['{"name": "weather"', '{"name": "nothing", "arguments": {}}', "```json\n{}\n```", "{", "``"]
 )
 def test_json_that_is_no_call_is_text(text: str) -> None:
-    assert takes(format_of(HERMES, True), Wanted(TOOLS, "auto"), text) is None
-    assert parts(AnswerReader(format_of(HERMES, True), TOOLS), iter(text)) == [AnswerPart("content", text)]
+    check_text(format_of(HERMES, True), text)
 
 
 @pytest.mark.parametrize("text", ["\n", '\n{"temperature":', "\n\nIt is warm.", '\n{"name": "anyth'])
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_line_after_a_call_forces_no_other_call(marked: bool, text: str) -> None:
     """Small models go on with what they think that the call brings."""
-    forms = [bare(*CALLS[0], form) for form in FORMS]
-    for call in (*forms, written(HERMES, CALLS[:1])):
-        assert takes(format_of(HERMES, marked), Wanted(TOOLS, "auto"), call + text, marked) is None
-        assert calls_of(parts(AnswerReader(format_of(HERMES, marked), TOOLS), iter(call + text))) == CALLS[:1]
-    assert takes(format_of(HERMES, marked), Wanted(TOOLS, "auto"), call + text * 20, marked) is not None
-
-
-@FORMATS
-def test_an_answer_may_end_with_a_blank_after_its_calls(tools: ToolFormat) -> None:
-    """Else a line's end would force another call."""
-    if tools.single:
-        pytest.skip("an answer has one call")
-    text = written(tools, CALLS[:2]) + "\n"
-    assert takes(format_of(tools, True), Wanted(TOOLS, "required"), text) is None
-    assert calls_of(parts(AnswerReader(format_of(tools, True), TOOLS), iter(text))) == CALLS[:2]
+    format_ = format_of(HERMES, marked)
+    for call in (*(bare(*CALLS[0], form) for form in FORMS), written(HERMES, CALLS[:1])):
+        assert takes(format_, AUTO, call + text, marked) is None
+        assert calls_of(read(format_, call + text)) == CALLS[:1]
+    assert takes(format_, AUTO, call + text * 20, marked) is not None
