@@ -3,7 +3,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -88,30 +87,16 @@ def test_prompts_are_read_in_chunks_in_the_order_in_which_they_came() -> None:
     assert plan(requests).reading == [(first, 20), (second, 12)]
 
 
-def test_all_that_decode_go_together_and_chunks_ride_along() -> None:
-    stage, requests = Stage(), scheduler()
-    one, other, new = (request(stage, n, [n] * 40) for n in range(3))
-    requests.running += [one, other]
-    decode(one, other)
-    requests.waiting.append(new)
-    found = plan(requests)
-    assert found.decoding == [one, other]
-    assert [reader for reader, _ in found.reading] == [new]
-
-
-def test_no_more_run_at_once_than_allowed() -> None:
-    stage, requests = Stage(), scheduler(most=2)
-    requests.waiting += [request(stage, n, [n] * 3) for n in range(5)]
+@pytest.mark.parametrize(("length", "most", "admitted"), [(48, 8, True), (49, 8, False), (48, 1, False)])
+def test_a_request_is_let_in_if_its_prompt_just_fits_beside_the_others_and_not_too_many_run(
+    length: int, most: int, admitted: bool
+) -> None:
+    stage, requests = Stage(blocks=4), scheduler(most=most)
+    running, new = request(stage, 1, [1] * 16), request(stage, 2, [2] * length)
+    requests.waiting += [running, new]
+    requests.reserve(plan(requests), lambda r: 16)
     plan(requests)
-    assert [r.number for r in requests.running] == [0, 1]
-
-
-def test_a_request_waits_until_there_are_blocks_for_its_prompt() -> None:
-    stage, requests = Stage(blocks=4), scheduler()
-    large, small = request(stage, 1, [1] * 40), request(stage, 2, [2] * 40)
-    requests.waiting += [large, small]
-    requests.reserve(plan(requests), lambda r: 40)
-    assert requests.running == [large] and list(requests.waiting) == [small]
+    assert requests.running == [running, new][: 1 + admitted] and [*requests] == [running, new]
 
 
 def test_the_youngest_gives_its_blocks_to_the_oldest() -> None:
@@ -132,26 +117,6 @@ def test_a_request_that_does_not_fit_alone_is_out_of_blocks() -> None:
         requests.reserve(Plan(reading=[(requests.running[0], 40)]), lambda r: 40)
 
 
-def test_what_another_request_has_read_is_not_read_again() -> None:
-    stage, requests = Stage(), scheduler(chunk=64)
-    passage = list(range(48))
-    first = request(stage, 1, [*passage, 7])
-    requests.waiting.append(first)
-    read(requests.reserve(plan(requests), lambda r: 49))
-    second = request(stage, 2, [*passage, 8, 9])
-    requests.waiting.append(second)
-    assert (second, 2) in plan(requests).reading
-    assert second.cache.block_table[:3].tolist() == first.cache.block_table[:3].tolist()
-
-
-def test_a_passage_that_another_request_reads_just_now_is_waited_for() -> None:
-    stage, requests = Stage(), scheduler(chunk=64)
-    passage = list(range(32))
-    first, second = request(stage, 1, [*passage, 7]), request(stage, 2, [*passage, 8])
-    requests.waiting += [first, second]
-    assert [reader for reader, _ in plan(requests).reading] == [first]
-
-
 def test_a_prompt_known_to_the_last_token_still_has_one_to_read() -> None:
     """Its logits are those that the first token is drawn from."""
     prompt = list(range(32))
@@ -159,14 +124,6 @@ def test_a_prompt_known_to_the_last_token_still_has_one_to_read() -> None:
     again = request(stage, 2, prompt)
     requests.waiting.append(again)
     assert (again, 16) in plan(requests).reading
-
-
-def test_a_preempted_request_all_of_whose_text_is_known_decodes_at_once() -> None:
-    stage, requests = after_reading(list(range(40)))
-    resumed = request(stage, 2, list(range(30)), [30, 31, 32])
-    requests.waiting.append(resumed)
-    found = plan(requests)
-    assert resumed in found.decoding and resumed not in dict(found.reading)
 
 
 def test_the_draft_of_a_request_that_need_not_read_again_is_waited_for_from_now_on() -> None:
@@ -177,6 +134,7 @@ def test_the_draft_of_a_request_that_need_not_read_again_is_waited_for_from_now_
     requests.waiting.append(resumed)
     assert plan(requests, now_ns, drafter_ready=True) == Plan(wait_s=1.0)
     assert resumed.waiting_since_ns == now_ns
+    assert plan(requests, now_ns) == Plan(decoding=[resumed]), "without a drafter it decodes at once"
 
 
 def test_what_was_read_by_others_is_counted_as_it_is_found() -> None:
@@ -220,14 +178,7 @@ def test_a_round_waits_for_a_draft_that_will_soon_be_there() -> None:
     found = plan(requests, asked, drafter_ready=True)
     assert not found and 0 < found.wait_s <= 1.0
     assert plan(requests, asked + int(1e9), drafter_ready=True).decoding == [one, other]
-
-
-def test_without_a_drafter_nobody_waits() -> None:
-    stage, requests = Stage(), scheduler()
-    one = request(stage, 1, [1] * 4)
-    requests.running.append(one)
-    decode(one)
-    assert plan(requests, one.waiting_since_ns, drafter_ready=False).decoding == [one]
+    assert plan(requests, asked, drafter_ready=False).decoding == [one, other], "without a drafter nobody waits"
 
 
 def test_an_answer_that_an_earlier_verifier_began_is_read_and_not_drawn_again() -> None:
@@ -275,12 +226,6 @@ def test_no_block_is_lost_or_held_twice_whoever_comes_and_goes(
     assert stage.pool.free == blocks
 
 
-def test_a_plan_is_empty_when_nobody_decodes_or_reads() -> None:
-    one = request(Stage(), 1, [1])
-    assert not Plan() and not Plan(wait_s=1.0)
-    assert Plan(decoding=[one]) and Plan(reading=[(one, 1)])
-
-
 def test_with_nobody_there_nothing_is_done_until_a_message_comes() -> None:
     assert plan(scheduler()) == Plan(wait_s=1.0)
 
@@ -314,25 +259,18 @@ def lonely() -> tuple[Scheduler, Request]:
     return requests, one
 
 
-def test_a_lonely_request_that_is_drafted_for_in_turns_has_nothing_else_to_do() -> None:
+def test_only_a_lonely_request_that_is_drafted_for_in_turns_waits_longer_than_usual() -> None:
     requests, one = lonely()
-    assert plan(requests, one.waiting_since_ns, drafter_ready=True).wait_s == 1.0
-    assert plan(requests, one.waiting_since_ns + 250_000_000, drafter_ready=True) == Plan(wait_s=0.75)
-    assert plan(requests, one.waiting_since_ns + 1_000_000_000, drafter_ready=True).decoding == [one]
-
-
-def test_a_lonely_request_that_is_drafted_for_ahead_waits_for_the_usual_time() -> None:
-    requests, one = lonely()
-    assert plan(requests, one.waiting_since_ns, drafter_ready=True, ahead=True).wait_s == COSTS.patience_s() == 0.002
-
-
-def test_of_several_none_waits_longer_than_usual() -> None:
-    requests, one = lonely()
+    asked = one.waiting_since_ns
+    assert plan(requests, asked, drafter_ready=True).wait_s == 1.0, "it has nothing else to do"
+    assert plan(requests, asked + 250_000_000, drafter_ready=True) == Plan(wait_s=0.75)
+    assert plan(requests, asked + 1_000_000_000, drafter_ready=True).decoding == [one]
+    assert plan(requests, asked, drafter_ready=True, ahead=True).wait_s == COSTS.patience_s() == 0.002
     other = request(Stage(), 2, [2] * 4)
     requests.running.append(other)
     decode(other)
-    other.waiting_since_ns = one.waiting_since_ns
-    assert plan(requests, one.waiting_since_ns, drafter_ready=True).wait_s == COSTS.patience_s() == 0.002
+    other.waiting_since_ns = asked
+    assert plan(requests, asked, drafter_ready=True).wait_s == 0.002
 
 
 def waited(seconds: float, seen_s: float = 0.0) -> CostModel:
@@ -368,9 +306,11 @@ def chunks_behind(lengths: tuple[int, ...], costs: CostModel, drafter_ready: boo
     return counts
 
 
-def test_while_all_wait_far_into_a_prompt_less_of_it_is_read() -> None:
+def test_far_into_a_prompt_less_of_it_is_read_while_others_decode_and_while_they_wait() -> None:
     first, later = chunks_behind((0, 400), waited(0.018, seen_s=1e-6), drafter_ready=True)
     assert later < first
+    counts = chunks_behind((0, 400, 1600), CostModel(ForwardTime(FORWARDS, seen_s=1e-6)), drafter_ready=False)
+    assert counts == sorted(counts, reverse=True) and counts[-1] < counts[0] / 4
 
 
 def test_drafts_that_are_there_in_a_moment_are_waited_for_before_a_prompt_is_read() -> None:
@@ -378,11 +318,6 @@ def test_drafts_that_are_there_in_a_moment_are_waited_for_before_a_prompt_is_rea
     requests, one = lonely()
     requests.waiting.append(request(Stage(), 2, [2] * 9))
     assert not requests.plan(one.waiting_since_ns, waited(0.0002), True)
-
-
-def test_a_chunk_far_into_a_prompt_is_shorter() -> None:
-    counts = chunks_behind((0, 400, 1600), CostModel(ForwardTime(FORWARDS, seen_s=1e-6)), drafter_ready=False)
-    assert counts == sorted(counts, reverse=True) and counts[-1] < counts[0] / 4
 
 
 def test_while_some_wait_for_drafts_no_chunk_goes_without_the_others() -> None:
@@ -418,38 +353,12 @@ def test_what_others_have_read_is_read_again_where_its_hidden_states_are_missing
     assert plan(requests).reading == [(second, 33)]
 
 
-def test_what_others_have_read_with_its_hidden_states_is_shared_with_them() -> None:
-    stage, requests = Stage(), scheduler(chunk=64)
-    requests.needs_hidden_states = True
-    first, second = request(stage, 1, [*PASSAGE, 7]), request(stage, 2, [*PASSAGE, 8])
-    requests.running = [first]
-    states = np.arange(33, dtype=np.uint16)[:, None, None]
-    for reader, count in requests.reserve(plan(requests), lambda r: 33).reading:
-        reader.read(reader.chunk(count), [], states)
-        reader.cache.commit(reader.rows_kept)
-        reader.share_blocks()
-        reader.trim_cache()
-    requests.running = [second]
-    assert plan(requests).reading == [(second, 1)] and second.cached == 32
-    assert np.array_equal(second.features.take(), states[:32])
-
-
 def test_a_request_without_drafts_shares_what_has_no_hidden_states() -> None:
     stage, requests = after_reading(PASSAGE)
     requests.needs_hidden_states = True
     plain = Request(2, [*PASSAGE, 8], [], SamplingParams(speculation=Speculation(off=True)), stage, 0)
     requests.running = [plain]
     assert plan(requests).reading == [(plain, 1)]
-
-
-def test_a_request_whose_prompt_just_fits_is_let_in() -> None:
-    stage, requests = Stage(blocks=4), scheduler()
-    running, new = request(stage, 1, [1] * 16), request(stage, 2, [2] * 48)
-    requests.running.append(running)
-    decode(running)
-    requests.waiting.append(new)
-    plan(requests)
-    assert requests.running == [running, new]
 
 
 def test_rows_are_handed_out_to_the_last_one_and_to_no_one_after_that() -> None:
@@ -523,14 +432,3 @@ def test_a_request_knows_how_long_it_waited_until_it_first_ran() -> None:
     requests._preempt_youngest()
     requests.plan(20_000, COSTS, drafter_ready=False)
     assert second.queued_us == 9
-
-
-def test_after_a_round_the_blocks_of_drafts_that_were_not_accepted_are_released() -> None:
-    stage = Stage(8)
-    one = request(stage, 1, [*PASSAGE, 7])
-    decode(one)
-    held = stage.pool.free
-    one.cache.reserve(one.cache.length + 40)
-    assert stage.pool.free == held - 2
-    one.trim_cache()
-    assert stage.pool.free == held
