@@ -52,15 +52,6 @@ def test_penalties_are_those_of_the_formula_however_far_the_answer_was_known(
     assert bool(penalties) == bool(presence or frequency or bias or repetition)
 
 
-def test_the_prompt_counts_for_the_repetition_penalty_alone() -> None:
-    logits = torch.ones(VOCABULARY)
-    openai = Penalties(SamplingParams(presence_penalty=1.0, frequency_penalty=1.0), [3, 3], [], VOCABULARY)
-    assert torch.equal(openai(logits), logits)
-    openai.saw(4)
-    openai.saw(4)
-    assert openai(logits).tolist() == [1.0 - 3.0 * (token == 4) for token in range(VOCABULARY)]
-
-
 SAYS: list[dict[str, Any]] = [
     {"logit_bias": {3: 2.0, 7: -1.5, 9: -100.0}},
     {"presence_penalty": 1.5, "frequency_penalty": 0.8},
@@ -68,8 +59,9 @@ SAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("say", SAYS, ids=str)
-@pytest.mark.parametrize("drafted", [[], [5, 7, 3], [9, 0]], ids=["no draft", "likely", "unlikely"])
+@pytest.mark.parametrize(
+    ("say", "drafted"), zip(SAYS, [[], [5, 7, 3], [9, 0]], strict=True), ids=["no draft", "likely", "unlikely"]
+)
 def test_the_second_tokens_distribution_is_the_penalised_one_through_any_tree(
     say: dict[str, Any], drafted: list[int]
 ) -> None:
