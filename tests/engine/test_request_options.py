@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any, ClassVar
 
-import jsonschema
 import msgspec
 import pytest
 
@@ -24,7 +23,6 @@ from engine.core.tree import TokenTree
 from engine.costs.bandit import ConservativeBandit
 from engine.costs.cost_model import CostModel
 from tests.conftest import VOCABULARY
-from tests.engine.schemas import SCHEMAS
 
 PROMPT = list(b"the cat sat on the mat, the cat sat on")
 LENGTH = 40
@@ -257,18 +255,3 @@ async def test_on_the_real_model_log_probabilities_are_the_same_bits(smollm2: st
         for result, right in zip(await ask(method, at_once), expected, strict=True):
             assert (result.token_ids, result.logprobs) == (right.token_ids, right.logprobs)
             assert result.prompt_logprobs == right.prompt_logprobs
-
-
-@pytest.mark.slow
-async def test_on_the_real_model_nested_schemas_are_kept_to(smollm2: str) -> None:
-    async with await Engine.start({"model": smollm2}, method="suffix") as engine:
-        for temperature in (0.0, 1.0):
-            for name, (question, schema) in SCHEMAS.items():
-                prompt = f"{question} Answer in JSON that follows this schema:\n{json.dumps(schema)}"
-                params = SamplingParams(max_tokens=512, temperature=temperature, grammar=Grammar(json_schema=schema))
-                plain = await engine.generate(
-                    prompt, msgspec.structs.replace(params, speculation=Speculation(off=True))
-                )
-                drafted = await engine.generate(prompt, params)
-                assert plain.token_ids == drafted.token_ids, name
-                jsonschema.validate(json.loads(drafted.text), schema)  # another library than the one that enforced it

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 from pydantic import BaseModel, IPvAnyAddress, SecretStr
@@ -104,6 +105,48 @@ def test_what_little_else_can_follow_is_foreseen_in_the_style_the_answer_has(mat
         foreseen = matcher_of(matchers, schema, answer).foreseen()
         assert tiny_tokenizer().decode(foreseen) == following, answer
     assert tiny_tokenizer().decode(matcher_of(matchers, Grammar(regex="one (two|three)")).foreseen()) == "one t"
+
+
+def fields(**properties: Any) -> dict[str, Any]:
+    """Return the schema of an object with all of these properties and no others."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def some(items: dict[str, Any], most: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1, "maxItems": most}
+
+
+TEXT, WHOLE = {"type": "string", "maxLength": 9}, {"type": "integer", "minimum": -40, "maximum": 120}
+DATE = {"type": "string", "pattern": r"^20[0-9]{2}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9])$"}
+SHAPES = [fields(kind={"const": "circle"}, radius=WHOLE), fields(kind={"const": "box"}, width=WHOLE, height=WHOLE)]
+LEAVES = {"leaf": fields(label=TEXT), "node": fields(label=TEXT, children=some({"$ref": "#/$defs/leaf"}, 3))}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        fields(buyer=fields(name=TEXT, since=DATE), state={"enum": ["open", "paid"]}, paid={"type": "boolean"}),
+        fields(readings=some(fields(at=DATE, celsius={"type": "number"}), 3), rows=some(some(WHOLE, 3), 3)),
+        fields(shapes=some({"anyOf": SHAPES}, 3)),
+        {"$defs": LEAVES, "$ref": "#/$defs/node"},
+    ],
+    ids=["enumeration", "arrays", "alternatives", "definitions"],
+)
+def test_whatever_a_nested_schema_lets_come_is_valid_by_another_library(
+    matchers: Matchers, schema: dict[str, Any]
+) -> None:
+    for seed in range(5):
+        rng, matcher, answer = random.Random(seed), matcher_of(matchers, Grammar(json_schema=schema)), list[int]()
+        while not matcher.ended and len(answer) < 2000:
+            tokens = np.flatnonzero(matcher.allowed())
+            answer.append(rng.choice(tokens[tokens != END].tolist()))
+            matcher.accept(answer[-1])
+        jsonschema.validate(json.loads(tiny_tokenizer().decode(answer)), schema)
 
 
 def test_json_between_its_parts_has_the_white_space_people_write_and_not_more(matchers: Matchers) -> None:
