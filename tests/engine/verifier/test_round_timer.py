@@ -105,68 +105,48 @@ SUFFIX, HEAD = source_of("suffix"), source_of("block")
 ROW_S = 0.001
 
 
-def drafted(
-    tree: TokenTree, verified: list[int], path: list[int], tokens: list[int], of_model: bool
-) -> SimpleNamespace:
-    """What a round teaches: of a tree these nodes were verified, `path` was accepted, and `tokens` were emitted. Every
-    row takes `ROW_S`.
-    """
-    nothing: Any = None
-    timer, seen = RoundTimer(Config(model="none"), nothing, nothing, nothing), SimpleNamespace()
-    timer.costs = CostModel(ForwardTime({1: ROW_S, 64: 64 * ROW_S}))
-    timer._rows = len(verified)
-    choice = SimpleNamespace(observe=lambda kinds, costs, requests, **told: vars(seen).update(told))
-    request = SimpleNamespace(choice=choice, waited_s=0.002)
-    step: Any = SimpleNamespace(
-        request=request, wanted=True, drafted=tree, draft_us=100 * of_model, kept=np.array(verified)
-    )
-    sources = [int(tree.source[node]) if node < len(tree) else GRAMMAR for node in path[1:]]
-    result: Any = SimpleNamespace(sources=[*sources, 0], tokens=tokens)
-    drafts: Any = SimpleNamespace(peer=b"there", kinds=None)
-    timer.observe_draft(step, result, drafts)
-    return seen
-
-
-def tree_of(tokens: list[int], parents: list[int], sources: list[int]) -> TokenTree:
-    tree = TokenTree.from_lists(tokens, parents, [1.0] * len(tokens))
-    return TokenTree(tree.tokens, tree.parents, tree.confidence, np.array(sources, np.uint32))
-
-
 @pytest.mark.parametrize(
-    ("tree", "verified", "path", "tokens", "of_model", "gained", "rows"),
+    ("tokens", "parents", "sources", "verified", "path", "emitted", "gained", "rows"),
     [
         # a model's tokens are those that retrieval alone would not have had
-        (
-            ([5, 6, 7, 8], [-1, 0, 1, 2], [0, SUFFIX, HEAD | SUFFIX, HEAD]),
-            4,
-            [0, 1, 2, 3],
-            [6, 7, 8, 9],
-            True,
-            (1, 2),
-            (1, 2),
-        ),
+        ([5, 6, 7, 8], [-1, 0, 1, 2], [0, SUFFIX, HEAD | SUFFIX, HEAD], 4, [0, 1, 2, 3], [6, 7, 8, 9], (1, 2), (1, 2)),
         # rows that retrieval alone would have had verified in vain are the model's gain
-        (([5, 6, 7, 8, 9], [-1, 0, 0, 2, 3], [0, HEAD, *[SUFFIX] * 3]), 2, [0, 1], [6, 1], True, (0, 1), (3, -2)),
+        ([5, 6, 7, 8, 9], [-1, 0, 0, 2, 3], [0, HEAD, *[SUFFIX] * 3], 2, [0, 1], [6, 1], (0, 1), (3, -2)),
         # a token that retrieval alone would have had and the model kept from it is the model's loss
-        (([5, 6, 7], [-1, 0, 0], [0, HEAD, SUFFIX]), 2, [0], [7], True, (1, -1), (1, 0)),
-        # nobody knows whether nodes below the last token are right
-        (([5, 7, 8, 9], [-1, 0, 1, 2], [0, *[SUFFIX] * 3]), 1, [0], [7], True, (1, -1), (1, -1)),
+        ([5, 6, 7], [-1, 0, 0], [0, HEAD, SUFFIX], 2, [0], [7], (1, -1), (1, 0)),
+        # whether nodes below the last token are right is not known
+        ([5, 7, 8, 9, 6], [-1, 0, 1, 2, 0], [0, *[SUFFIX] * 3, HEAD], 1, [0], [7], (1, -1), (1, -1)),
         # of retrieval's own draft only what was verified counts
-        (([5, 6, 7, 8], [-1, 0, 1, 0], [0, *[SUFFIX] * 3]), 2, [0, 1], [6, 7], False, (1, 0), (1, 0)),
+        ([5, 6, 7, 8], [-1, 0, 1, 0], [0, *[SUFFIX] * 3], 2, [0, 1], [6, 7], (1, 0), (1, 0)),
         # the third node is the grammar's, whose tokens are no drafter's gain
-        (([5, 6], [-1, 0], [0, HEAD]), 3, [0, 2], [7, 8], True, (0, 0), (1, 1)),
+        ([5, 6], [-1, 0], [0, HEAD], 3, [0, 2], [7, 8], (0, 0), (0, 1)),
     ],
 )
-def test_a_models_gain_and_loss_is_what_retrieval_alone_would_not_have_had(
-    tree: tuple[list[int], list[int], list[int]],
+def test_a_model_gains_and_loses_what_retrieval_alone_would_not_have_had(
+    tokens: list[int],
+    parents: list[int],
+    sources: list[int],
     verified: int,
     path: list[int],
-    tokens: list[int],
-    of_model: bool,
+    emitted: list[int],
     gained: tuple[int, int],
     rows: tuple[int, int],
 ) -> None:
-    round_ = drafted(tree_of(*tree), [*range(verified)], path, tokens, of_model)
-    assert (round_.by_retrieval, round_.by_model) == gained
-    assert (round_.retrieval_rows_s / ROW_S, round_.model_rows_s / ROW_S) == pytest.approx(rows)
-    assert round_.waited_s == 0.002 and round_.model_drafted == of_model
+    """Every row takes `ROW_S`; of the tree the first nodes are verified."""
+    nothing: Any = None
+    timer, seen = RoundTimer(Config(model="none"), nothing, nothing, nothing), SimpleNamespace()
+    timer.costs = CostModel(ForwardTime({1: ROW_S, 64: 64 * ROW_S}))
+    timer._rows, of_model = verified, any(source & HEAD for source in sources)
+    plain = TokenTree.from_lists(tokens, parents, [1.0] * len(tokens))
+    tree = TokenTree(plain.tokens, plain.parents, plain.confidence, np.array(sources, np.uint32))
+    choice = SimpleNamespace(observe=lambda kinds, costs, requests, **told: vars(seen).update(told))
+    request = SimpleNamespace(choice=choice, waited_s=0.002)
+    kept, draft_us = np.arange(verified), 100 * of_model
+    step: Any = SimpleNamespace(request=request, wanted=True, drafted=tree, draft_us=draft_us, kept=kept)
+    of_path = [int(tree.source[node]) if node < len(tree) else GRAMMAR for node in path[1:]]
+    result: Any = SimpleNamespace(sources=[*of_path, 0], tokens=emitted)
+    drafts: Any = SimpleNamespace(peer=b"there", kinds=None)
+    timer.observe_draft(step, result, drafts)
+    assert (seen.by_retrieval, seen.by_model) == gained
+    assert (seen.retrieval_rows_s / ROW_S, seen.model_rows_s / ROW_S) == pytest.approx(rows, abs=1e-9)
+    assert seen.waited_s == 0.002 and seen.model_drafted == of_model
