@@ -115,17 +115,6 @@ async def test_a_stop_string_over_several_tokens_and_rounds_is_found_and_no_part
             assert "".join([piece.text async for piece in stream]) == whole
 
 
-async def test_text_messages_and_token_ids_are_the_same_prompt(tiny: str, tiny_draft: str) -> None:
-    params = SamplingParams(max_tokens=8)
-    async with tiny_engine(tiny, tiny_draft) as engine:
-        text = await engine.generate("hello", params)
-        messages = await engine.generate([{"role": "user", "content": "hello"}], params)
-        ids = await engine.generate(TOKENIZER("<|user|>hello<|assistant|>")["input_ids"], params)
-        raw = await engine.generate("hello", params, raw=True)
-    assert text.token_ids == messages.token_ids == ids.token_ids
-    assert (text.prompt_tokens, raw.prompt_tokens) == (7, 5)
-
-
 async def test_cancelling_frees_the_requests_place(tiny: str, tiny_draft: str) -> None:
     overrides = {"queue.size": 1, "verifier.max_running": 1} | SLOW
     async with tiny_engine(tiny, tiny_draft, "pld", **overrides) as engine:
