@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from engine.core.grammar import Grammar
 from engine.core.methods import METHODS
 from engine.wire.messages import Emitted
 from engine.wire.transport import Router
-from tests.conftest import tiny_tokenizer
+from tests.conftest import save_tiny_llama, sentencepiece_tokenizer, tiny_tokenizer
 from tests.engine.tiny_engine import DRAFTS, PROMPTS, SLOW, tiny_engine
 from tests.faults.test_faults import until
 
@@ -113,6 +114,17 @@ async def test_a_stop_string_over_several_tokens_and_rounds_is_found_and_no_part
         almost = whole[-4:] + "\x00"
         async with engine.stream(PROMPTS[0], asked(stop=(almost,))) as stream:
             assert "".join([piece.text async for piece in stream]) == whole
+
+
+async def test_an_answer_keeps_the_space_it_begins_with(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    model = save_tiny_llama(tmp_path, vocabulary=len(tokenizer))
+    tokenizer.save_pretrained(tmp_path)
+    world = tokenizer.convert_tokens_to_ids("\u2581world")
+    async with tiny_engine(model, model) as engine:
+        params = SamplingParams(max_tokens=2, logit_bias={world: 100.0})
+        result = await engine.generate("a", params, raw=True)
+    assert result.token_ids == [world, world] and result.text == " world world"
 
 
 async def test_cancelling_frees_the_requests_place(tiny: str, tiny_draft: str) -> None:
