@@ -17,11 +17,10 @@ from engine.core.grammar import Grammar
 from engine.core.methods import METHODS
 from engine.wire.messages import Emitted
 from engine.wire.transport import Router
-from tests.conftest import save_tiny_llama, sentencepiece_tokenizer, tiny_tokenizer
+from tests.conftest import save_tiny_llama, sentencepiece_tokenizer
 from tests.engine.tiny_engine import DRAFTS, PROMPTS, SLOW, tiny_engine
 from tests.faults.test_faults import until
 
-TOKENIZER = tiny_tokenizer()
 LENGTH = 40
 SAMPLED = [
     SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=5),

@@ -19,7 +19,6 @@ from engine.core.errors import NotANumber, RequestFailed
 from engine.core.grammar import Grammar
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.model.target import Target
 from engine.sampling.matcher import Matchers
 from engine.sampling.noise import gumbel_argmax
 from engine.sampling.penalties import penalised
@@ -99,30 +98,6 @@ def test_truncation_is_that_of_transformers(
     if min_p > 0:
         expected = MinPLogitsWarper(min_p)(ids, expected)
     assert torch.equal(truncate(logits[0] / temperature, top_k, top_p, min_p), expected[0])
-
-
-@pytest.mark.parametrize("candidates", ["none", "likely", "unlikely"])
-def test_the_next_token_distribution_is_the_models_own_through_any_tree(tiny: str, candidates: str) -> None:
-    target = Target.load(tiny)
-    prompt = list(b"What is the sum?")
-    cache = target.new_cache(64)
-    target.prefill(cache, prompt[:-1])
-    alone, _ = target.prefill(target.new_cache(64), prompt)
-    prob = (alone / 1.0).softmax(-1)
-    order = prob.argsort(descending=True).tolist()
-    drafted = {"none": [], "likely": order[:5], "unlikely": order[-5:]}[candidates]
-    tree = TokenTree.from_lists([prompt[-1], *drafted], [-1] + [0] * len(drafted), [1.0] + [0.1] * len(drafted))
-    logits, _ = target.verify(cache, tree)
-    draws = []
-    for seed in range(4000):
-        sampler = Sampler(SamplingParams(temperature=1.0, seed=seed, max_tokens=1), prompt, [], target.vocab_size)
-        draws.append(verify(tree, logits, sampler)[1][0])
-    counts = np.bincount(draws, minlength=target.vocab_size)
-    top = order[:15]
-    observed = np.append(counts[top], len(draws) - counts[top].sum())
-    share = prob[top].numpy()
-    expected = np.append(share, 1 - share.sum()) * len(draws)
-    assert ((observed - expected) ** 2 / expected).sum() < 37.7  # 15 degrees of freedom, one in a thousand
 
 
 def test_choices_are_settled_where_nothing_changes_the_logits() -> None:

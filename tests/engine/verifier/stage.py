@@ -46,8 +46,8 @@ class Counting:
     eos_tokens: frozenset[int] = frozenset()
     device, inexact_reason = torch.device("cpu"), ""
 
-    def __init__(self) -> None:
-        self.pool = KVPool(KVShape(1, 1, 16, torch.float32), BLOCKS)
+    def __init__(self, blocks: int = BLOCKS) -> None:
+        self.pool = KVPool(KVShape(1, 1, 16, torch.float32), blocks)
         self.forwards: list[list[Segment]] = []
         self.captured: list[tuple[int, ...]] = []
 

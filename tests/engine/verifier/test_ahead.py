@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from engine.core.batch import BLOCK_SIZE, Segment
-from engine.core.kv_shape import KVShape
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model.drawn_tree import DrawnTree
-from engine.model.kv_pool import KVPool
 from engine.sampling.argmax import argmax
 from engine.sampling.sampler import UNSETTLED, Sampler
 from engine.verifier import ahead
@@ -76,8 +74,7 @@ class QueuedTarget(Counting):
     context = 512
 
     def __init__(self, device: Device, blocks: int):
-        super().__init__()
-        self.pool = KVPool(KVShape(1, 1, 16, torch.float32), blocks)
+        super().__init__(blocks)
         self.queue, self.memory, self.broken = device, np.full(blocks * BLOCK_SIZE, UNKNOWN), set[int]()
 
     def run(self, segments: Sequence[Segment], feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:

@@ -4,45 +4,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.errors import OutOfBlocks
-from engine.core.kv_shape import KVShape
 from engine.core.params import SamplingParams, Speculation
 from engine.costs.cost_model import CostModel
 from engine.costs.forward_time import ForwardTime
-from engine.model.kv_cache import KVCache
-from engine.model.kv_pool import KVPool
 from engine.verifier.request import Request
 from engine.verifier.scheduler import Plan, Scheduler
+from tests.engine.verifier.stage import Counting
 
 FORWARDS = {1: 0.010, 8: 0.012, 16: 0.014, 32: 0.018, 64: 0.030}
 COSTS, AHEAD = CostModel(ForwardTime(FORWARDS)), CostModel(ForwardTime(FORWARDS), "async")
-
-
-class Stage:
-    """What a request needs of a target: a pool of keys and values, and no model."""
-
-    def __init__(self, blocks: int = 64):
-        self.pool = KVPool(KVShape(1, 1, 16, torch.float32), blocks)
-        self.eos_tokens: frozenset[int] = frozenset()
-        self.vocab_size = 1000
-
-    def open_cache(self, most: int, tenant: str = "") -> KVCache:
-        return KVCache(self.pool)
-
-
-class Poolless:
-    """A target whose requests have caches of their own."""
-
-    pool = None
-    eos_tokens: frozenset[int] = frozenset()
-    vocab_size = 1000
-
-    def open_cache(self, most: int, tenant: str = "") -> Any:
-        return SimpleNamespace(length=0)
 
 
 def request(stage: Any, number: int, prompt: list[int], answer: list[int] | None = None) -> Request:
@@ -68,9 +42,9 @@ def decode(*requests: Request) -> None:
         one.has_answer = True
 
 
-def after_reading(prompt: list[int]) -> tuple[Stage, Scheduler]:
+def after_reading(prompt: list[int]) -> tuple[Counting, Scheduler]:
     """Somebody has read that prompt."""
-    stage, requests = Stage(), scheduler(chunk=64)
+    stage, requests = Counting(64), scheduler(chunk=64)
     requests.waiting.append(request(stage, 1, prompt))
     read(requests.reserve(plan(requests), lambda r: len(prompt)))
     return stage, requests
@@ -81,7 +55,7 @@ def plan(of: Scheduler, now_ns: int = 0, drafter_ready: bool = False, ahead: boo
 
 
 def test_prompts_are_read_in_chunks_in_the_order_in_which_they_came() -> None:
-    stage, requests = Stage(), scheduler()
+    stage, requests = Counting(64), scheduler()
     first, second = request(stage, 1, list(range(20))), request(stage, 2, list(range(100, 140)))
     requests.waiting += [first, second]
     assert plan(requests).reading == [(first, 20), (second, 12)]
@@ -91,7 +65,7 @@ def test_prompts_are_read_in_chunks_in_the_order_in_which_they_came() -> None:
 def test_a_request_is_let_in_if_its_prompt_just_fits_beside_the_others_and_not_too_many_run(
     length: int, most: int, admitted: bool
 ) -> None:
-    stage, requests = Stage(blocks=4), scheduler(most=most)
+    stage, requests = Counting(4), scheduler(most=most)
     running, new = request(stage, 1, [1] * 16), request(stage, 2, [2] * length)
     requests.waiting += [running, new]
     requests.reserve(plan(requests), lambda r: 16)
@@ -100,7 +74,7 @@ def test_a_request_is_let_in_if_its_prompt_just_fits_beside_the_others_and_not_t
 
 
 def test_the_youngest_gives_its_blocks_to_the_oldest() -> None:
-    stage, requests = Stage(blocks=6), scheduler()
+    stage, requests = Counting(6), scheduler()
     old, young = request(stage, 1, [1] * 40), request(stage, 2, [2] * 40)
     requests.running += [old, young]
     decode(old, young)
@@ -111,7 +85,7 @@ def test_the_youngest_gives_its_blocks_to_the_oldest() -> None:
 
 
 def test_a_request_that_does_not_fit_alone_is_out_of_blocks() -> None:
-    stage, requests = Stage(blocks=2), scheduler()
+    stage, requests = Counting(2), scheduler()
     requests.running.append(request(stage, 1, [1] * 40))
     with pytest.raises(OutOfBlocks, match="kv_memory"):
         requests.reserve(Plan(reading=[(requests.running[0], 40)]), lambda r: 40)
@@ -138,7 +112,7 @@ def test_the_draft_of_a_request_that_need_not_read_again_is_waited_for_from_now_
 
 
 def test_what_was_read_by_others_is_counted_as_it_is_found() -> None:
-    stage, requests = Stage(), scheduler(chunk=16)
+    stage, requests = Counting(64), scheduler(chunk=16)
     passage = list(range(48))
     first, second = request(stage, 1, [*passage, 7]), request(stage, 2, [*passage, 8])
     requests.running += [first, second]
@@ -162,14 +136,14 @@ def test_a_prompt_that_is_found_again_after_a_preemption_is_counted_once() -> No
 
 
 def test_a_requests_part_of_a_plan_is_its_tree_or_its_chunk() -> None:
-    stage = Stage()
+    stage = Counting(64)
     one, other = request(stage, 1, [1]), request(stage, 2, [2])
     both = Plan([one, other], [(one, 3), (other, 4)])
     assert both.of(one) == Plan([one], [(one, 3)]) and both.of(other) == Plan([other], [(other, 4)])
 
 
 def test_a_round_waits_for_a_draft_that_will_soon_be_there() -> None:
-    stage, requests = Stage(), scheduler()
+    stage, requests = Counting(64), scheduler()
     one, other = request(stage, 1, [1] * 4), request(stage, 2, [2] * 4)
     requests.running += [one, other]
     decode(one, other)
@@ -182,7 +156,7 @@ def test_a_round_waits_for_a_draft_that_will_soon_be_there() -> None:
 
 
 def test_an_answer_that_an_earlier_verifier_began_is_read_and_not_drawn_again() -> None:
-    resumed = request(Stage(), 1, [1, 2, 3], [4, 5])
+    resumed = request(Counting(64), 1, [1, 2, 3], [4, 5])
     assert resumed.read_to == 4 and resumed.has_answer
     assert resumed.sampler.drawn == 2
 
@@ -192,7 +166,7 @@ def test_an_answer_that_an_earlier_verifier_began_is_read_and_not_drawn_again() 
 def test_no_block_is_lost_or_held_twice_whoever_comes_and_goes(
     arrivals: list[tuple[int, bool]], blocks: int, data: st.DataObject
 ) -> None:
-    stage, requests = Stage(blocks), scheduler(most=4, chunk=24)
+    stage, requests = Counting(blocks), scheduler(most=4, chunk=24)
     for number, (length, alike) in enumerate(arrivals):
         requests.waiting.append(request(stage, number, [0 if alike else number] * length))
     for _ in range(60):
@@ -231,7 +205,7 @@ def test_with_nobody_there_nothing_is_done_until_a_message_comes() -> None:
 
 
 def test_requests_are_found_and_removed_wherever_they_stand() -> None:
-    stage, requests = Stage(), scheduler()
+    stage, requests = Counting(64), scheduler()
     one, two, three = (request(stage, n, [n]) for n in (1, 2, 3))
     requests.running.append(one)
     requests.waiting += [two, three]
@@ -242,7 +216,7 @@ def test_requests_are_found_and_removed_wherever_they_stand() -> None:
 
 
 def test_requests_whose_drafts_are_there_are_not_held_up() -> None:
-    stage, requests = Stage(), scheduler()
+    stage, requests = Counting(64), scheduler()
     one, other, alone = (request(stage, n, [n] * 4) for n in range(3))
     requests.running += [one, other, alone]
     decode(one, other, alone)
@@ -253,7 +227,7 @@ def test_requests_whose_drafts_are_there_are_not_held_up() -> None:
 
 def lonely() -> tuple[Scheduler, Request]:
     """One request that decodes."""
-    requests, one = scheduler(), request(Stage(), 1, [1] * 4)
+    requests, one = scheduler(), request(Counting(64), 1, [1] * 4)
     requests.running.append(one)
     decode(one)
     return requests, one
@@ -266,7 +240,7 @@ def test_only_a_lonely_request_that_is_drafted_for_in_turns_waits_longer_than_us
     assert plan(requests, asked + 250_000_000, drafter_ready=True) == Plan(wait_s=0.75)
     assert plan(requests, asked + 1_000_000_000, drafter_ready=True).decoding == [one]
     assert plan(requests, asked, drafter_ready=True, ahead=True).wait_s == COSTS.patience_s() == 0.002
-    other = request(Stage(), 2, [2] * 4)
+    other = request(Counting(64), 2, [2] * 4)
     requests.running.append(other)
     decode(other)
     other.waiting_since_ns = asked
@@ -283,7 +257,7 @@ def waited(seconds: float, seen_s: float = 0.0) -> CostModel:
 
 def test_while_all_wait_for_drafts_a_prompt_is_read() -> None:
     requests, one = lonely()
-    new = request(Stage(), 2, [2] * 90)
+    new = request(Counting(64), 2, [2] * 90)
     requests.waiting.append(new)
     found = requests.plan(one.waiting_since_ns, waited(0.0145), True)
     assert found.decoding == [] and found.reading == [(new, 17)]
@@ -293,7 +267,7 @@ def test_while_all_wait_for_drafts_a_prompt_is_read() -> None:
 
 def chunks_behind(lengths: tuple[int, ...], costs: CostModel, drafter_ready: bool) -> list[int]:
     """How much of a prompt is read in one forward so far into it, while another request decodes."""
-    stage, requests = Stage(blocks=128), scheduler(chunk=64)
+    stage, requests = Counting(128), scheduler(chunk=64)
     one, long = request(stage, 1, [1] * 4), request(stage, 2, [2] * 1900)
     requests.running += [one, long]
     decode(one)
@@ -316,13 +290,13 @@ def test_far_into_a_prompt_less_of_it_is_read_while_others_decode_and_while_they
 def test_drafts_that_are_there_in_a_moment_are_waited_for_before_a_prompt_is_read() -> None:
     """Or those who decode would be held up by two chunks in a row."""
     requests, one = lonely()
-    requests.waiting.append(request(Stage(), 2, [2] * 9))
+    requests.waiting.append(request(Counting(64), 2, [2] * 9))
     assert not requests.plan(one.waiting_since_ns, waited(0.0002), True)
 
 
 def test_while_some_wait_for_drafts_no_chunk_goes_without_the_others() -> None:
     requests, one = lonely()
-    stage = Stage()
+    stage = Counting(64)
     other, new = request(stage, 2, [2] * 4), request(stage, 3, [3] * 9)
     requests.running.append(other)
     decode(other)
@@ -334,7 +308,9 @@ def test_while_some_wait_for_drafts_no_chunk_goes_without_the_others() -> None:
 
 def test_caches_of_their_own_are_neither_shared_nor_reserved() -> None:
     requests = scheduler(chunk=64)
-    one, other = request(Poolless(), 1, [1] * 20), request(Poolless(), 2, [1] * 20)
+    own: Any = SimpleNamespace(pool=None, eos_tokens=frozenset(), vocab_size=1000)
+    own.open_cache = lambda most, tenant="": SimpleNamespace(length=0)
+    one, other = request(own, 1, [1] * 20), request(own, 2, [1] * 20)
     requests.waiting += [one, other]
     found = plan(requests)
     assert found.reading == [(one, 20), (other, 20)]
@@ -362,7 +338,7 @@ def test_a_request_without_drafts_shares_what_has_no_hidden_states() -> None:
 
 
 def test_rows_are_handed_out_to_the_last_one_and_to_no_one_after_that() -> None:
-    stage, first, second = Stage(), [1] * 20, [2] * 20
+    stage, first, second = Counting(64), [1] * 20, [2] * 20
     for chunk, expected in ((20, [20]), (21, [20, 1])):
         requests = scheduler(chunk=chunk)
         requests.waiting += [request(stage, 1, first), request(stage, 2, second)]
@@ -370,7 +346,7 @@ def test_rows_are_handed_out_to_the_last_one_and_to_no_one_after_that() -> None:
 
 
 def test_who_waits_for_a_passage_does_not_hold_up_those_behind() -> None:
-    stage, requests = Stage(), scheduler(chunk=64)
+    stage, requests = Counting(64), scheduler(chunk=64)
     passage = list(range(32))
     first, second, third = (request(stage, n, text) for n, text in enumerate(([*passage, 7], [*passage, 8], [500] * 9)))
     requests.waiting += [first, second, third]
@@ -378,7 +354,7 @@ def test_who_waits_for_a_passage_does_not_hold_up_those_behind() -> None:
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
-    stage, requests = Stage(blocks=300), scheduler(chunk=64)
+    stage, requests = Counting(300), scheduler(chunk=64)
     long, *short = (request(stage, n, [n] * length) for n, length in enumerate((4000, 5, 5, 5)))
     requests.waiting += [long, *short]
     assert plan(requests).reading == [(long, 49), *((one, 5) for one in short)]
@@ -394,7 +370,7 @@ def test_every_prompt_is_read_in_twice_the_time_of_those_before_it_and_a_short_o
     lengths: list[int], stream: list[int], chunk: int
 ) -> None:
     """However many short prompts keep arriving."""
-    stage, requests = Stage(blocks=2000), scheduler(most=1000, chunk=chunk)
+    stage, requests = Counting(2000), scheduler(most=1000, chunk=chunk)
     prompts = [request(stage, n, [n] * length) for n, length in enumerate(lengths)]
     requests.waiting += prompts
     arriving = iter([request(stage, 100 + n, [100 + n] * length) for n, length in enumerate(stream)])
@@ -421,7 +397,7 @@ def test_every_prompt_is_read_in_twice_the_time_of_those_before_it_and_a_short_o
 
 
 def test_a_request_knows_how_long_it_waited_until_it_first_ran() -> None:
-    stage, requests = Stage(), scheduler(most=1)
+    stage, requests = Counting(64), scheduler(most=1)
     first, second = request(stage, 1, [1, 2, 3]), request(stage, 2, [4, 5, 6])
     first.since_ns = second.since_ns = 0
     requests.waiting.extend([first, second])
