@@ -62,7 +62,7 @@ SAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("say", "drafted"), zip(SAYS, [[], [5, 7, 3], [9, 0]] * 2, strict=True))
+@pytest.mark.parametrize(("say", "drafted"), [*zip(SAYS, [[], [5, 7, 3], [9, 0]] * 2, strict=True)])
 def test_the_second_tokens_distribution_is_the_models_own_or_the_penalised_one_through_any_tree(
     say: dict[str, Any], drafted: list[int]
 ) -> None:
