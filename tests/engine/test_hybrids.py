@@ -14,14 +14,14 @@ import pytest
 from torch import Tensor
 
 from engine import Engine
-from engine.core.batch import BLOCK_SIZE, Batch
+from engine.core.batch import Batch
 from engine.core.errors import TalonError
 from engine.core.params import SamplingParams
 from engine.model.decoder import LeanDecoder
 from engine.model.state_pool import ROWS
 from engine.model.target import Target
 from engine.verifier.request import Request
-from tests.engine.test_cache import GREEDY, PROMPT, SAMPLED, WHOLE, answers
+from tests.engine.test_cache import PROMPT, SAMPLED, WHOLE, answers
 from tests.engine.tiny_hybrids import KINDS, save_tiny_hybrid
 from tests.faults.test_batching import Asked, alone, random_requests
 from tests.faults.test_faults import THREADS
@@ -195,19 +195,6 @@ async def test_a_second_turn_reads_only_what_is_new_and_so_it_does_after_a_resta
     assert second.token_ids == restarted.token_ids == plain.token_ids
     read = len(PROMPT) + len(first.token_ids) - 1
     assert second.metrics.cached_tokens == read // 16 * 16 <= restarted.metrics.cached_tokens
-
-
-async def test_a_turn_that_lacks_the_end_of_the_earlier_prompt_reads_little_again(hybrid: str) -> None:
-    """Chat templates open the answer at a prompt's end, with tokens that the next turn may lack."""
-    opening, prompt = 10, random.Random(2).choices(range(4, 260), k=290)
-    turn = [*prompt[:-opening], *b"and then?"]
-    async with await Engine.start({"model": hybrid}, method="suffix", transport="inproc", **THREADS) as engine:
-        async with engine.stream(prompt, GREEDY) as stream:
-            await anext(stream)
-        second = await engine.generate(turn, GREEDY)
-    [plain] = await answers(hybrid, None, (turn, GREEDY), name="none")
-    assert second.token_ids == plain.token_ids
-    assert 0 <= len(prompt) - opening - second.metrics.cached_tokens < 2 * BLOCK_SIZE
 
 
 async def test_a_snapshot_that_is_not_what_was_written_costs_the_cache_alone(

@@ -227,31 +227,3 @@ async def test_choices_are_the_answers_of_seeds_that_count_on(tiny: str) -> None
     assert [choice.token_ids for choice in choices] == [result.token_ids for result in alone]
     assert len({tuple(choice.token_ids) for choice in choices}) == 3
     assert params.of_choice(2).seed == -(2**63)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["pld", "suffix"])
-async def test_on_the_real_model_log_probabilities_are_the_same_bits(smollm2: str, method: str) -> None:
-    says: list[dict[str, Any]] = [
-        {"logprobs": 5, "prompt_logprobs": 1},
-        {"logprobs": 2, "temperature": 1.0, "presence_penalty": 0.8},
-        {"logprobs": 2, "grammar": Grammar(json_object=True)},
-        {"logprobs": 0, "temperature": 0.7, "frequency_penalty": 0.5, "logit_bias": {28: 3.0}},
-    ]
-    prompts = ["List three fruits and their colors.", "Write JSON about a cat.", "Count: 1, 2, 3, 4,"]
-    requests = [(p, SamplingParams(max_tokens=64, seed=7, **say)) for p in prompts for say in says]
-
-    async def ask(name: str, at_once: bool) -> list[Result]:
-        """Without any drafts if `name` is none."""
-        off = Speculation(off=True) if name == "none" else None
-        asked = [(prompt, msgspec.structs.replace(params, speculation=off)) for prompt, params in requests]
-        async with await Engine.start({"model": smollm2}, method=name) as engine:
-            if at_once:
-                return await asyncio.gather(*(engine.generate(*request) for request in asked))
-            return [await engine.generate(*request) for request in asked]
-
-    expected = await ask("none", False)
-    for at_once in (False, True):
-        for result, right in zip(await ask(method, at_once), expected, strict=True):
-            assert (result.token_ids, result.logprobs) == (right.token_ids, right.logprobs)
-            assert result.prompt_logprobs == right.prompt_logprobs
