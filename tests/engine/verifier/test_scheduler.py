@@ -275,8 +275,9 @@ def chunks_behind(lengths: tuple[int, ...], costs: CostModel, drafter_ready: boo
     for length in lengths:
         long.cache.reserve(length)
         long.cache.length = length
-        [(_, count)] = requests.plan(one.waiting_since_ns, costs, drafter_ready).reading
-        counts.append(count)
+        found = requests.plan(one.waiting_since_ns, costs, drafter_ready)
+        assert found.decoding == [one][drafter_ready:], "chunks ride along with those who decode"
+        counts += [count for _, count in found.reading]
     return counts
 
 
