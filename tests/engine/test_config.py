@@ -12,17 +12,10 @@ from engine.placement import oversubscription, share_cores
 
 
 def test_an_override_reaches_into_a_section_and_leaves_the_rest() -> None:
-    config = load({"model": "m", "drafter": {"length": 7}}, {"drafter.budget": 40, "method": "pld"})
-    assert (config.drafter.budget, config.drafter.length, config.method) == (40, 7, "pld")
-
-
-def test_a_config_object_can_be_overridden() -> None:
-    assert load(Config(model="m", drafter=DrafterConfig(length=3)), {"drafter.budget": 9}).drafter.length == 3
-
-
-def test_overriding_leaves_the_callers_dictionary_alone() -> None:
     values: dict[str, Any] = {"model": "m", "drafter": {"length": 7}}
-    load(values, {"drafter.budget": 40})
+    for given in (values, Config(model="m", drafter=DrafterConfig(length=7))):
+        config = load(given, {"drafter.budget": 40, "method": "pld"})
+        assert (config.drafter.budget, config.drafter.length, config.method) == (40, 7, "pld")
     assert values == {"model": "m", "drafter": {"length": 7}}
 
 
@@ -59,17 +52,23 @@ def test_a_wrong_key_or_value_is_told_in_one_line(values: dict[str, Any], told: 
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "just words"])
-def test_a_file_that_holds_no_configuration_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "bad.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("- a\n- b\n", r"bad\.yaml"),
+        ("a: [", r"bad\.yaml"),
+        ("just words", r"bad\.yaml"),
+        ("method: pld\n  bad: [", r"bad\.yaml: is not YAML: line 2: mapping values are not allowed here"),
+        (None, r"bad\.yaml: cannot be read"),
+    ],
+)
+def test_a_file_that_holds_no_configuration_is_named(tmp_path: Path, text: str | None, told: str) -> None:
+    if text is not None:
+        (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=told):
         load(tmp_path / "bad.yaml")
-
-
-def test_where_a_file_is_no_yaml_is_told(tmp_path: Path) -> None:
-    (tmp_path / "bad.yaml").write_text("method: pld\n  bad: [")
-    with pytest.raises(ConfigError, match=r"bad\.yaml: is not YAML: line 2: mapping values are not allowed here"):
-        load(tmp_path / "bad.yaml")
+    with pytest.raises(ConfigError, match="config=None: give a file"):
+        load(None)  # type: ignore[arg-type]
 
 
 def test_a_section_whose_keys_are_all_comments_is_empty(tmp_path: Path) -> None:
@@ -77,53 +76,36 @@ def test_a_section_whose_keys_are_all_comments_is_empty(tmp_path: Path) -> None:
     assert load(tmp_path / "a.yaml", {"drafter.shared_noise": False}) == load({"drafter": {"shared_noise": False}})
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read"):
-        load(tmp_path / "none.yaml")
-
-
 def test_a_configuration_that_ships_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert load("configs/demo.yaml") == load(ROOT / "configs" / "demo.yaml")
 
 
-def test_what_is_no_configuration_at_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match="config=None: give a file"):
-        load(None)  # type: ignore[arg-type]
-
-
 def test_assignments_are_read_as_yaml() -> None:
     assert parse_assignment("drafter.branches=[3, 2]") == ("drafter.branches", [3, 2])
-    with pytest.raises(ConfigError, match="KEY=VALUE"):
-        parse_assignment("drafter.budget")
-    with pytest.raises(ConfigError, match="KEY=VALUE"):
-        parse_assignment("=40")
-    with pytest.raises(ConfigError, match="not YAML"):
-        parse_assignment("drafter.branches=[3")
+    for wrong, told in (("drafter.budget", "KEY=VALUE"), ("=40", "KEY=VALUE"), ("drafter.branches=[3", "not YAML")):
+        with pytest.raises(ConfigError, match=told):
+            parse_assignment(wrong)
 
 
-def test_a_draft_model_of_its_own_worker_gets_half_of_the_cores_and_a_table_none(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("changes", "gpu", "shares"),
+    [
+        ({}, False, (8, 4, 4)),
+        ({"method": "suffix"}, False, (8, 8, 1)),
+        ({"drafter.threads": 2}, False, (8, 6, 2)),
+        ({"verifier.threads": 3}, False, (3, 3, 4)),
+        ({"mode": "sequential"}, False, (8, 8, 8)),
+        ({"mode": "sequential", "verifier.threads": 3}, False, (3, 3, 3)),
+        ({}, True, (1, 1, 1)),
+        ({"verifier.threads": 3, "drafter.threads": 2}, True, (3, 3, 2)),
+    ],
+)
+def test_a_draft_model_of_its_own_worker_gets_half_of_the_cores_and_beside_a_gpu_each_has_one(
+    changes: dict[str, Any], gpu: bool, shares: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.placement.cores", lambda: 8)
-    ahead = Config(model="m", mode="async", method="eagle3")
-    assert share_cores(ahead) == (8, 4, 4)
-    assert share_cores(load(ahead, {"method": "suffix"})) == (8, 8, 1)
-    assert share_cores(load(ahead, {"drafter.threads": 2})) == (8, 6, 2)
-    assert share_cores(load(ahead, {"verifier.threads": 3})) == (3, 3, 4)
-
-
-def test_in_turns_each_has_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.placement.cores", lambda: 8)
-    turns = Config(model="m", mode="sequential", method="eagle3")
-    assert share_cores(turns) == (8, 8, 8)
-    assert share_cores(load(turns, {"verifier.threads": 3})) == (3, 3, 3)
-
-
-def test_beside_a_gpu_each_has_one_unless_more_are_asked_for() -> None:
-    ahead = Config(model="m", mode="async", method="eagle3")
-    assert share_cores(ahead, gpu=True) == (1, 1, 1)
-    assert share_cores(load(ahead, {"verifier.threads": 3, "drafter.threads": 2}), gpu=True) == (3, 3, 2)
+    assert share_cores(load({"model": "m"}, {"method": "eagle3", "mode": "async"} | changes), gpu=gpu) == shares
 
 
 def test_more_threads_than_cores_are_refused_with_what_they_would_cost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,16 +23,18 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_answers_that_are_drafted_are_those_of_plain_decoding(
-    model: Path, temperature: float, capsys: pytest.CaptureFixture[str]
+    model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wanted = [SamplingParams(max_tokens=LENGTH, temperature=temperature, seed=seed) for seed, _ in enumerate(PROMPTS)]
+    pairs = [
+        (prompt, SamplingParams(max_tokens=LENGTH, temperature=temperature, seed=seed))
+        for seed, prompt in enumerate(PROMPTS)
+        for temperature in (0.0, 1.0)
+    ]
     async with tiny_engine(str(model), "") as plain:
-        pairs = [*zip(PROMPTS, wanted, strict=True)]
-        answers = [(await plain.generate(prompt, params)).token_ids for prompt, params in pairs]
+        answers = [(await plain.generate(*pair)).token_ids for pair in pairs]
     async with tiny_engine(str(model), str(model), "sps", **{"verifier.cut": False}) as engine:
-        results = await asyncio.gather(*(engine.generate(prompt, params) for prompt, params in pairs))
+        results = await asyncio.gather(*(engine.generate(*pair) for pair in pairs))
     assert [result.token_ids for result in results] == answers
     assert all(result.metrics.exact and result.metrics.mean_accepted_tokens > 3 for result in results)
     assert "slower" not in capsys.readouterr().err

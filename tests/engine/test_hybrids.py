@@ -14,22 +14,23 @@ import pytest
 from torch import Tensor
 
 from engine import Engine
-from engine.core.batch import BLOCK_SIZE, Batch
+from engine.core.batch import Batch
 from engine.core.errors import TalonError
 from engine.core.params import SamplingParams
-from engine.files.checked_file import _HEADER
 from engine.model.decoder import LeanDecoder
 from engine.model.state_pool import ROWS
 from engine.model.target import Target
 from engine.verifier.request import Request
-from tests.engine.test_cache import GREEDY, PROMPT, SAMPLED, WHOLE, answers
+from tests.engine.test_cache import PROMPT, SAMPLED, WHOLE, answers
 from tests.engine.tiny_hybrids import KINDS, save_tiny_hybrid
 from tests.faults.test_batching import Asked, alone, random_requests
 from tests.faults.test_faults import THREADS
 from tests.grids import pairs
 
-REQUESTS = 40
+REQUESTS = 24
 LONGEST = 80_000  # bytes for keys, values and states: little more than one request needs
+
+CODES: dict[str, Any] = {"dtype": "bfloat16", "weights": "q8_0", "verifier.kv_type": "q8_0", "activations": "int8"}
 
 
 @pytest.fixture(scope="module")
@@ -118,27 +119,19 @@ async def test_requests_wait_for_states_and_are_not_preempted_for_want_of_them(
     assert not preempted
 
 
-async def test_a_draft_model_may_have_a_state_too(hybrid: str) -> None:
+@pytest.mark.parametrize(("codes", "accepted"), [({}, 2.0), (CODES, 1.3)], ids=["float32", "8 bits"])
+async def test_a_draft_model_may_have_a_state_too_and_changes_no_text(
+    hybrid: str, codes: dict[str, Any], accepted: float
+) -> None:
     sampling = SamplingParams(max_tokens=60, ignore_eos=True)
-    [plain] = await answers(hybrid, None, (PROMPT, sampling), name="none")
-    options: dict[str, Any] = {"drafter.path": hybrid, "drafter.branches": [2, 2, 1], "verifier.cut": False}
-    async with await Engine.start({"model": hybrid}, method="sps", transport="inproc", **THREADS, **options) as engine:
-        drafted = await engine.generate(PROMPT, sampling)
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.metrics.mean_accepted_tokens > 2
-
-
-async def test_drafts_change_no_text_with_matrices_activations_and_keys_of_8_bits(hybrid: str) -> None:
-    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
-    codes: dict[str, Any] = {"dtype": "bfloat16", "weights": "q8_0", "verifier.kv_type": "q8_0", "activations": "int8"}
     [plain] = await answers(hybrid, None, (PROMPT, sampling), name="none", **codes)
     options: dict[str, Any] = {"drafter.path": hybrid, "drafter.branches": [2, 2, 1], "verifier.cut": False}
     options |= codes | THREADS
     async with await Engine.start({"model": hybrid}, method="sps", transport="inproc", **options) as engine:
         drafted = await engine.generate(PROMPT, sampling)
-        assert (engine.target.activations, engine.target.kv_type) == ("int8", "q8_0")
+        assert not codes or (engine.target.activations, engine.target.kv_type) == ("int8", "q8_0")
     assert drafted.token_ids == plain.token_ids
-    assert drafted.metrics.mean_accepted_tokens > 1.3
+    assert drafted.metrics.mean_accepted_tokens > accepted
 
 
 async def test_the_engine_says_what_memory_states_and_a_snapshot_take(delta: str) -> None:
@@ -191,106 +184,30 @@ async def test_a_forward_for_whose_logits_there_is_no_room_ends_its_request_alon
 # What prompts begin with.
 
 
-async def test_a_second_turn_reads_only_what_is_new(hybrid: str) -> None:
-    async with await Engine.start({"model": hybrid}, method="suffix", transport="inproc", **THREADS) as engine:
-        first = await engine.generate(PROMPT, GREEDY)
+async def test_a_second_turn_reads_only_what_is_new_and_so_it_does_after_a_restart(hybrid: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"transport": "inproc", "verifier.cache": str(tmp_path)} | THREADS
+    async with await Engine.start({"model": hybrid}, method="suffix", **options) as engine:
+        first = await engine.generate(PROMPT, SAMPLED)
         turn = [*PROMPT, *first.token_ids, *b"and then?"]
-        second = await engine.generate(turn, GREEDY)
-    [plain] = await answers(hybrid, None, (turn, GREEDY), name="none")
-    assert second.token_ids == plain.token_ids
-    assert second.metrics.cached_tokens == (len(PROMPT) + len(first.token_ids) - 1) // 16 * 16
+        second = await engine.generate(turn, SAMPLED)
+    [plain] = await answers(hybrid, None, (turn, SAMPLED), name="none")
+    [restarted] = await answers(hybrid, tmp_path, (turn, SAMPLED))
+    assert second.token_ids == restarted.token_ids == plain.token_ids
+    read = len(PROMPT) + len(first.token_ids) - 1
+    assert second.metrics.cached_tokens == read // 16 * 16 <= restarted.metrics.cached_tokens
 
 
-@pytest.mark.parametrize("end", ["aborted", "whole"])
-async def test_a_turn_that_lacks_the_end_of_the_earlier_prompt_reads_little_again(hybrid: str, end: str) -> None:
-    """Chat templates open the answer at a prompt's end, with tokens that the next turn may lack."""
-    opening, prompt = 10, random.Random(2).choices(range(4, 260), k=290)
-    turn = [*prompt[:-opening], *b"and then?"]
-    async with await Engine.start({"model": hybrid}, method="suffix", transport="inproc", **THREADS) as engine:
-        if end == "whole":
-            await engine.generate(prompt, GREEDY)
-        else:
-            async with engine.stream(prompt, GREEDY) as stream:
-                await anext(stream)
-        second = await engine.generate(turn, GREEDY)
-    [plain] = await answers(hybrid, None, (turn, GREEDY), name="none")
-    assert second.token_ids == plain.token_ids
-    assert 0 <= len(prompt) - opening - second.metrics.cached_tokens < 2 * BLOCK_SIZE
-
-
-async def test_a_third_prompt_begins_where_the_second_parted_from_the_first(delta: str) -> None:
-    prompts = [[*PROMPT[:70], *(end,) * 230] for end in (5, 6, 7)]
-    async with await Engine.start({"model": delta}, method="none", transport="inproc", **THREADS) as engine:
-        results = [await engine.generate(prompt, SAMPLED) for prompt in prompts]
-    plain = [(await answers(delta, None, (prompt, SAMPLED), name="none"))[0] for prompt in prompts]
-    assert [result.metrics.cached_tokens for result in results] == [0, 0, 64]
-    assert [result.token_ids for result in results] == [result.token_ids for result in plain]
-
-
-async def test_requests_that_come_together_follow_the_first_one(delta: str) -> None:
-    """One reads what they begin with, in chunks, and the others go on from its states."""
-    prompts = [[*PROMPT, *(end,) * 20] for end in range(4, 10)]
-    options: dict[str, Any] = {"transport": "inproc", "verifier.prefill_chunk": 32} | THREADS
-    async with await Engine.start({"model": delta}, method="none", **options) as engine:
-        results = await asyncio.gather(*(engine.generate(prompt, GREEDY) for prompt in prompts))
-    plain = [(await answers(delta, None, (prompt, GREEDY), name="none"))[0] for prompt in prompts]
-    assert [result.token_ids for result in results] == [result.token_ids for result in plain]
-    assert sum(result.metrics.cached_tokens >= 64 for result in results) >= 4
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["T=0", "T=1"])
-async def test_a_prompt_and_its_state_are_read_back_after_a_restart(
-    hybrid: str, tmp_path: Path, sampling: SamplingParams
-) -> None:
-    [plain] = await answers(hybrid, None, (PROMPT, sampling), name="none")
-    results = [(await answers(hybrid, tmp_path, (PROMPT, sampling)))[0] for _ in range(2)]
-    assert [result.metrics.cached_tokens for result in results] == [0, WHOLE]
-    assert all(result.token_ids == plain.token_ids for result in results)
-
-
-async def test_the_second_turn_is_found_after_a_restart(delta: str, tmp_path: Path) -> None:
-    [first] = await answers(delta, tmp_path, (PROMPT, SAMPLED))
-    turn = [*PROMPT, *first.token_ids, *b"and then?"]
-    [second] = await answers(delta, tmp_path, (turn, SAMPLED))
-    [plain] = await answers(delta, None, (turn, SAMPLED), name="none")
-    assert second.metrics.cached_tokens == (len(PROMPT) + len(first.token_ids) - 1) // 16 * 16
-    assert second.token_ids == plain.token_ids
-
-
-def cut_short(content: bytes) -> bytes:
-    return content[:-1]
-
-
-def changed(content: bytes) -> bytes:
-    return content[:-1] + bytes([content[-1] ^ 1])
-
-
-def of_another_version(content: bytes) -> bytes:
-    return content[:8] + bytes([content[8] + 1]) + content[9:]
-
-
-def of_another_size(content: bytes) -> bytes:
-    return content[: _HEADER.size]
-
-
-@pytest.mark.parametrize("ruin", [cut_short, changed, of_another_version, of_another_size])
 async def test_a_snapshot_that_is_not_what_was_written_costs_the_cache_alone(
-    delta: str, tmp_path: Path, ruin: Any, capfd: pytest.CaptureFixture[str]
+    delta: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     [first] = await answers(delta, tmp_path, (PROMPT, SAMPLED))
     files = [*(tmp_path / "snapshots").iterdir()]
     assert files
     for file in files:
-        file.write_bytes(ruin(file.read_bytes()))
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     [again] = await answers(delta, tmp_path, (PROMPT, SAMPLED))
     assert (again.token_ids, again.metrics.cached_tokens) == (first.token_ids, 0)
     assert "ignored" in capfd.readouterr().err
     [third] = await answers(delta, tmp_path, (PROMPT, SAMPLED))
     assert (third.token_ids, third.metrics.cached_tokens) == (first.token_ids, WHOLE)
-
-
-async def test_another_model_finds_no_state(delta: str, tmp_path: Path) -> None:
-    other = save_tiny_hybrid(tmp_path / "other", "qwen3.5", seed=1)
-    await answers(delta, tmp_path / "cache", (PROMPT, GREEDY))
-    [found] = await answers(other, tmp_path / "cache", (PROMPT, GREEDY))
-    assert found.metrics.cached_tokens == 0

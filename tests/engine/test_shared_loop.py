@@ -60,17 +60,12 @@ def test_auto_means_in_turns_where_retrieval_drafts_or_both_at_once_have_too_few
     assert config.mode == mode and why is None
 
 
-def test_auto_is_the_mode_of_a_configuration_that_names_none() -> None:
-    assert load({"model": "any"}, {}).mode == "auto"
-
-
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_where_a_machine_shows_no_gpu_torch_is_not_imported_to_ask_for_one(device: str) -> None:
-    command = f"""
+def test_where_a_machine_shows_no_gpu_torch_is_not_imported_to_ask_for_one() -> None:
+    command = """
 import sys
 from engine import placement
 placement._GPU_FILES = ("/there/is/none",)
-config = placement.Config(model="any", method="eagle3", device={device!r})
+config = placement.Config(model="any", method="eagle3", device="auto")
 assert not placement.on_gpu(config) and "torch" not in sys.modules
 placement._GPU_FILES = ("/",)
 placement.on_gpu(config)
@@ -112,18 +107,15 @@ async def test_an_engine_of_threads_ends_the_process_that_began_early(
         assert engine._workers.in_threads and ended == [0]
 
 
-async def test_an_engine_whose_auto_means_in_turns_has_one_worker(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.placement.cores", lambda: 2)
-    async with await Engine.start({"model": tiny}, **UNCUT | AUTO) as engine:
-        assert engine.config.mode == "sequential" and list(engine._workers.running) == ["verifier"]
-
-
-async def test_the_text_is_that_of_plain_decoding_in_fewer_rounds(tiny: str) -> None:
+async def test_in_turns_one_worker_gives_the_text_of_plain_decoding_in_fewer_rounds(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second time `suffix` knows the answer."""
+    monkeypatch.setattr("engine.placement.cores", lambda: 2)
     async with await Engine.start({"model": tiny}, method="none", transport="inproc", **UNCUT) as engine:
         expected = (await engine.generate(REPEATING, PARAMS)).token_ids
-    async with await Engine.start({"model": tiny}, method="suffix", **UNCUT) as engine:
-        assert list(engine._workers.running) == ["verifier"]
+    async with await Engine.start({"model": tiny}, **UNCUT | AUTO) as engine:
+        assert engine.config.mode == "sequential" and list(engine._workers.running) == ["verifier"]
         results = [await engine.generate(REPEATING, PARAMS) for _ in range(2)]
     assert [result.token_ids for result in results] == [expected] * 2
     assert results[1].metrics.mean_accepted_tokens > 1.5

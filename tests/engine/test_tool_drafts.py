@@ -1,4 +1,4 @@
-"""Drafts change no call: 60 prompts that tools answer, in five formats, are answered as by plain decoding."""
+"""Drafts change no call: 36 prompts that tools answer, in three formats, are answered as by plain decoding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.engine.server.tool_model import WEATHER
 from tests.engine.server.tool_prompts import PROMPTS
 from tests.engine.text.test_tool_formats import format_of, tokenizer, written
 
-NAMES = ("hermes", "qwen3-coder", "llama", "mistral-args", "gemma4")
+NAMES = ("hermes", "llama", "gemma4")
 TOOLS = (Tool("weather", WEATHER), Tool("now", {}))
 EARLIER = ("weather", {"city": "Rome", "days": 3})
 HIDDEN = "<other>"  # a control token that the answer's text leaves out

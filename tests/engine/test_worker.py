@@ -1,24 +1,20 @@
 from __future__ import annotations
 
+import importlib.util
+import select
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from engine import worker
 from engine.config import Config
 from engine.worker import WorkerSpec
-
-_EARLY = """
-import sys
-from engine import worker
-
-worker._import_early()
-print(*(name in sys.modules for name in ("engine.model.target", "engine.model.trial.forward_choice")), flush=True)
-"""
 
 _PROGRAM = """
 import gc
@@ -51,20 +47,22 @@ def test_garbage_is_not_looked_for_among_what_a_worker_process_loaded(
     here = f"ipc://{folder}/"
     spec = WorkerSpec(role, role, here + "control", here + "drafts", config.model_dump(mode="json"))
     program = [sys.executable, "-c", _PROGRAM.format(module=module, name=name)]
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
-        assert worker.stdin is not None and worker.stdout is not None
-        worker.stdin.write(msgspec.json.encode(spec) + b"\n")
-        worker.stdin.flush()
-        exempt, others = map(int, worker.stdout.readline().split())
-        worker.wait(60)
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(msgspec.json.encode(spec) + b"\n")
+        process.stdin.flush()
+        exempt, others = map(int, process.stdout.readline().split())
+        process.wait(60)
     assert exempt > 20 * others
 
 
 @pytest.mark.parametrize("spec_waits", [True, False])
-def test_what_a_new_model_needs_is_imported_while_it_is_described(spec_waits: bool) -> None:
-    with subprocess.Popen([sys.executable, "-c", _EARLY], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
-        assert worker.stdin is not None and worker.stdout is not None
-        if spec_waits:
-            worker.stdin.write(b"{}\n")
-            worker.stdin.flush()
-        assert worker.stdout.readline().split() == [b"True", b"False" if spec_waits else b"True"]
+def test_what_a_new_model_needs_is_imported_while_it_is_described(
+    spec_waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr(worker, "importlib", SimpleNamespace(import_module=imported.append))
+    monkeypatch.setattr(select, "select", lambda read, *_: (read * spec_waits, [], []))
+    worker._import_early()
+    assert all(map(importlib.util.find_spec, imported)) and "engine.model.target" in imported
+    assert ("engine.model.trial.forward_choice" in imported) != spec_waits

@@ -55,13 +55,6 @@ def paths(segment: Segment) -> list[list[int]]:
 
 
 @given(segments())
-def test_a_row_sees_its_text_and_its_path_in_the_order_of_positions(made: list[Segment]) -> None:
-    for segment in made:
-        prefix_lens, ancestors = segment.visible_slots
-        assert [[*range(prefix), *rest] for prefix, rest in zip(prefix_lens, ancestors, strict=True)] == paths(segment)
-
-
-@given(segments())
 def test_the_flat_arrays_say_of_each_row_what_its_segment_says(made: list[Segment]) -> None:
     batch, row, chosen = Batch.of(made), 0, []
     for segment, (start, end) in zip(made, batch.spans, strict=True):

@@ -20,33 +20,11 @@ def states_of(positions: range) -> HostStates:
     return np.asarray(positions, np.uint16)[:, None, None].repeat(2, 1).repeat(3, 2)
 
 
-def test_what_was_not_sent_is_taken_once_in_the_order_of_positions() -> None:
-    features = HiddenStates(shared=True)
-    features.adopt(states_of(range(16)))
-    features.add(16, states_of(range(16, 20)), unsent=True)
-    features.add(20, states_of(range(20, 21)), unsent=True)
-    assert np.array_equal(features.take(), states_of(range(21)))
-    assert features.take().shape == (0, 0, 0)
-
-
 def test_what_the_drafter_knows_is_not_sent_again() -> None:
     features = HiddenStates(shared=True)
     features.add(0, states_of(range(20)), unsent=False)
     assert not features.take().size
     assert features.of_block(0) is not None
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(0, 3))
-def test_a_block_has_the_states_of_its_positions_however_they_came(steps: list[int], adopted: int) -> None:
-    features, length, published = HiddenStates(shared=True), adopted * BLOCK_SIZE, adopted
-    for count in steps:
-        features.add(length, states_of(range(length, length + count)), unsent=True)
-        length += count
-        for index in range(published, length // BLOCK_SIZE):
-            states = features.of_block(index)
-            assert states is not None
-            assert np.array_equal(states, states_of(range(index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE)))
-        published = length // BLOCK_SIZE
 
 
 def test_a_block_of_which_some_positions_are_not_known_has_none() -> None:
@@ -75,25 +53,35 @@ def test_where_nothing_is_shared_nothing_is_kept(shared: bool) -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=100), st.integers(0, 3))
-def test_states_that_stay_on_a_device_are_those_of_the_host(steps: list[int], adopted: int) -> None:
-    there, here = HiddenStates(shared=True), HiddenStates(shared=True)
-    for block in range(adopted):
-        states = states_of(range(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE))
-        there.adopt(torch.from_numpy(states).view(torch.bfloat16))
-        here.adopt(states)
+def test_blocks_have_the_states_of_their_positions_and_what_was_not_sent_is_taken_once_on_a_device_as_on_the_host(
+    steps: list[int], adopted: int
+) -> None:
+    there, here, taken = HiddenStates(shared=True), HiddenStates(shared=True), 0
     length = adopted * BLOCK_SIZE
+    for block in range(adopted):
+        there.adopt(on_device(states_of_block(block)))
+        here.adopt(states_of_block(block))
     for i, count in enumerate(steps):
         states = states_of(range(length, length + count))
-        there.add(length, torch.from_numpy(states).view(torch.bfloat16), unsent=True)
+        there.add(length, on_device(states), unsent=True)
         here.add(length, states, unsent=True)
         for block in range(length // BLOCK_SIZE, (length + count) // BLOCK_SIZE):
-            of_block = there.of_block(block)
-            assert isinstance(of_block, Tensor) and np.array_equal(bits(of_block), here.of_block(block))
+            assert np.array_equal(bits(there.of_block(block)), states_of_block(block))
+            assert np.array_equal(bits(here.of_block(block)), states_of_block(block))
         length += count
-        if i == len(steps) // 2:
-            assert np.array_equal(bits(there.take()), here.take())
-    assert np.array_equal(bits(there.take()), here.take())
-    assert not len(there.take())
+        if i in (len(steps) // 2, len(steps) - 1):
+            for states_left in (there.take(), here.take()):
+                assert np.array_equal(bits(states_left), states_of(range(taken, length)))
+            taken = length
+    assert not len(there.take()) and here.take().shape == (0, 0, 0)
+
+
+def states_of_block(block: int) -> HostStates:
+    return states_of(range(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE))
+
+
+def on_device(states: HostStates) -> Tensor:
+    return torch.from_numpy(states).view(torch.bfloat16)
 
 
 def bits(states: object) -> object:

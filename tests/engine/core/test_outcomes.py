@@ -24,12 +24,6 @@ def test_outcomes_are_ranked_by_where_the_round_ends_and_what_is_drawn_there() -
     assert [o.prob for o in outcomes] == pytest.approx([0.45, 0.2, 0.05, 0.04], abs=1e-6)
 
 
-def test_a_token_that_the_tree_has_there_is_no_bonus() -> None:
-    assert all(
-        TREE.child(o.node, o.token) is None for o in likeliest({1: TREE}, following, limit=8, least=LEAST_OUTCOME)
-    )
-
-
 def test_only_the_likeliest_are_returned() -> None:
     assert likeliest({1: TREE}, following, limit=1, least=LEAST_OUTCOME) == [Outcome(1, 2, 2, pytest.approx(0.45))]
     assert [o.token for o in likeliest({1: TREE}, following, limit=8, least=0.1)] == [2, 4]

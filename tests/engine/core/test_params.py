@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -39,9 +40,6 @@ def test_what_a_request_says_goes_before_what_the_model_says() -> None:
     asked = SamplingParams(top_p=1.0, repetition_penalty=1.0, seed=4).over(model)
     assert (asked.top_k, asked.top_p, asked.min_p, asked.repetition_penalty) == (20, 1.0, None, 1.0)
     assert (asked.temperature, asked.seed) == (0.0, 4)
-
-
-def test_one_stop_text_may_stand_by_itself() -> None:
     assert SamplingParams(stop="end").validate().stop == ("end",)  # type: ignore[arg-type]
 
 
@@ -52,9 +50,13 @@ def test_one_stop_text_may_stand_by_itself() -> None:
         ({"stop": ("a" * 1025,)}, r"stop=\('a.*: holds a text of 1025 characters; 1024 are the most"),
         ({"stop_token_ids": tuple(range(1025))}, r"stop_token_ids=\(0, .*: holds 1025 tokens; 1024 are the most"),
         ({"top_p": -0.1}, r"top_p=-0\.1: use a fraction in \[0, 1\], 0 is greedy"),
+        ({"stop": ("end", "\ud83d")}, "stop=.*half a character.*"),
+        ({"speculation": Speculation(method="\ud83d")}, r"speculation\.method=.*half a character.*"),
+        ({"grammar": Grammar(regex="\ud83d")}, r"grammar\.regex: .*half a character.*"),
+        ({"grammar": Grammar(json_schema='{"title": "\ud83d"}')}, r"grammar\.json_schema: .*half a character.*"),
     ],
 )
-def test_what_is_over_a_bound_is_refused_with_the_bound(params: dict[str, Any], told: str) -> None:
+def test_what_is_over_a_bound_or_half_a_character_is_refused_where_it_stands(params: dict[str, Any], told: str) -> None:
     with pytest.raises(RequestError, match=f"^{told}$"):
         SamplingParams(**params).validate()
 
@@ -73,20 +75,6 @@ async def test_a_stop_token_ends_the_answer_and_is_no_part_of_its_text(tiny: str
     assert (stopped.text, stopped.finish_reason) == (before, "stop")
 
 
-@pytest.mark.parametrize(
-    ("params", "named"),
-    [
-        ({"stop": ("end", "\ud83d")}, "stop="),
-        ({"speculation": Speculation(method="\ud83d")}, r"speculation\.method="),
-        ({"grammar": Grammar(regex="\ud83d")}, r"grammar\.regex: "),
-        ({"grammar": Grammar(json_schema='{"title": "\ud83d"}')}, r"grammar\.json_schema: "),
-    ],
-)
-def test_half_a_character_is_refused_where_it_stands(params: dict[str, Any], named: str) -> None:
-    with pytest.raises(RequestError, match=f"^{named}.*half a character"):
-        SamplingParams(**params).validate()
-
-
 def test_a_value_that_makes_no_sense_is_refused_with_the_file_it_is_in() -> None:
     with pytest.raises(ModelError, match=r"^model=m: generation_config\.json: repetition_penalty=-1\.0: use"):
         own_defaults({"repetition_penalty": -1.0}, "m")
@@ -97,8 +85,7 @@ def test_settings_that_would_change_the_text_and_are_not_followed_are_named() ->
     assert not_applied(stored) == ["no_repeat_ngram_size=3"]
 
 
-@pytest.mark.parametrize("method", ["none", "sps"])
-async def test_the_models_own_penalty_holds_unless_the_request_has_one(penal: str, method: str) -> None:
+async def test_the_models_own_penalty_and_top_k_hold_unless_the_request_has_its_own(penal: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(penal, dtype=torch.float32)
 
     def generated(**options: Any) -> list[int]:
@@ -108,19 +95,14 @@ async def test_the_models_own_penalty_holds_unless_the_request_has_one(penal: st
         )
         return output[0, len(PROMPT) :].tolist()
 
-    overrides = {"method": method, "transport": "inproc", "drafter.path": penal}
+    sampled = [OFF, msgspec.structs.replace(OFF, top_k=3), msgspec.structs.replace(OFF, top_k=0)]
+    overrides = {"method": "sps", "transport": "inproc", "drafter.path": penal}
     async with await Engine.start({"model": penal}, **overrides) as engine:
         own = (await engine.generate(PROMPT, SamplingParams(max_tokens=LENGTH))).token_ids
         assert own == generated()
         assert (await engine.generate(PROMPT, OFF)).token_ids == generated(repetition_penalty=1.0) != own
-
-
-async def test_the_models_own_top_k_holds_when_sampling(penal: str) -> None:
-    def sampling(**given: Any) -> SamplingParams:
-        return SamplingParams(max_tokens=LENGTH, temperature=2.0, repetition_penalty=1.0, **given)
-
-    async with await Engine.start({"model": penal}, method="pld", transport="inproc") as engine:
-        texts = [(await engine.generate(PROMPT, params)).token_ids for params in (
-            sampling(), sampling(top_k=3), sampling(top_k=0)
-        )]  # fmt: skip
+        texts = [
+            (await engine.generate(PROMPT, msgspec.structs.replace(params, temperature=2.0))).token_ids
+            for params in sampled
+        ]
     assert texts[0] == texts[1] != texts[2]

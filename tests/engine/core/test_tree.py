@@ -38,33 +38,16 @@ def paths(tree: TokenTree) -> dict[tuple[int, ...], float]:
 
 
 @given(trees())
-def test_generated_trees_are_valid(tree: TokenTree) -> None:
+def test_ancestors_depths_children_and_tokens_are_those_of_every_nodes_path(tree: TokenTree) -> None:
     assert tree.validate(VOCABULARY) is tree
-
-
-@given(trees())
-def test_a_node_sees_exactly_itself_and_its_ancestors(tree: TokenTree) -> None:
     for node in range(len(tree)):
         assert set(np.flatnonzero(tree.ancestor_mask[node])) == set(tree.path(node))
-
-
-@given(trees())
-def test_depth_counts_the_steps_from_the_root(tree: TokenTree) -> None:
-    assert [len(tree.path(node)) - 1 for node in range(len(tree))] == tree.depths.tolist()
-
-
-@given(trees())
-def test_child_finds_each_node_by_its_parent_and_token(tree: TokenTree) -> None:
-    for node in range(1, len(tree)):
-        assert tree.child(int(tree.parents[node]), int(tree.tokens[node])) == node
-    assert tree.child(0, VOCABULARY) is None
-
-
-@given(trees())
-def test_children_are_the_nodes_that_name_the_parent(tree: TokenTree) -> None:
-    for node in range(len(tree)):
         assert all(tree.parents[child] == node for child in tree.children(node))
+        assert not node or tree.child(int(tree.parents[node]), int(tree.tokens[node])) == node
+    assert [len(tree.path(node)) - 1 for node in range(len(tree))] == tree.depths.tolist()
     assert sum(len(tree.children(node)) for node in range(len(tree))) == len(tree) - 1
+    assert {tuple(tree.path_tokens(node)) for node in range(len(tree))} == set(paths(tree))
+    assert tree.child(0, VOCABULARY) is None
 
 
 @given(trees(), st.integers(1, 25))
@@ -78,14 +61,11 @@ def test_pruning_keeps_the_most_confident_nodes_with_their_ancestors(tree: Token
 
 
 @given(trees(), trees())
-def test_the_union_holds_the_paths_of_both_and_no_others(one: TokenTree, other: TokenTree) -> None:
-    union = one.union(other).validate(VOCABULARY)
-    assert paths(union).keys() == paths(one).keys() | paths(other).keys()
-
-
-@given(trees(), trees())
-def test_no_path_loses_confidence_in_a_union(one: TokenTree, other: TokenTree) -> None:
-    union = paths(one.union(other))
+def test_the_union_holds_the_paths_of_both_and_no_others_and_none_loses_confidence(
+    one: TokenTree, other: TokenTree
+) -> None:
+    union = paths(one.union(other).validate(VOCABULARY))
+    assert union.keys() == paths(one).keys() | paths(other).keys()
     for tree in (one, other):
         assert all(union[path] >= confidence - 1e-5 for path, confidence in paths(tree).items())
 
@@ -151,11 +131,6 @@ def test_a_root_alone_is_a_whole_tree() -> None:
     root = TokenTree.root_only(4).validate(VOCABULARY)
     assert (root.tokens.tolist(), root.parents.tolist(), root.confidence.tolist()) == ([4], [-1], [1.0])
     assert root.depths.tolist() == [0] and root.path_tokens(0) == [4]
-
-
-@given(trees())
-def test_the_tokens_of_a_path_are_those_of_its_nodes(tree: TokenTree) -> None:
-    assert {tuple(tree.path_tokens(node)) for node in range(len(tree))} == set(paths(tree))
 
 
 def test_a_tree_that_no_source_is_named_for_is_marked_with_none() -> None:

@@ -91,16 +91,3 @@ def test_auto_stays_with_the_faster_mode(requests: int) -> None:
     assert automatic(0.03, 0.02, requests=requests).drafting_ahead
     assert not automatic(0.02, 0.03, requests=requests).drafting_ahead
     assert not automatic(0.0200, 0.0199, requests=requests).drafting_ahead, "only for a clear gain"
-
-
-def test_where_little_of_a_round_is_outside_of_the_forward_ahead_is_not_tried() -> None:
-    assert not automatic(0.02, 0.001, around_s=0.003).drafting_ahead
-
-
-def test_what_the_drafter_is_told() -> None:
-    model = CostModel(ForwardTime({1: 0.010, 8: 0.020}))
-    for _ in range(400):
-        model.observe_round(2, 8, 6, 0.004)
-    rates = model.rates(2, alone=False)
-    assert (rates.round_s, rates.tokens, rates.token_s) == pytest.approx((0.024, 3.0, 0.004))
-    assert model.rates(1, alone=True).round_s == pytest.approx(0.010)

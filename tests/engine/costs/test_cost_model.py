@@ -35,16 +35,20 @@ def at_rate(seconds: dict[int, float], tokens: int, around_s: float, requests: i
     return model
 
 
-def test_a_sure_chain_is_verified_whole() -> None:
-    assert costs(STEEP).count_paying(chain(*[0.99] * 15), 1) == 16
-
-
-def test_of_a_hopeless_tree_only_the_root_is_verified() -> None:
-    assert costs(STEEP).count_paying(chain(0.01, 0.01), 1) == 1
-
-
-def test_where_nodes_cost_nothing_all_are_verified() -> None:
-    assert costs(FLAT).count_paying(chain(0.5, *[0.9] * 20), 1) == 22
+@pytest.mark.parametrize(
+    ("seconds", "worth", "requests", "verified"),
+    [
+        (STEEP, chain(*[0.99] * 15), 1, 16),
+        (STEEP, chain(0.01, 0.01), 1, 1),
+        (FLAT, chain(0.5, *[0.9] * 20), 1, 22),
+        (STEEP, np.array([1.0] * 16 + [0.001] * 30, np.float32), 16, 16),
+    ],
+    ids=["a sure chain", "a hopeless tree", "nodes that cost nothing", "all roots, whatever they cost"],
+)
+def test_as_many_nodes_are_verified_as_pay(
+    seconds: dict[int, float], worth: np.ndarray, requests: int, verified: int
+) -> None:
+    assert costs(seconds).count_paying(worth, requests) == verified
 
 
 def test_an_engine_with_more_tokens_a_second_verifies_less() -> None:
@@ -52,25 +56,6 @@ def test_an_engine_with_more_tokens_a_second_verifies_less() -> None:
     slow, fast = at_rate(STEEP, 1, 0.1), at_rate(STEEP, 4, 0.0)
     worth = chain(*[0.8] * 12)
     assert slow.count_paying(worth, 1) > fast.count_paying(worth, 1)
-
-
-def test_all_roots_are_verified_whatever_they_cost() -> None:
-    worth = np.asarray([1.0] * 16 + [0.001] * 30, np.float32)
-    assert costs(STEEP).count_paying(worth, 16) == 16
-
-
-def test_trees_shrink_as_requests_become_many() -> None:
-    """A node that fills up a cheap forward costs little, one that makes a full forward larger costs a whole step."""
-    tree = chain(*[0.7] * 7)
-    alone = costs(STEEP).count_paying(tree, 1)
-    together = np.sort(np.tile(tree, 16))[::-1]
-    assert alone > costs(STEEP).count_paying(together, 16) / 16
-
-
-@given(st.lists(st.floats(0.001, 1), max_size=60), st.integers(1, 8))
-def test_no_more_nodes_are_verified_than_there_are(probs: list[float], requests: int) -> None:
-    worth = np.asarray([1.0] * requests + sorted(probs, reverse=True), np.float32)
-    assert requests <= costs(STEEP).count_paying(worth, requests) <= len(worth)
 
 
 @given(st.floats(0.0, 0.1), st.integers(1, 8), st.integers(1, 16))
@@ -88,53 +73,11 @@ def test_a_round_behind_long_texts_yields_fewer_tokens_a_second() -> None:
     assert model.rates(4, alone=True).round_s == pytest.approx(model.forward.seconds(4) + 4 * 500 * 2e-6)
 
 
-def test_a_draft_that_never_comes_is_waited_for_longer_and_longer_up_to_a_point() -> None:
-    """A round that waits in vain cannot know how long it would have been."""
-    model = at_rate(STEEP, 1, 0.001)
-    before_s = model.patience_s()
-    for _ in range(20):
-        model.observe_wait(model.patience_s())
-    assert model.patience_s() > before_s
-
-
-def test_a_prompt_alone_is_read_in_whole_chunks() -> None:
-    assert costs(STEEP).chunk_rows(0, 512) == 512
-
-
-@pytest.mark.parametrize("requests", [1, 4, 8])
-def test_a_prompt_holds_up_those_who_decode_at_most_twofold(requests: int) -> None:
-    model = costs(STEEP)
-    rows = model.chunk_rows(requests, 512)
-    assert rows >= 1
-    assert model.forward.seconds(requests + rows) <= 2 * model.forward.seconds(requests)
-
-
-def test_a_prompt_is_read_in_smaller_chunks_the_more_of_it_lies_before_them() -> None:
-    model = costs(STEEP, read_s=1e-6, seen_s=1e-6)
-    chunks = [model.chunk_rows(8, 512, read=8 * 100, past=past) for past in (0, 500, 2000)]
-    assert chunks == sorted(chunks, reverse=True) and chunks[0] > chunks[2] >= 1
-
-
 def test_far_into_a_prompt_a_chunk_takes_at_least_as_long_as_its_keys_take_to_read() -> None:
     model = costs(STEEP, read_s=1e-5)
     assert model.chunk_rows(8, 512, past=3000) == 12  # 20 ms, 30 ms for 3,000 keys and as much for 12 rows
     assert model.chunk_rows(8, 512, past=6000) == 24
-
-
-def test_the_keys_that_a_chunk_reads_count_once() -> None:
-    model = costs(STEEP, read_s=1e-5)
-    assert model.chunk_rows(8, 512, past=500) == 6  # 2 * 20 ms less 5 ms for 500 keys: 14 rows
-
-
-def test_where_rows_cost_little_a_prompt_is_read_quickly() -> None:
-    assert costs(FLAT).chunk_rows(4, 512) > 64
-
-
-def test_until_something_was_measured_a_round_is_one_token() -> None:
-    model = costs(STEEP)
-    assert model.rate(1) == 1 / STEEP[1]
-    assert model.forward.seconds(8, Attended(1000, 1000)) == STEEP[8]
-    assert model.patience_s() == 0.002
+    assert model.chunk_rows(8, 512, past=500) == 6  # 2 * 20 ms less 5 ms for 500 keys, which count once: 14 rows
 
 
 def test_a_wait_counts_as_no_longer_than_the_round_would_have_waited() -> None:
@@ -162,14 +105,24 @@ def test_behind_a_long_text_fewer_nodes_pay() -> None:
     assert costs(FLAT, seen_s=1.0).count_paying(worth, 1) == 21, "no text, no keys"
 
 
-def test_a_prompts_chunk_fills_up_what_twice_the_time_allows() -> None:
-    model = costs({1: 0.010, 8: 0.012, 16: 0.030, 32: 0.040})
-    assert model.chunk_rows(1, 512) == 11 - 1
-    assert model.chunk_rows(1, 3) == 3
-    assert costs({1: 0.010, 8: 0.020, 16: 0.040}).chunk_rows(1, 512) == 8 - 1, "just twice"
-    assert costs({1: 0.010, 2: 0.015, 8: 0.050}).chunk_rows(1, 512) == 1
-    assert costs({1: 0.010, 8: 0.050}).chunk_rows(1, 512) == 1, "a prompt is never left unread"
-    assert costs(STEEP).chunk_rows(64, 512) == 64, "beyond the largest size in proportion"
+@pytest.mark.parametrize(
+    ("seconds", "requests", "most", "rows"),
+    [
+        ({1: 0.010, 8: 0.012, 16: 0.030, 32: 0.040}, 1, 512, 11 - 1),
+        ({1: 0.010, 8: 0.012, 16: 0.030, 32: 0.040}, 1, 3, 3),
+        ({1: 0.010, 8: 0.020, 16: 0.040}, 1, 512, 8 - 1),  # just twice
+        ({1: 0.010, 2: 0.015, 8: 0.050}, 1, 512, 1),
+        ({1: 0.010, 8: 0.050}, 1, 512, 1),  # a prompt is never left unread
+        (STEEP, 64, 512, 64),  # beyond the largest size in proportion
+        ({1: 0.010, 8: 0.0125}, 1, 512, 12 - 1),
+        (STEEP, 0, 512, 512),  # alone, in whole chunks
+        ({1: 30.0}, 0, 512, 1),
+    ],
+)
+def test_a_prompts_chunk_fills_up_what_twice_the_time_allows(
+    seconds: dict[int, float], requests: int, most: int, rows: int
+) -> None:
+    assert costs(seconds).chunk_rows(requests, most) == rows
 
 
 def test_a_chunk_has_to_look_at_what_stands_before_it() -> None:
@@ -190,10 +143,6 @@ def test_while_drafts_are_awaited_as_much_is_read_as_the_wait_has_time_for() -> 
     assert model.rows_while_waiting(0.0, 5) == 5
     assert model.rows_while_waiting(0.004, 512) == 4
     assert model.rows_while_waiting(0.010, 512) == 0
-
-
-def test_where_the_largest_forward_is_cheap_a_chunk_goes_on_in_proportion() -> None:
-    assert costs({1: 0.010, 8: 0.0125}).chunk_rows(1, 512) == 12 - 1
 
 
 def test_a_chunk_leaves_room_for_the_trees_that_are_verified_beside_it() -> None:
@@ -230,20 +179,16 @@ def test_a_round_seen_before_the_next_draft_takes_no_time_less_than_none() -> No
 
 
 def test_until_a_round_was_seen_it_takes_its_forward_and_brings_a_token() -> None:
-    told = costs(STEEP).rates(1, alone=False)
+    model = costs(STEEP)
+    told = model.rates(1, alone=False)
     assert (told.round_s, told.tokens, told.token_s) == (STEEP[1], 1.0, STEEP[1])
+    assert (model.rate(1), model.patience_s(), model.drafting_ahead) == (1 / STEEP[1], 0.002, False)
+    assert model.forward.seconds(8, Attended(1000, 1000)) == STEEP[8]
 
 
 @pytest.mark.parametrize(("mode", "ahead"), [("sequential", False), ("async", True), ("auto", False)])
 def test_drafts_are_made_ahead_where_the_mode_says_so(mode: str, ahead: bool) -> None:
     assert costs(STEEP, mode=mode).drafting_ahead == ahead
-
-
-def test_in_turns_unless_told_otherwise() -> None:
-    model = costs(STEEP)
-    for _ in range(200):
-        model.observe_mode(1, 1, 0.5)
-    assert not model.drafting_ahead
 
 
 def test_drafting_ahead_is_not_tried_where_little_is_to_be_gained() -> None:
@@ -271,7 +216,6 @@ def test_a_prompt_alone_is_read_in_parts_where_a_whole_chunk_would_take_many_sec
     model = costs({1: 0.5, 64: 4.0, 128: 8.0})
     rows = model.chunk_rows(0, 512)
     assert 64 < rows < 128 and model.forward.seconds(rows) <= 5.0
-    assert costs({1: 30.0}).chunk_rows(0, 512) == 1, "a prompt is never left unread"
 
 
 def test_what_one_more_row_costs_is_its_time_in_tokens() -> None:

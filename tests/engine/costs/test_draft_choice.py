@@ -58,14 +58,14 @@ def test_one_that_has_to_read_prompts_first_does_so_as_seldom_as_that_loses_a_hu
     assert sum(lost) / len(lost) < 0.015 and lost[0] < 0.005
 
 
-@pytest.mark.parametrize(("machine", "shares"), [(HEAD, CHAT), (HEAD, MATHS), (HEAD, SURE), (SISTER, SURE)])
+@pytest.mark.parametrize(("machine", "shares"), [(HEAD, CHAT), (SISTER, SURE)])
 def test_a_model_that_pays_brings_nine_tenths_of_what_it_could(machine: Machine, shares: tuple[float, float]) -> None:
     answers = texts(shares, answers=60)
     plain, always, chosen = (sum(seconds(machine, answers, way)) for way in ("plain", "model", None))
     assert plain - chosen > 0.9 * (plain - always) > 0.1 * plain
 
 
-@pytest.mark.parametrize("machine", [HEAD, SISTER, READING_SISTER], ids=["head", "sister", "reading sister"])
+@pytest.mark.parametrize("machine", [HEAD, READING_SISTER], ids=["head", "reading sister"])
 def test_where_texts_differ_each_answer_gets_what_pays_for_it(machine: Machine) -> None:
     answers = texts(HARD_CHAT, CODE, MATHS, NEW, answers=60)
     ways = [seconds(machine, answers, way) for way in ("plain", "retrieval", "model")]

@@ -26,13 +26,6 @@ def test_the_times_follow_what_forwards_take() -> None:
     assert model.seconds(7) == pytest.approx(0.03, rel=1e-3)
 
 
-def test_what_slows_one_forward_is_expected_to_slow_the_others() -> None:
-    model = ForwardTime(STEEP)
-    for _ in range(20):
-        model.observe(8, NOTHING, 1.2 * STEEP[8])
-    assert STEEP[32] < model.seconds(32) < 1.2 * STEEP[32]
-
-
 def test_a_forward_that_was_interrupted_changes_little() -> None:
     model = ForwardTime(STEEP)
     model.observe(16, NOTHING, 100 * STEEP[16])
@@ -78,12 +71,6 @@ def test_one_slow_first_forward_does_not_end_the_measuring() -> None:
     assert 64 in tried and model.seconds(8) == pytest.approx(0.01)
 
 
-def test_what_keys_cost_is_measured_behind_a_long_text() -> None:
-    model = ForwardTime.measure(lambda rows, past: 0.01 + past * 3e-7 + rows * past * 1e-7, largest=32)
-    keys_s = model.seconds(8, Attended(500, 8 * 500)) - model.seconds(8)
-    assert keys_s == pytest.approx(500 * 3e-7 + 8 * 500 * 1e-7)
-
-
 def test_where_only_one_row_count_is_quick_each_row_is_thought_to_pay_for_its_keys() -> None:
     model = ForwardTime.measure(lambda rows, past: rows * (1.0 + past * 1e-4), largest=8)
     assert model.seconds(4, Attended(1000, 4 * 1000)) - model.seconds(4) == pytest.approx(0.4)
@@ -99,17 +86,6 @@ def test_keys_are_measured_as_far_as_a_text_can_reach() -> None:
     assert keys_s == pytest.approx(500 * 3e-7 + 8 * 500 * 1e-7)
     short = ForwardTime.measure(lambda rows, past: 0.01 + past, largest=32, longest=0)
     assert short.seconds(8, Attended(500, 8 * 500)) == short.seconds(8)
-
-
-def test_long_texts_do_not_make_rows_seem_expensive() -> None:
-    def forward_s(rows: int, past: int) -> float:
-        return 0.001 * rows + past * 1e-6 + rows * past * 1e-7
-
-    model = ForwardTime.measure(forward_s, largest=32)
-    before_s = model.seconds(16)
-    for rows in (1, 4, 16) * 30:
-        model.observe(rows, Attended(2000, rows * 2000), forward_s(rows, 2000))
-    assert model.seconds(16) == pytest.approx(before_s)
 
 
 def test_short_forwards_are_measured_in_turns_and_keys_in_turns_with_none_on_one_row_and_up_to_32() -> None:
@@ -152,9 +128,7 @@ def test_a_forward_between_two_sizes_says_as_much_of_each_as_it_is_near_to_it() 
 STAIRCASE = {1: 0.010, 16: 0.0101, 64: 0.010, 128: 0.020, 256: 0.040}
 
 
-@pytest.mark.parametrize(
-    ("rows", "slices"), [(1, 1), (63, 1), (64, 1), (65, 2), (128, 2), (129, 3), (192, 3), (300, 5)]
-)
+@pytest.mark.parametrize(("rows", "slices"), [(1, 1), (64, 1), (65, 2), (300, 5)])
 def test_rows_that_run_in_slices_take_the_time_of_whole_slices(rows: int, slices: int) -> None:
     assert ForwardTime(STAIRCASE, forward_sizes=(64,)).seconds(rows) == pytest.approx(0.010 * slices)
 

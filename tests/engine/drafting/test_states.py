@@ -10,7 +10,7 @@ import pytest
 from engine.core.errors import ProtocolError
 from engine.core.outcomes import DraftKey, Outcome
 from engine.core.tree import TokenTree
-from engine.drafting.states import DraftedRequest, Reading, Running, Sent, WantedDraft
+from engine.drafting.states import DraftedRequest, Running, Sent, WantedDraft
 
 TREE = TokenTree.chain(7, [8, 9], [0.9, 0.8])
 
@@ -29,44 +29,11 @@ def state_of(request: DraftedRequest) -> Running:
     return request.state
 
 
-def test_while_its_prompt_is_read_there_is_nothing_to_do() -> None:
-    request = DraftedRequest(0, 6)
-    assert isinstance(request.state, Reading) and request.idle is None
-
-
-def test_a_drafter_that_joins_later_begins_with_a_tree_that_is_waited_for() -> None:
-    assert DraftedRequest(3, 6).state == WantedDraft(DraftKey(3, 0, 0, 6))
-
-
-def test_the_verdict_on_the_prompt_wants_a_tree() -> None:
-    request = DraftedRequest(0, 6)
-    request.conclude(0, [0], [7], root_only=False, due_ns=1)
-    assert request.state == WantedDraft(DraftKey(1, 0, 0, 7)) and (request.round, request.last_token) == (1, 7)
-    assert request.idle is None
-
-
 def test_a_tree_that_was_wanted_is_what_the_round_runs_over() -> None:
     request = running()
     assert state_of(request).under == Sent(1, TREE) and state_of(request).due_ns == math.inf
     assert request.verified(1) is TREE and request.verified(0).tokens.tolist() == [7]
     assert request.idle is request.state
-
-
-def test_a_hit_goes_on_to_the_tree_that_was_sent_ahead() -> None:
-    request = running()
-    following = TokenTree.chain(10, [11], [0.9])
-    sent = request.add(DraftKey(2, 1, 2, 10), following)
-    assert sent.draft == 2
-    request.conclude(1, [0, 1, 2], [8, 9, 10], root_only=False, due_ns=5)
-    assert state_of(request).under == sent and state_of(request).due_ns == 5
-    assert state_of(request).guesses is None and not state_of(request).ahead
-
-
-def test_a_miss_wants_the_tree_that_is_missing() -> None:
-    request = running()
-    request.add(DraftKey(2, 1, 2, 10), TREE)
-    request.conclude(1, [0, 1], [8, 50], root_only=False, due_ns=5)
-    assert request.state == WantedDraft(DraftKey(2, 1, 1, 50)) and request.begun is None
 
 
 def test_a_tree_that_was_begun_for_the_outcome_is_kept_and_no_other() -> None:

@@ -185,15 +185,6 @@ def test_on_a_hit_the_worker_goes_on_from_the_tree_the_verifier_has(verifier: Ve
     assert tree.tokens.tolist() == [13, 14, 15]
 
 
-def test_a_tree_that_crossed_its_verdict_is_not_drafted_again(verifier: Verifier) -> None:
-    """The verifier did not have it yet when it told of the outcome; it has it now."""
-    verifier.verdict(0, 0, [0], [7], ahead=True)
-    first, _ = verifier.draft()
-    ahead, _ = verifier.draft()
-    verifier.verdict(1, first.draft, [0, 1, 2], [8, 9, 10], ahead=True)
-    assert verifier.draft()[0].parent == ahead.draft
-
-
 def test_on_a_miss_the_outcome_that_came_true_is_drafted_first(verifier: Verifier) -> None:
     verifier.verdict(0, 0, [0], [7], ahead=True)
     first, _ = verifier.draft()
@@ -214,16 +205,6 @@ def test_while_the_root_is_verified_alone_what_may_follow_it_is_drafted(verifier
     assert (following.round, following.parent) == (3, ahead.draft)
 
 
-def test_a_tree_that_comes_too_late_for_a_round_is_not_counted_on(verifier: Verifier) -> None:
-    """It crossed a verdict that told of a round without it."""
-    verifier.verdict(0, 0, [0], [7], ahead=True)
-    first, _ = verifier.draft()
-    verifier.draft()
-    verifier.verdict(1, first.draft, [0, 1, 2], [8, 9, 10], ahead=True, root_only=True)
-    following, _ = verifier.draft()
-    assert (following.round, following.parent, following.node, following.token) == (3, 0, 0, 11)
-
-
 def test_a_tree_under_way_when_its_outcome_comes_true_goes_out_as_it_is(slow: Slow, verifier: Verifier) -> None:
     verifier.verdict(0, 0, [0], [7], ahead=True)
     first, _ = verifier.draft()
@@ -234,25 +215,28 @@ def test_a_tree_under_way_when_its_outcome_comes_true_goes_out_as_it_is(slow: Sl
     assert (draft.round, draft.token, tree.tokens.tolist()) == (2, 10, [10, 77])
 
 
-def test_tokens_of_rounds_without_a_verdict_come_with_the_next_one(slow: Slow, verifier: Verifier) -> None:
-    verifier.verdict(0, 0, [0], [7])
+def test_tokens_of_rounds_without_a_verdict_come_with_the_next_one_and_nothing_drafted_before_them_is_used(
+    verifier: Verifier, counting: Counting
+) -> None:
+    verifier.verdict(0, 0, [0], [7], ahead=True, root_only=True)
     first, _ = verifier.draft()
-    verifier.verdict(5, 0, [0], [30], missed=[8, 20, 21, 22])
+    assert first.token == 8
+    verifier.verdict(3, 0, [0], [8], missed=[30, 31])
     draft, tree = verifier.draft()
-    assert (draft.round, draft.parent, draft.node, draft.token) == (6, 0, 0, 30)
-    assert tree.tokens.tolist() == [30, 31, 32] and draft.draft > first.draft
-    assert slow.text == [5, 6, 7, 8, 20, 21, 22, 30]
+    assert (draft.round, draft.parent, draft.node, draft.token) == (4, 0, 0, 8)
+    assert tree.tokens.tolist() == [8, 9, 10] and draft.draft > first.draft
+    assert counting.text == [5, 6, 7, 30, 31, 8]
 
 
 def test_a_drafter_that_fails_on_them_keeps_step_and_drafts_nothing(
-    slow: Slow, verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+    verifier: Verifier, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(request: int, verdict: Verdict) -> None:
         raise ValueError("seven tokens behind one node")
 
     verifier.verdict(0, 0, [0], [7])
     verifier.draft()
-    monkeypatch.setattr(slow, "observe", fails)
+    monkeypatch.setattr(counting, "observe", fails)
     verifier.verdict(5, 0, [0], [30], missed=[8, 20, 21, 22])
     draft, tree = verifier.draft()
     assert (draft.round, draft.token, tree.tokens.tolist()) == (6, 30, [30])
@@ -296,14 +280,6 @@ def test_an_error_of_the_device_ends_the_worker_instead_of_one_request(call: str
         worker._process(Start(request=1, round=0, sampling=SamplingParams()), [np.asarray([5, 6], np.int32)])
         worker._process(RoundVerdict(request=1, round=0, draft=0), [*arrays, np.zeros((0, 0, 0), np.float32)])
         worker._work()
-
-
-def test_what_was_drafted_ahead_of_rounds_without_a_verdict_is_not_used_after_them(verifier: Verifier) -> None:
-    verifier.verdict(0, 0, [0], [7], ahead=True, root_only=True)
-    assert verifier.draft()[0].token == 8
-    verifier.verdict(3, 0, [0], [8], missed=[30, 31])
-    draft, _ = verifier.draft()
-    assert (draft.round, draft.parent, draft.node, draft.token) == (4, 0, 0, 8)
 
 
 def test_a_verdict_that_repeats_what_is_known_is_dropped(verifier: Verifier) -> None:

@@ -48,14 +48,11 @@ def found(folder: Path, numbers: range) -> set[int]:
     return {number for number, content in contents.items() if content is not None}
 
 
-def test_what_is_kept_is_found_by_the_next_process(tmp_path: Path) -> None:
-    filled(tmp_path / "new" / "folder", range(5))
-    assert found(tmp_path / "new" / "folder", range(6)) == {0, 1, 2, 3, 4}
-
-
-def test_nobody_else_may_look_into_the_folder(tmp_path: Path) -> None:
-    filled(tmp_path / "cache", range(1))
-    assert [(tmp_path / "cache" / name).stat().st_mode & 0o77 for name in (".", "shelf")] == [0, 0]
+def test_what_is_kept_is_found_by_the_next_process_and_by_no_other_user(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    filled(folder, range(5))
+    assert found(folder, range(6)) == {0, 1, 2, 3, 4}
+    assert [(folder / name).stat().st_mode & 0o77 for name in (".", "shelf")] == [0, 0]
 
 
 def test_to_keep_something_does_not_wait_for_the_disk(tmp_path: Path) -> None:
@@ -73,19 +70,13 @@ def test_to_keep_something_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     assert cache.read("shelf", key(0), room()) == b"x"
 
 
-def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
+def test_what_is_there_is_not_written_again_and_what_is_gone_by_then_is_not_written(tmp_path: Path) -> None:
     filled(tmp_path, range(1))
     cache, asked = CacheFolder(tmp_path, LARGE), []
     cache.keep("shelf", key(0), lambda: asked.append(0))
+    cache.keep("shelf", key(1), lambda: None)
     cache.close()
-    assert not asked
-
-
-def test_what_is_gone_by_then_is_not_written(tmp_path: Path) -> None:
-    cache = CacheFolder(tmp_path, LARGE)
-    cache.keep("shelf", key(0), lambda: None)
-    cache.close()
-    assert found(tmp_path, range(1)) == set()
+    assert not asked and found(tmp_path, range(2)) == {0}
 
 
 def size(folder: Path) -> int:
@@ -184,15 +175,6 @@ def test_a_full_disk_costs_the_cache_alone_and_is_told_once(
     assert found(tmp_path, range(8)) == {0, 1}
 
 
-def test_writing_is_tried_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_folder, "_RETRY_S", 0.0)
-    cache = CacheFolder(tmp_path, LARGE)
-    cache.keep("shelf", key(0), lambda: ["no bytes"])
-    cache.keep("shelf", key(1), lambda: [text(1)])
-    cache.close()
-    assert found(tmp_path, range(2)) == {1}
-
-
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
@@ -240,10 +222,6 @@ def test_what_is_written_takes_a_small_part_of_a_cores_time(tmp_path: Path, monk
     assert max(rests) >= 9 * 0.02
 
 
-def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return capsys.readouterr().err.splitlines()
-
-
 def test_a_shelf_that_may_not_be_read_costs_itself_alone_and_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     with ordinary_user() as folder:
         filled(folder, range(2))
@@ -254,17 +232,16 @@ def test_a_shelf_that_may_not_be_read_costs_itself_alone_and_is_told_once(capsys
         cache.keep("shelf", key(2), lambda: [text(2)])
         cache.close()
         assert not cache.path("closed", key(0)).exists(), "what cannot be counted could grow without end"
-        [line] = lines_of(capsys)
+        [line] = capsys.readouterr().err.splitlines()
         assert "closed cannot be read (Permission denied): ignored" in line
         assert found(folder, range(3)) == {0, 1, 2}
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 def test_a_disk_that_fails_at_every_call_costs_the_cache_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object, **options: object) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ESTALE, "gone")
 
     filled(tmp_path, range(1))
     for name in ("scandir", "stat", "mkdir", "unlink", "open", "utime"):
@@ -276,27 +253,9 @@ def test_a_disk_that_fails_at_every_call_costs_the_cache_alone(
         cache.used("shelf", [key(0)])
     cache.close()
     monkeypatch.undo()
-    told = lines_of(capsys)
-    assert told and len(told) == len(set(told)) and all(os.strerror(number) in line for line in told)
+    told = capsys.readouterr().err.splitlines()
+    assert told and len(told) == len(set(told)) and all("gone" in line for line in told)
     assert found(tmp_path, range(2)) == {0}
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ETIMEDOUT])
-def test_a_file_whose_reading_fails_once_is_found_afterwards(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    def fail(*args: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    filled(tmp_path, range(1))
-    cache = CacheFolder(tmp_path, LARGE)
-    with monkeypatch.context() as failing:
-        failing.setattr(os, "readv", fail)
-        assert cache.read("shelf", key(0), room()) is None
-    cache.close()
-    [line] = lines_of(capsys)
-    assert f"cannot be read ({os.strerror(number)})" in line
-    assert found(tmp_path, range(1)) == {0}
 
 
 def test_a_file_that_may_not_be_read_is_told_once_and_stays(capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,7 +266,7 @@ def test_a_file_that_may_not_be_read_is_told_once_and_stays(capsys: pytest.Captu
             cache.path("shelf", key(number)).chmod(0)
         assert [cache.read("shelf", key(number), room()) for number in (0, 1, 0)] == [None] * 3
         cache.close()
-        [line] = lines_of(capsys)
+        [line] = capsys.readouterr().err.splitlines()
         assert "cannot be read (Permission denied)" in line
         for number in range(2):
             cache.path("shelf", key(number)).chmod(0o600)
@@ -327,7 +286,7 @@ def test_a_file_that_can_neither_be_read_nor_removed_does_not_stop_what_is_writt
             assert cache.read("shelf", key(0), room()) is None
         cache.keep("other", key(1), lambda: [text(1)])
         cache.close()
-        assert cache.path("other", key(1)).exists() and len(lines_of(capsys)) == 1
+        assert cache.path("other", key(1)).exists() and len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_a_directory_in_the_place_of_a_file_is_removed_and_the_file_written_again(tmp_path: Path) -> None:
@@ -347,7 +306,7 @@ def test_the_limit_holds_though_the_oldest_file_cannot_be_removed(capsys: pytest
         cache.close()
         (folder / "closed").chmod(0o500)
         filled(folder, range(1, 200), 40 * PAGE)
-        assert 20 * PAGE < size(folder) <= 40 * PAGE and not lines_of(capsys)
+        assert 20 * PAGE < size(folder) <= 40 * PAGE and not capsys.readouterr().err.splitlines()
 
 
 def test_nothing_more_is_written_where_what_cannot_be_removed_takes_all_room(
@@ -362,7 +321,7 @@ def test_nothing_more_is_written_where_what_cannot_be_removed_takes_all_room(
             cache.keep("other", key(number), lambda number=number: [text(number)])
         cache.close()
         assert size(folder) == 50 * PAGE
-        [line] = lines_of(capsys)
+        [line] = capsys.readouterr().err.splitlines()
         assert "204,800 bytes cannot be removed, more than verifier.cache_gb allows" in line
 
 

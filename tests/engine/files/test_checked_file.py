@@ -21,17 +21,23 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
-def test_the_parts_are_read_one_after_the_other(file: Path) -> None:
-    assert read_checked(file, KEY, ROOM) == CONTENT
-
-
-def test_a_file_is_as_long_as_it_was_said_to_be(tmp_path: Path) -> None:
-    assert write_checked(tmp_path / "a", KEY, PARTS) == (tmp_path / "a").stat().st_size
-
-
-def test_a_file_that_is_not_there_is_told_from_a_damaged_one(tmp_path: Path) -> None:
+def test_the_parts_are_read_one_after_the_other_and_by_their_owner_alone(tmp_path: Path) -> None:
+    file = tmp_path / "a"
     with pytest.raises(FileNotFoundError):
-        read_checked(tmp_path / "a", KEY, ROOM)
+        read_checked(file, KEY, ROOM)
+    assert write_checked(file, KEY, PARTS) == file.stat().st_size
+    assert read_checked(file, KEY, ROOM) == CONTENT
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_what_is_no_file_of_that_key_and_size_is_not_read(file: Path) -> None:
+    with pytest.raises(Damaged, match="another file"):
+        read_checked(file, OTHER, ROOM)
+    with pytest.raises(Damaged, match="bytes"):
+        read_checked(file, KEY, ROOM[:-1])
+    file.write_bytes(b"somebody else's" * 10)
+    with pytest.raises(Damaged, match="no file of Talon's"):
+        read_checked(file, KEY, ROOM)
 
 
 def test_a_file_cut_at_any_place_is_damaged(file: Path) -> None:
@@ -50,22 +56,6 @@ def test_a_byte_that_changed_anywhere_is_noticed(file: Path) -> None:
             read_checked(file, KEY, ROOM)
 
 
-def test_a_file_of_another_key_is_not_read(file: Path) -> None:
-    with pytest.raises(Damaged, match="another file"):
-        read_checked(file, OTHER, ROOM)
-
-
-def test_a_foreign_file_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"somebody else's" * 10)
-    with pytest.raises(Damaged, match="no file of Talon's"):
-        read_checked(tmp_path / "a", KEY, ROOM)
-
-
-def test_a_file_longer_than_expected_is_not_read(file: Path) -> None:
-    with pytest.raises(Damaged, match="bytes"):
-        read_checked(file, KEY, ROOM[:-1])
-
-
 def test_a_pipe_under_the_files_name_holds_nobody_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a")
     with pytest.raises(Damaged):
@@ -77,7 +67,3 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(file: Path) -> 
         write_checked(file, OTHER, [b"new", "no bytes"])
     assert read_checked(file, KEY, ROOM) == CONTENT
     assert [path.name for path in file.parent.iterdir()] == ["a"]
-
-
-def test_only_its_owner_may_read_a_file(file: Path) -> None:
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.model.target import Target
 from engine.sampling.logprobs import token_logprob, token_logprobs
 from engine.sampling.sampler import Sampler, verify
 
@@ -63,36 +62,3 @@ def test_they_are_the_models_own_whatever_is_said_of_the_draw() -> None:
         tokens = verify(TokenTree.root_only(2), logits, sampler)[1]
         assert sampler.take_logprobs() == (token_logprob(logits[0], tokens[0], 3),)
         assert sampler.take_logprobs() == ()
-
-
-def test_those_of_a_tree_are_those_of_one_token_after_the_other(tiny: str) -> None:
-    target = Target.load(tiny)
-    params = SamplingParams(max_tokens=12, logprobs=4, ignore_eos=True, temperature=1.0, seed=8)
-    cache = target.new_cache(100)
-    logits, _ = target.prefill(cache, PROMPT)
-    sampler = Sampler(params, PROMPT, [], target.vocab_size)
-    answer = [sampler.draw(sampler.choices(logits[None])[0])]
-    while sampler.finish_reason is None:
-        rows, _ = target.verify(cache, TokenTree.root_only(answer[-1]))
-        cache.commit([0])
-        answer.append(sampler.draw(sampler.choices(rows)[0]))
-    plain = sampler.take_logprobs()
-
-    cache = target.new_cache(100)
-    logits, _ = target.prefill(cache, PROMPT)
-    sampler = Sampler(params, PROMPT, [], target.vocab_size)
-    again = [sampler.draw(sampler.choices(logits[None])[0])]
-    while sampler.finish_reason is None:
-        right = answer[len(again) : len(again) + 4]
-        drafted, parents, above = [again[-1]], [-1], 0
-        for token in right:
-            drafted += [(token + 1) % 260, token]
-            parents += [above, above]
-            above = len(drafted) - 1
-        tree = TokenTree.from_lists(drafted, parents, [1.0] * len(drafted))
-        rows, _ = target.verify(cache, tree)
-        path, tokens = verify(tree, rows, sampler)
-        cache.commit(path)
-        again += tokens
-    assert again == answer
-    assert sampler.take_logprobs() == plain

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -20,7 +19,6 @@ from engine.core.errors import NotANumber, RequestFailed
 from engine.core.grammar import Grammar
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.model.target import Target
 from engine.sampling.matcher import Matchers
 from engine.sampling.noise import gumbel_argmax
 from engine.sampling.penalties import penalised
@@ -43,38 +41,40 @@ def greedy(**options: Any) -> Sampler:
     return Sampler(SamplingParams(**options), [7, 8], [5], 10)
 
 
-def test_the_walk_follows_the_targets_own_tokens_and_adds_the_bonus() -> None:
-    assert verify(TREE, logits_of(TREE, {0: 1, 1: 3, 3: 8}), greedy()) == ([0, 1, 3], [1, 3, 8])
+@pytest.mark.parametrize(
+    ("options", "draws", "walked", "reason"),
+    [
+        ({}, {0: 1, 1: 3, 3: 8}, ([0, 1, 3], [1, 3, 8]), None),
+        ({}, {0: 6}, ([0], [6]), None),
+        ({"max_tokens": 2}, {0: 1, 1: 3, 3: 4}, ([0, 1], [1, 3]), "length"),
+        ({}, {0: 1, 1: 5}, ([0, 1], [1, 5]), "eos"),
+        ({"ignore_eos": True}, {0: 1, 1: 5}, ([0, 1], [1, 5]), None),
+        ({"stop_token_ids": (1, 77), "ignore_eos": True}, {0: 1, 1: 3}, ([0], [1]), "stop"),
+    ],
+)
+def test_the_walk_follows_the_targets_own_tokens_and_adds_the_bonus_until_the_answer_ends(
+    options: dict[str, Any], draws: dict[int, int], walked: tuple[list[int], list[int]], reason: str | None
+) -> None:
+    sampler = greedy(**options)
+    assert verify(TREE, logits_of(TREE, draws), sampler) == walked
+    assert sampler.finish_reason == reason
 
 
-def test_a_tree_of_wrong_candidates_still_yields_the_targets_token() -> None:
-    assert verify(TREE, logits_of(TREE, {0: 6}), greedy()) == ([0], [6])
-
-
-def test_the_walk_ends_at_the_end_of_sequence_token() -> None:
+def test_the_walk_goes_on_behind_an_end_that_is_ignored_and_ends_at_one_that_is_not() -> None:
     tree = TokenTree.chain(0, [5, 1], [0.5, 0.5])
-    sampler = greedy()
-    assert verify(tree, logits_of(tree, {0: 5, 1: 1}), sampler) == ([0], [5])
-    assert sampler.finish_reason == "eos"
+    logits = logits_of(tree, {0: 5, 1: 1, 2: 2})
+    assert verify(tree, logits, greedy(ignore_eos=True))[1] == [5, 1, 2] and verify(tree, logits, greedy())[1] == [5]
 
 
-def test_ignore_eos_goes_on_after_it() -> None:
-    tree = TokenTree.chain(0, [5, 1], [0.5, 0.5])
-    assert verify(tree, logits_of(tree, {0: 5, 1: 1, 2: 2}), greedy(ignore_eos=True))[1] == [5, 1, 2]
-
-
-def test_the_walk_ends_at_max_tokens() -> None:
-    sampler = greedy(max_tokens=2)
-    assert verify(TREE, logits_of(TREE, {0: 1, 1: 3, 3: 4}), sampler)[1] == [1, 3]
-    assert sampler.finish_reason == "length"
-
-
-def test_the_end_of_sequence_token_is_not_drawn_before_min_tokens() -> None:
-    sampler = greedy(min_tokens=2)
-    logits = torch.zeros(1, 10)
-    logits[0, 5], logits[0, 4] = 5.0, 4.0
-    root = TokenTree.root_only(0)
-    assert [verify(root, logits, sampler)[1][0] for _ in range(3)] == [4, 4, 5]
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("stop", [(), (6,)])
+def test_neither_an_end_nor_a_stop_token_is_drawn_before_min_tokens(stop: tuple[int, ...], temperature: float) -> None:
+    """The model does not have some of the tokens that end its texts."""
+    end, logits = (stop or (5,))[0], torch.full((1, 10), -100.0)
+    logits[0, end], logits[0, 4] = 50.0, 0.0
+    params = SamplingParams(min_tokens=2, temperature=temperature, stop_token_ids=stop)
+    sampler = Sampler(params, [7, 8], [10, 5, 99], 10)
+    assert [verify(TokenTree.root_only(0), logits, sampler)[1][0] for _ in range(3)] == [4, 4, end]
 
 
 @settings(deadline=None)
@@ -100,50 +100,6 @@ def test_truncation_is_that_of_transformers(
     assert torch.equal(truncate(logits[0] / temperature, top_k, top_p, min_p), expected[0])
 
 
-def test_the_repetition_penalty_covers_prompt_and_answer_as_in_transformers() -> None:
-    params = SamplingParams(repetition_penalty=1.7)
-    sampler = Sampler(params, [3, 4], [], 10)
-    processor = RepetitionPenaltyLogitsProcessor(1.7)
-    text = [3, 4]
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(30):
-        logits = torch.randn(1, 10, generator=generator)
-        expected = int(processor(torch.tensor([text]), logits.clone())[0].argmax())
-        assert verify(TokenTree.root_only(text[-1]), logits, sampler)[1] == [expected]
-        text.append(expected)
-
-
-def test_a_draw_depends_on_seed_and_position_alone() -> None:
-    logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(2))
-    sampler = Sampler(SamplingParams(temperature=1.0, seed=9), [1, 2, 3], [], 100)
-    draws = [verify(TokenTree.root_only(0), logits, sampler)[1][0] for _ in range(5)]
-    assert draws == [gumbel_argmax(logits[0], 9, 3 + i) for i in range(5)]
-
-
-@pytest.mark.parametrize("candidates", ["none", "likely", "unlikely"])
-def test_the_next_token_distribution_is_the_models_own_through_any_tree(tiny: str, candidates: str) -> None:
-    target = Target.load(tiny)
-    prompt = list(b"What is the sum?")
-    cache = target.new_cache(64)
-    target.prefill(cache, prompt[:-1])
-    alone, _ = target.prefill(target.new_cache(64), prompt)
-    prob = (alone / 1.0).softmax(-1)
-    order = prob.argsort(descending=True).tolist()
-    drafted = {"none": [], "likely": order[:5], "unlikely": order[-5:]}[candidates]
-    tree = TokenTree.from_lists([prompt[-1], *drafted], [-1] + [0] * len(drafted), [1.0] + [0.1] * len(drafted))
-    logits, _ = target.verify(cache, tree)
-    draws = []
-    for seed in range(4000):
-        sampler = Sampler(SamplingParams(temperature=1.0, seed=seed, max_tokens=1), prompt, [], target.vocab_size)
-        draws.append(verify(tree, logits, sampler)[1][0])
-    counts = np.bincount(draws, minlength=target.vocab_size)
-    top = order[:15]
-    observed = np.append(counts[top], len(draws) - counts[top].sum())
-    share = prob[top].numpy()
-    expected = np.append(share, 1 - share.sum()) * len(draws)
-    assert ((observed - expected) ** 2 / expected).sum() < 37.7  # 15 degrees of freedom, one in a thousand
-
-
 def test_choices_are_settled_where_nothing_changes_the_logits() -> None:
     logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(1))
     choices = greedy().choices(logits)
@@ -166,13 +122,6 @@ def test_logits_that_are_no_numbers_emit_nothing_and_say_where(options: dict[str
         "try dtype: float32, or get the checkpoint again"
     )
     assert sampler.drawn == 1
-
-
-def test_a_sampled_answer_may_end_as_soon_as_it_has_min_tokens() -> None:
-    logits = torch.full((1, 10), -100.0)
-    logits[0, 5], logits[0, 4] = 50.0, 0.0
-    sampler = greedy(min_tokens=2, temperature=1.0)
-    assert [verify(TokenTree.root_only(0), logits, sampler)[1][0] for _ in range(3)] == [4, 4, 5]
 
 
 def test_logits_in_bfloat16_are_drawn_from_with_the_noise_of_their_position() -> None:
@@ -224,21 +173,6 @@ def test_just_above_the_bound_equal_logits_are_drawn_by_the_noise() -> None:
     assert drawn == {1, 2, 4}
 
 
-def test_a_stop_token_ends_the_walk_as_the_end_of_sequence_token_does() -> None:
-    tree = TokenTree.chain(0, [4, 1], [0.5, 0.5])
-    sampler = greedy(stop_token_ids=(4, 77), ignore_eos=True)
-    assert verify(tree, logits_of(tree, {0: 4, 1: 1}), sampler) == ([0], [4])
-    assert sampler.finish_reason == "stop"
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_stop_token_is_not_drawn_before_min_tokens(temperature: float) -> None:
-    logits = torch.full((1, 10), -100.0)
-    logits[0, 4], logits[0, 3] = 50.0, 0.0
-    sampler = greedy(min_tokens=2, temperature=temperature, stop_token_ids=(4,))
-    assert [verify(TokenTree.root_only(0), logits, sampler)[1][0] for _ in range(3)] == [3, 3, 4]
-
-
 @pytest.mark.parametrize("min_tokens", [0, 1])
 @pytest.mark.parametrize(("stop", "expected"), [("b", "b"), ("x", "c"), ("<|user|>", "c")])
 def test_under_a_grammar_a_stop_token_comes_where_the_grammar_lets_it_or_is_complete(
@@ -260,19 +194,6 @@ def test_under_a_grammar_a_stop_token_comes_where_the_grammar_lets_it_or_is_comp
     assert drawn == ([token] if first == token else [first, token]) and sampler.finish_reason == "stop"
 
 
-def test_temperature_divides_the_logits() -> None:
-    logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(3))
-    for temperature in (0.25, 4.0):
-        sampler = Sampler(SamplingParams(temperature=temperature, seed=2), [1], [], 100)
-        draws = [verify(TokenTree.root_only(0), logits, sampler)[1][0] for _ in range(40)]
-        assert draws == [gumbel_argmax(logits[0] / temperature, 2, 1 + i) for i in range(40)]
-
-
-def test_the_penalty_divides_what_is_positive_and_multiplies_what_is_not() -> None:
-    logits, seen = torch.tensor([2.0, -2.0, 2.0, -2.0]), torch.tensor([True, True, False, False])
-    assert penalised(logits, seen, 2.0).tolist() == [1.0, -4.0, 2.0, -2.0]
-
-
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(1, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 1.0)])
 def test_truncation_is_that_of_transformers_at_its_limits(top_k: int, top_p: float, min_p: float) -> None:
     """There are eight equal logits and eight smaller ones."""
@@ -291,20 +212,13 @@ def test_a_sampler_goes_on_behind_what_an_earlier_one_has_drawn() -> None:
     assert resumed.finish_reason == "length"
 
 
-def test_an_end_of_sequence_token_that_the_model_does_not_have_is_never_drawn() -> None:
-    sampler = Sampler(SamplingParams(min_tokens=1), [1], [10, 5, 99], 10)
-    logits = torch.zeros(1, 10)
-    logits[0, 5], logits[0, 4] = 5.0, 4.0
-    assert verify(TokenTree.root_only(0), logits, sampler)[1] == [4]
-
-
 END = 0
 SAYS: list[dict[str, Any]] = [
     {},
     {"min_tokens": 6},
     {"ignore_eos": True, "max_tokens": 9},
     {"repetition_penalty": 1.5},
-    {"temperature": 1.0},
+    {"temperature": 0.7},
     {"temperature": 1.0, "min_tokens": 6},
     {"temperature": 1.0, "ignore_eos": True, "max_tokens": 9},
     {"temperature": 3.0, "top_k": 3},

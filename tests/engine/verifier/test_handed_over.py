@@ -19,7 +19,7 @@ from engine.verifier.forward_output import RowsOnHost
 from engine.verifier.handed_over import HandedOver
 from engine.wire.messages import Hello, RoundVerdict
 from engine.wire.transport import Dealer, Router
-from tests.engine.verifier.test_loop import DRAFTER, Stage
+from tests.engine.verifier.stage import DRAFTER, Stage
 
 
 class RowsOnDevice(RowsOnHost):

@@ -2,192 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import zmq
-from torch import Tensor
 
 from drafters.lookup.prompt_lookup import PromptLookup
-from engine.config import load
-from engine.core.batch import Segment
 from engine.core.kv_shape import KVShape
 from engine.core.methods import source_of
-from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.costs.cost_model import CostModel
 from engine.costs.forward_time import ForwardTime
 from engine.drafting.worker import FROM_VERIFIER, DrafterWorker
-from engine.model.kv_cache import KVCache, commit_all
 from engine.model.kv_pool import KVPool
-from engine.placement import Threads
 from engine.verifier.drafter_link import FROM_DRAFTER
-from engine.verifier.loop import Verifier
 from engine.verifier.request import Request
-from engine.wire.messages import (
-    Cancel,
-    Draft,
-    Emitted,
-    Failed,
-    Finish,
-    Hello,
-    PromptProgress,
-    PromptsRead,
-    Rejoin,
-    RoundVerdict,
-    Stop,
-    Submit,
-    Tokens,
-)
+from engine.wire.messages import Cancel, Draft, Finish, Hello, Rejoin
 from engine.wire.transport import Dealer, Router
+from tests.engine.verifier.stage import (
+    BLOCKS,
+    CALIBRATED,
+    CONTEXT,
+    DRAFTER,
+    HEAD,
+    VOCABULARY,
+    Stage,
+    Wire,
+    bushy,
+    positions_sent,
+)
 
-VOCABULARY, CONTEXT, BLOCKS = 100, 32, 16
-DRAFTER = "drafter-1"
-
-
-class Counting:
-    """Behind token t comes t + 1, and next likely t + 2. Features are the tokens."""
-
-    vocab_size, context, layers, key_pieces = VOCABULARY, CONTEXT, 2, 0
-    eos_tokens: frozenset[int] = frozenset()
-    device, inexact_reason = torch.device("cpu"), ""
-
-    def __init__(self) -> None:
-        self.pool = KVPool(KVShape(1, 1, 16, torch.float32), BLOCKS)
-        self.forwards: list[list[Segment]] = []
-        self.captured: list[tuple[int, ...]] = []
-
-    def capture(self, feature_layers: tuple[int, ...]) -> None:
-        self.captured.append(feature_layers)
-
-    def open_cache(self, most: int, tenant: str = "") -> KVCache:
-        return KVCache(self.pool)
-
-    def commit(self, accepted: Sequence[tuple[KVCache, Sequence[int]]]) -> None:
-        commit_all(accepted)
-
-    def release(self, cache: KVCache) -> None:
-        cache.release()
-
-    def run(self, segments: Sequence[Segment], feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        self.forwards.append(list(segments))
-        wanted = [s.tokens if s.wanted == "all" else s.tokens[-1:] if s.wanted == "last" else [] for s in segments]
-        tokens = torch.tensor(np.concatenate(wanted), dtype=torch.int64)
-        logits = torch.zeros(len(tokens), VOCABULARY)
-        logits[range(len(tokens)), (tokens + 1) % VOCABULARY] = 9.0
-        logits[range(len(tokens)), (tokens + 2) % VOCABULARY] = 8.0
-        rows = torch.tensor(np.concatenate([s.tokens for s in segments]), dtype=torch.float32)
-        return logits, rows[:, None, None] if feature_layers else None
-
-
-class Wire:
-    """A line or a router: what arrives is put into `inbox`, what is sent is found in `sent`. full: no more is sent."""
-
-    def __init__(self) -> None:
-        self.inbox: list[Any] = []
-        self.sent: list[Any] = []
-        self.malformed = 0
-        self.full = self.in_process = False
-
-    def received(self) -> list[Any]:
-        arrived, self.inbox = self.inbox, []
-        return arrived
-
-    def send(self, *parts: Any) -> bool:
-        if not self.full:
-            self.sent.append(parts)
-        return not self.full
-
-    def restore(self) -> None: ...
-
-
-class Stage:
-    """A verifier whose rounds the test runs one by one."""
-
-    def __init__(self, hello: Hello | None = None, router: Router | None = None, **options: Any):
-        self.control, self.drafts, self.target = Wire(), Wire(), Counting()
-        config = load({"model": "counting", "method": "pld"}, options)
-        parts: Any = (self.target, self.control, router or self.drafts)
-        self.verifier = Verifier(config, *parts, Threads(1, 1, 1))
-        # forwards are thought to be so slow that what the test takes for a draft is nothing
-        self.verifier.timer.costs = CostModel(ForwardTime({1: 1.0, 256: 1.0}))
-        if hello is not None:
-            self.drafts.inbox.append((DRAFTER, hello, []))
-            self.verifier._receive()
-
-    def submit(self, number: int, prompt: list[int], **sampling: Any) -> Request:
-        submit = Submit(request=number, sampling=SamplingParams(**{"max_tokens": 20} | sampling))
-        self.control.inbox.append((submit, [np.asarray(prompt), np.zeros(0, np.int32)]))
-        self.verifier._receive()
-        request = self.verifier.scheduler.find(number)
-        assert request is not None
-        return request
-
-    def price_model(self, draft_s: float) -> None:
-        """From now on a draft of the model is thought to take so long."""
-        kind = self.verifier.drafter_link.kinds.model
-        assert kind is not None
-        kind.draft_s = draft_s
-
-    def draft(self, request: Request, tree: TokenTree, number: int = 1) -> None:
-        """The tree for the round to come arrives."""
-        round_, parent, node, token = request.outcome
-        message = Draft(
-            request=request.number, round=round_, draft=number, parent=parent, node=node, token=token, draft_us=0
-        )
-        arrays = [tree.tokens, tree.parents, tree.confidence, tree.source]
-        self.drafts.inbox.append((DRAFTER, message, arrays))
-        self.verifier._receive()
-
-    def step(self) -> list[Segment]:
-        """One step of all that are there; returns its segments."""
-        verifier = self.verifier
-        verifier._step(verifier.scheduler.plan(10**18, verifier.timer.costs, verifier.drafter_link.present))
-        return self.target.forwards[-1]
-
-    def verdicts(self) -> list[tuple[RoundVerdict, list[Any]]]:
-        """Return the verdicts sent since the last look."""
-        told = [(parts[1], parts[2]) for parts in self.drafts.sent if isinstance(parts[1], RoundVerdict)]
-        self.drafts.sent.clear()
-        return told
-
-    def emitted(self) -> list[Tokens]:
-        """What the front end was told that requests have emitted."""
-        return [
-            tokens for message, *_ in self.control.sent if isinstance(message, Emitted) for tokens in message.tokens
-        ]
-
-    def progress(self) -> list[PromptProgress]:
-        """What the front end was told of prompts under way."""
-        return [one for message, *_ in self.control.sent if isinstance(message, PromptsRead) for one in message.prompts]
-
-    def tokens(self, number: int) -> list[int]:
-        """What that one has emitted."""
-        return [token for round_ in self.emitted() if round_.request == number for token in round_.tokens]
-
-
-def bushy(root: int, *confidence: float) -> TokenTree:
-    """Below the root its true successor t + 1 comes last; the others are wrong."""
-    wrong = [(root + 10 * i) % VOCABULARY for i in range(1, len(confidence))]
-    return TokenTree.from_lists([root, *wrong, root + 1], [-1] + [0] * len(confidence), [1.0, *confidence])
-
-
-CALIBRATED = Hello(calibrated=True)
 FOUR_ROWS = CostModel(ForwardTime({1: 0.01, 4: 0.01, 8: 1.0}))  # a fifth row costs more than it can bring
 
 
 def test_of_all_requests_trees_the_most_confident_nodes_are_verified() -> None:
-    stage = Stage(CALIBRATED)
+    stage = Stage(Hello(feature_layers=(1,), calibrated=True))
     one, other = stage.submit(1, [10]), stage.submit(2, [50])
     stage.step()
+    stage.verdicts()
     stage.draft(one, bushy(11, 0.2, 0.1, 0.9))
     stage.draft(other, bushy(51, 0.3, 0.05, 0.8))
     stage.verifier.timer.costs = FOUR_ROWS
     assert [segment.tokens.tolist() for segment in stage.step()] == [[11, 12], [51, 52]]
     assert stage.tokens(1) == [11, 12, 13] and stage.tokens(2) == [51, 52, 53]
+    told = stage.verdicts()
+    assert [positions_sent(told, number) for number in (1, 2)] == [[11, 12], [51, 52]], "each gets its own"
 
 
 def test_trees_of_a_drafter_that_promises_nothing_are_verified_whole() -> None:
@@ -241,26 +101,6 @@ def test_a_head_that_rests_gets_the_features_of_all_its_rounds_when_it_is_woken(
     assert not verdict.rest and positions_sent(told) == [10, 11, 12, 13, 14]
 
 
-def test_every_request_gets_its_own_features() -> None:
-    stage = Stage(Hello(feature_layers=(1,)))
-    for number, prompt in ((1, [10, 11]), (2, [30, 31])):
-        stage.submit(number, prompt)
-    stage.step()
-    stage.verdicts()
-    stage.step()
-    told = stage.verdicts()
-    assert [positions_sent(told, number) for number in (1, 2)] == [[12], [32]]
-
-
-HEAD = Hello(feature_layers=(1,))
-
-
-def positions_sent(told: Sequence[tuple[RoundVerdict, list[Any]]], number: int = 1) -> list[int]:
-    """The tokens whose hidden states the verdicts on that request carry."""
-    of = [torch.from_numpy(arrays[-1]).view(torch.bfloat16).flatten() for one, arrays in told if one.request == number]
-    return [int(token) for token in torch.cat(of).tolist()]
-
-
 def after_a_block(stage: Stage) -> Request:
     """A request of which trees have filled a block: 12 tokens of prompt, four of two rounds."""
     request = stage.submit(1, [*range(10, 22)])
@@ -281,15 +121,16 @@ def test_a_head_gets_the_hidden_states_of_what_others_have_read_and_written() ->
     assert other.cached == 16 and positions_sent(stage.verdicts(), 2) == [*range(10, 27)]
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 5])
-def test_what_was_read_of_a_prompt_is_kept_however_short_its_answer(tokens: int) -> None:
-    stage = Stage()
+@pytest.mark.parametrize(("hello", "tokens"), [(None, 1), (None, 2), (HEAD, 1)])
+def test_what_was_read_of_a_prompt_is_kept_however_short_its_answer(hello: Hello | None, tokens: int) -> None:
+    stage = Stage(hello)
     stage.submit(1, [*range(10, 27)], max_tokens=tokens)
     while len(stage.tokens(1)) < tokens:
         stage.step()
     again = stage.submit(2, [*range(10, 27)])
     stage.step()
     assert again.cached == 16 and stage.target.pool.free == BLOCKS - 2, "and the first holds no block"
+    assert hello is None or positions_sent(stage.verdicts(), 2) == [*range(10, 27)]
 
 
 def test_the_last_tree_of_an_answer_is_kept_too() -> None:
@@ -314,15 +155,6 @@ def test_what_was_read_of_a_prompt_is_kept_when_the_client_leaves() -> None:
     again = stage.submit(2, [*range(10, 30)])
     stage.step()
     assert again.cached == 16
-
-
-def test_a_head_gets_the_hidden_states_of_a_prompt_whose_answer_was_one_token() -> None:
-    stage = Stage(HEAD)
-    stage.submit(1, [*range(10, 27)], max_tokens=1)
-    stage.step()
-    again = stage.submit(2, [*range(10, 27)])
-    stage.step()
-    assert again.cached == 16 and positions_sent(stage.verdicts(), 2) == [*range(10, 27)]
 
 
 def test_a_head_gets_no_hidden_states_again_after_a_preemption() -> None:
@@ -367,31 +199,18 @@ def test_a_drafter_that_wants_other_layers_gets_none_of_the_hidden_states_kept_f
         stage.step()
         told += stage.verdicts()
     assert other.cached == 0 and positions_sent(told, 2) == [*range(10, 27)]
-
-
-def test_graphs_are_captured_when_a_drafter_says_which_layers_it_wants() -> None:
-    target: Any = Stage(HEAD).verifier.target
-    assert target.captured == [HEAD.feature_layers]
-
-
-def test_while_a_head_rests_that_drafts_alone_nobody_waits_for_it() -> None:
-    stage = Stage(Hello(feature_layers=(1,), rests=True), method="eagle3")
-    stage.price_model(1000.0)
-    request = stage.submit(1, [10, 11])
-    stage.step()
-    assert request.root_only
-    assert stage.step()[0].tokens.tolist() == [12]
+    assert stage.target.captured == [(1,), (2,)], "graphs are captured with the layers that are wanted"
 
 
 def test_a_head_that_rests_alone_is_told_of_all_its_rounds_when_it_is_woken() -> None:
     stage = Stage(Hello(feature_layers=(1,), rests=True), method="eagle3")
-    stage.submit(1, [10, 11])
+    request = stage.submit(1, [10, 11])
     stage.step()
     stage.verdicts()
     stage.price_model(1000.0)
     stage.step()
     stage.step()
-    assert not stage.verdicts()
+    assert request.root_only and not stage.verdicts(), "nobody waits for it"
     stage.price_model(0.0)
     stage.step()
     [(verdict, (path, tokens, _, _, missed, _))] = told = stage.verdicts()
@@ -447,17 +266,6 @@ def test_a_request_whose_drafts_gain_nothing_goes_on_without_and_others_with() -
     pytest.fail("it is drafted for still")
 
 
-def test_the_accepted_path_is_what_the_cache_keeps() -> None:
-    stage = Stage(Hello())
-    request = stage.submit(1, [10, 11])
-    stage.step()
-    stage.draft(request, bushy(12, 0.5, 0.5))
-    stage.step()
-    assert request.text == [10, 11, 12, 13, 14]
-    assert request.rows_kept == [0, 2] and request.cache.length == 4
-    assert stage.step()[0].tokens.tolist() == [14]
-
-
 def test_a_cancelled_request_gives_its_blocks_back_and_nobody_hears_of_it_again() -> None:
     stage = Stage(Hello())
     running, other = stage.submit(1, [10] * 20), stage.submit(2, [50])
@@ -472,34 +280,6 @@ def test_a_cancelled_request_gives_its_blocks_back_and_nobody_hears_of_it_again(
     emitted = stage.tokens(1)
     assert len(stage.step()) == 1
     assert stage.tokens(1) == emitted and stage.tokens(2) == [51, 52]
-
-
-def test_a_finished_request_gives_its_blocks_back() -> None:
-    stage = Stage()
-    stage.submit(1, [10] * 20, max_tokens=2)
-    stage.step()
-    stage.step()
-    assert stage.tokens(1) == [11, 12]
-    assert not [*stage.verifier.scheduler] and stage.target.pool.free == BLOCKS
-
-
-def test_logits_that_are_no_numbers_end_the_request_they_are_for_and_no_other() -> None:
-    stage = Stage()
-    bad, good = stage.submit(1, [10]), stage.submit(2, [50])
-    stage.step()
-    run = stage.target.run
-
-    def overflown(segments: Sequence[Segment], feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        logits, features = run(segments, feature_layers)
-        logits[0, 3] = torch.nan
-        return logits, features
-
-    stage.target.run = overflown  # type: ignore[method-assign]
-    stage.step()
-    [failed] = [parts[0] for parts in stage.control.sent if isinstance(parts[0], Failed)]
-    assert (failed.request, failed.kind) == (bad.number, "NotANumber")
-    assert "NaN" in failed.text and "position 2" in failed.text
-    assert [*stage.verifier.scheduler] == [good] and stage.tokens(2) == [51, 52]
 
 
 @pytest.mark.parametrize(("method", "heard_before"), [("pld", 1), ("sps", 0)])
@@ -536,13 +316,6 @@ def test_a_tree_that_was_there_before_its_verdict_is_a_hit_and_no_other_is() -> 
         stage.step()
     assert [round_.hit for round_ in stage.emitted()] == [False, False, True, False]
     assert stage.tokens(1) == [11, 12, 13, 14, 15]
-
-
-def test_told_to_stop_it_stops() -> None:
-    stage = Stage()
-    stage.control.inbox.append((Stop(), []))
-    stage.verifier._receive()
-    assert stage.verifier.stopping
 
 
 @pytest.mark.parametrize("blocks", [2, 3])
@@ -627,16 +400,10 @@ def test_the_front_end_hears_how_far_a_long_prompt_is_before_each_of_its_forward
     told = [(one.request, one.read, one.total, one.cached) for one in stage.progress()]
     assert told == [(1, 0, 17, 0), (1, 8, 17, 0)]
     assert [round(one.left_us / 1e6) for one in stage.progress()] == [3, 2], "a second for each forward"
-
-
-def test_a_prompt_begins_with_what_was_found_in_the_prefix_cache() -> None:
-    stage = Stage()
-    stage.submit(1, [*range(10, 27)], max_tokens=1)
-    stage.step()
     stage.verifier.scheduler.prefill_chunk = 4
     stage.submit(2, [*range(10, 32)], max_tokens=1)
     stage.step()
-    assert [(one.read, one.cached) for one in stage.progress()] == [(16, 16)]
+    assert [(one.read, one.cached) for one in stage.progress()[2:]] == [(16, 16)], "it begins with what was found"
 
 
 def test_a_prompt_of_one_forward_and_an_answer_that_is_read_again_are_no_news() -> None:

@@ -105,70 +105,48 @@ SUFFIX, HEAD = source_of("suffix"), source_of("block")
 ROW_S = 0.001
 
 
-def drafted(
-    tree: TokenTree, verified: list[int], path: list[int], tokens: list[int], of_model: bool
-) -> SimpleNamespace:
-    """What a round teaches: of a tree these nodes were verified, `path` was accepted, and `tokens` were emitted. Every
-    row takes `ROW_S`.
-    """
+@pytest.mark.parametrize(
+    ("tokens", "parents", "sources", "verified", "path", "emitted", "gained", "rows"),
+    [
+        # a model's tokens are those that retrieval alone would not have had
+        ([5, 6, 7, 8], [-1, 0, 1, 2], [0, SUFFIX, HEAD | SUFFIX, HEAD], 4, [0, 1, 2, 3], [6, 7, 8, 9], (1, 2), (1, 2)),
+        # rows that retrieval alone would have had verified in vain are the model's gain
+        ([5, 6, 7, 8, 9], [-1, 0, 0, 2, 3], [0, HEAD, *[SUFFIX] * 3], 2, [0, 1], [6, 1], (0, 1), (3, -2)),
+        # a token that retrieval alone would have had and the model kept from it is the model's loss
+        ([5, 6, 7], [-1, 0, 0], [0, HEAD, SUFFIX], 2, [0], [7], (1, -1), (1, 0)),
+        # whether nodes below the last token are right is not known
+        ([5, 7, 8, 9, 6], [-1, 0, 1, 2, 0], [0, *[SUFFIX] * 3, HEAD], 1, [0], [7], (1, -1), (1, -1)),
+        # of retrieval's own draft only what was verified counts
+        ([5, 6, 7, 8], [-1, 0, 1, 0], [0, *[SUFFIX] * 3], 2, [0, 1], [6, 7], (1, 0), (1, 0)),
+        # the third node is the grammar's, whose tokens are no drafter's gain
+        ([5, 6], [-1, 0], [0, HEAD], 3, [0, 2], [7, 8], (0, 0), (0, 1)),
+    ],
+)
+def test_a_model_gains_and_loses_what_retrieval_alone_would_not_have_had(
+    tokens: list[int],
+    parents: list[int],
+    sources: list[int],
+    verified: int,
+    path: list[int],
+    emitted: list[int],
+    gained: tuple[int, int],
+    rows: tuple[int, int],
+) -> None:
+    """Every row takes `ROW_S`; of the tree the first nodes are verified."""
     nothing: Any = None
     timer, seen = RoundTimer(Config(model="none"), nothing, nothing, nothing), SimpleNamespace()
     timer.costs = CostModel(ForwardTime({1: ROW_S, 64: 64 * ROW_S}))
-    timer._rows = len(verified)
+    timer._rows, of_model = verified, any(source & HEAD for source in sources)
+    plain = TokenTree.from_lists(tokens, parents, [1.0] * len(tokens))
+    tree = TokenTree(plain.tokens, plain.parents, plain.confidence, np.array(sources, np.uint32))
     choice = SimpleNamespace(observe=lambda kinds, costs, requests, **told: vars(seen).update(told))
     request = SimpleNamespace(choice=choice, waited_s=0.002)
-    step: Any = SimpleNamespace(
-        request=request, wanted=True, drafted=tree, draft_us=100 * of_model, kept=np.array(verified)
-    )
-    sources = [int(tree.source[node]) if node < len(tree) else GRAMMAR for node in path[1:]]
-    result: Any = SimpleNamespace(sources=[*sources, 0], tokens=tokens)
+    kept, draft_us = np.arange(verified), 100 * of_model
+    step: Any = SimpleNamespace(request=request, wanted=True, drafted=tree, draft_us=draft_us, kept=kept)
+    of_path = [int(tree.source[node]) if node < len(tree) else GRAMMAR for node in path[1:]]
+    result: Any = SimpleNamespace(sources=[*of_path, 0], tokens=emitted)
     drafts: Any = SimpleNamespace(peer=b"there", kinds=None)
     timer.observe_draft(step, result, drafts)
-    return seen
-
-
-def tree_of(tokens: list[int], parents: list[int], sources: list[int]) -> TokenTree:
-    tree = TokenTree.from_lists(tokens, parents, [1.0] * len(tokens))
-    return TokenTree(tree.tokens, tree.parents, tree.confidence, np.array(sources, np.uint32))
-
-
-def test_a_models_tokens_are_those_that_retrieval_alone_would_not_have_had() -> None:
-    tree = tree_of([5, 6, 7, 8], [-1, 0, 1, 2], [0, SUFFIX, HEAD | SUFFIX, HEAD])
-    round_ = drafted(tree, [0, 1, 2, 3], [0, 1, 2, 3], [6, 7, 8, 9], of_model=True)
-    assert (round_.by_retrieval, round_.by_model) == (1, 2)
-    assert (round_.retrieval_rows_s, round_.model_rows_s) == pytest.approx((ROW_S, 2 * ROW_S))
-    assert round_.waited_s == 0.002 and round_.model_drafted
-
-
-def test_rows_that_retrieval_alone_would_have_had_verified_in_vain_are_the_models_gain() -> None:
-    tree = tree_of([5, 6, 7, 8, 9], [-1, 0, 0, 2, 3], [0, HEAD, SUFFIX, SUFFIX, SUFFIX])
-    round_ = drafted(tree, [0, 1], [0, 1], [6, 1], of_model=True)
-    assert (round_.by_retrieval, round_.by_model) == (0, 1)
-    assert (round_.retrieval_rows_s, round_.model_rows_s) == pytest.approx((3 * ROW_S, -2 * ROW_S))
-
-
-def test_a_token_that_retrieval_alone_would_have_had_and_the_model_kept_from_it_is_the_models_loss() -> None:
-    tree = tree_of([5, 6, 7], [-1, 0, 0], [0, HEAD, SUFFIX])
-    round_ = drafted(tree, [0, 1], [0], [7], of_model=True)
-    assert (round_.by_retrieval, round_.by_model) == (1, -1)
-
-
-def test_nodes_below_the_last_token_are_neither_gain_nor_loss_since_nobody_knows_whether_they_are_right() -> None:
-    tree = tree_of([5, 7, 8, 9], [-1, 0, 1, 2], [0, SUFFIX, SUFFIX, SUFFIX])
-    round_ = drafted(tree, [0], [0], [7], of_model=True)
-    assert (round_.by_retrieval, round_.by_model) == (1, -1)
-    assert (round_.retrieval_rows_s, round_.model_rows_s) == pytest.approx((ROW_S, -ROW_S))
-
-
-def test_of_retrievals_own_draft_only_what_was_verified_counts() -> None:
-    tree = tree_of([5, 6, 7, 8], [-1, 0, 1, 0], [0, SUFFIX, SUFFIX, SUFFIX])
-    round_ = drafted(tree, [0, 1], [0, 1], [6, 7], of_model=False)
-    assert (round_.by_retrieval, round_.by_model) == (1, 0)
-    assert (round_.retrieval_rows_s, round_.model_rows_s) == pytest.approx((ROW_S, 0))
-
-
-def test_tokens_that_the_grammar_implies_are_no_drafters_gain() -> None:
-    tree = tree_of([5, 6], [-1, 0], [0, HEAD])
-    round_ = drafted(tree, [0, 1, 2], [0, 2], [7, 8], of_model=True)  # the third node is the grammar's
-    assert (round_.by_retrieval, round_.by_model) == (0, 0)
-    assert round_.model_rows_s == pytest.approx(ROW_S)
+    assert (seen.by_retrieval, seen.by_model) == gained
+    assert (seen.retrieval_rows_s / ROW_S, seen.model_rows_s / ROW_S) == pytest.approx(rows, abs=1e-9)
+    assert seen.waited_s == 0.002 and seen.model_drafted == of_model
