@@ -100,29 +100,24 @@ def test_answers_that_can_be_kept_nowhere_or_are_damaged_are_one_line(trained: T
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        ("", "holds 0 prompts"),
-        ("hello\n", "line 1 is not a JSON object"),
-        ('{"prompt": "w5"}\n{"text": "w6"}\n', "line 2 is not a JSON object"),
-        ('{"prompt": 5}\n', "line 1 is not a JSON object .*Expected str, got int"),
-        ('{"prompt": "\\ud800"}\n', "line 1 is not a JSON object"),
+        ("x.jsonl", "", "holds 0 prompts"),
+        ("x.jsonl", "hello\n", "line 1 is not a JSON object"),
+        ("x.jsonl", '{"prompt": "w5"}\n{"text": "w6"}\n', "line 2 is not a JSON object"),
+        ("x.jsonl", '{"prompt": 5}\n', "line 1 is not a JSON object .*Expected str, got int"),
+        ("x.jsonl", '{"prompt": "\\ud800"}\n', "line 1 is not a JSON object"),
+        ("x.xz", "no archive", "cannot be read"),
+        ("nowhere/x.jsonl", None, "cannot be read"),
     ],
 )
 def test_a_file_that_is_no_training_data_is_refused(
-    content: str, message: str, trained: Training, tmp_path: Path
+    name: str, content: str | None, message: str, trained: Training, tmp_path: Path
 ) -> None:
-    file = tmp_path / "data.jsonl"
-    file.write_text(content)
+    if content is not None:
+        (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=message):
-        trained("medusa", prompts=file)
-
-
-def test_a_missing_file_and_a_broken_archive_are_refused(trained: Training, tmp_path: Path) -> None:
-    (tmp_path / "x.xz").write_bytes(b"no archive")
-    for name in ("nowhere.jsonl", "x.xz"):
-        with pytest.raises(ConfigError, match="cannot be read"):
-            trained("medusa", prompts=tmp_path / name)
+        trained("medusa", prompts=tmp_path / name)
 
 
 def test_a_target_without_the_wanted_layers_is_refused_before_work_starts(
