@@ -84,13 +84,6 @@ def test_a_tree_is_well_formed_and_never_over_budget(policy: Policy, head: tuple
 
 
 @given(policies, heads)
-def test_the_same_head_gives_the_same_tree(policy: Policy, head: tuple[int, int, float]) -> None:
-    one, two = grow(policy, 7, RandomHead(*head)), grow(policy, 7, RandomHead(*head))
-    assert (one.tokens == two.tokens).all() and (one.parents == two.parents).all()
-    assert (one.confidence == two.confidence).all()
-
-
-@given(policies, heads)
 def test_a_policy_expands_each_node_once_after_its_parent_and_within_its_promise(
     policy: Policy, head: tuple[int, int, float]
 ) -> None:
