@@ -177,22 +177,18 @@ def test_a_head_drafts_the_tokens_that_it_reads(folders: dict[str, Path], model:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_texts_that_the_models_own_head_drafts_are_those_of_plain_decoding(
-    folders: dict[str, Path], kind: str, temperature: float
+    folders: dict[str, Path], kind: str
 ) -> None:
     asked = [
         (prompt, SamplingParams(max_tokens=24, temperature=temperature, seed=seed))
         for seed, prompt in enumerate(PROMPTS)
+        for temperature in (0.0, 1.0)
     ]
     texts = {}
-    for name, options in {
-        "none": {},
-        "mtp": {"verifier.cut": False},
-        "hybrid": {"verifier.cut": False},
-        "pld": {},
-    }.items():
-        options |= {"method": name, "drafter.path": None, "transport": "inproc", "verifier.kv_memory": 1 << 24}
+    for name in ("none", "mtp", "hybrid", "pld"):
+        options = {"method": name, "drafter.path": None, "transport": "inproc", "verifier.kv_memory": 1 << 24}
+        options |= {"verifier.cut": False} if name in ("mtp", "hybrid") else {}
         async with tiny_engine(str(folders[kind]), "", **options) as engine:
             results = [await engine.generate(*one) for one in asked]
             assert engine.target.head == ("mtp" if name in ("mtp", "hybrid") else "")
@@ -231,24 +227,20 @@ def test_a_file_without_a_head_is_refused_with_the_field(folders: dict[str, Path
         read_mtp(str(folders["gguf"]), str(tmp_path), 100)
 
 
-def test_a_head_of_another_model_is_refused_with_both_sizes(folders: dict[str, Path], tmp_path: Path) -> None:
-    for changes, problem in (
-        ({"hidden_size": 32}, "drafter hidden size 32 != target hidden size 64"),
-        ({"vocab_size": 288}, "drafter vocabulary 288 != target vocabulary 262"),
-    ):
-        other = random_model(FAMILY, **changes)
-        file = tmp_path / f"{problem[:12]}.gguf"
-        write_family(file, FAMILY, other, Kind.F32, draft_head(other))
-        with pytest.raises(DrafterMismatch, match=rf"{problem} \(drafter.path="):
-            read_mtp(str(folders["gguf"]), str(file), 100)
-
-
-def test_several_predicted_layers_are_refused_with_the_field(
-    folders: dict[str, Path], tmp_path: Path, model: Any
+@pytest.mark.parametrize(
+    ("changes", "metadata", "problem"),
+    [
+        ({"hidden_size": 32}, {}, r"drafter hidden size 32 != target hidden size 64 \(drafter.path="),
+        ({"vocab_size": 288}, {}, r"drafter vocabulary 288 != target vocabulary 262 \(drafter.path="),
+        ({}, {"nextn_predict_layers": 2}, r"qwen35.nextn_predict_layers is 2, and a head of 1"),
+    ],
+)
+def test_a_head_of_another_model_or_of_several_layers_is_refused_with_the_field(
+    changes: dict[str, int], metadata: dict[str, int], problem: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    file = tmp_path / "x.gguf"
-    write_family(file, FAMILY, model, Kind.F32, draft_head(model), {"nextn_predict_layers": 2})
-    with pytest.raises(DrafterMismatch, match=r"qwen35.nextn_predict_layers is 2, and a head of 1"):
+    other, file = random_model(FAMILY, **changes), tmp_path / "x.gguf"
+    write_family(file, FAMILY, other, Kind.F32, draft_head(other), metadata)
+    with pytest.raises(DrafterMismatch, match=problem):
         read_mtp(str(folders["gguf"]), str(file), 100)
 
 

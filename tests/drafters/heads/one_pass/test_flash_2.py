@@ -75,9 +75,7 @@ def convolved(x: Tensor, of_row: Tensor, base: Tensor, group: int) -> Tensor:
     return out
 
 
-def mixer(
-    config: dict[str, Any], weights: dict[str, Tensor]
-) -> Callable[[str, Tensor], Callable[[int, Tensor], Tensor]]:
+def mixer(config: dict[str, Any], weights: dict[str, Tensor]) -> Callable[[str, Tensor], Mix]:
     """Return the convolutions of a layer's part, as `plain_states` applies them."""
     taps, group = (config["dflash_config"][key] for key in ("conv_kernel_size", "conv_group_size"))
 
