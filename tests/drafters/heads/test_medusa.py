@@ -156,12 +156,6 @@ def test_hydra_files_with_dropout_places_in_their_names_are_read(tmp_path: Path,
     torch.testing.assert_close(one.towers[1](first, second), two.towers[1](first, second))
 
 
-def test_hydra_drafts_a_tree_as_deep_as_it_has_heads(tmp_path: Path, target: TargetWeights) -> None:
-    tree = drafter(hydra(tmp_path, target), Static(MEDUSA_63)).propose(1)
-    tree.validate(VOCAB)
-    assert tree.depths.max() == COUNT
-
-
 @pytest.mark.parametrize(
     ("build", "tensors", "name"),
     [(medusa, MEDUSA, "1.1.weight"), (hydra, HYDRA, "hydra_mlp.1.0.res_connection.weight")],

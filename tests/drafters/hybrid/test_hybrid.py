@@ -44,26 +44,14 @@ def drafter(tmp_path: Path, target: TargetWeights) -> HybridDrafter:
     return hybrid(tmp_path, target)
 
 
-def test_its_tree_holds_what_the_head_and_what_the_text_suggest(drafter: HybridDrafter) -> None:
+def test_its_tree_holds_what_the_head_and_what_the_text_suggest_and_names_the_source(drafter: HybridDrafter) -> None:
     tree = drafter.propose(1).validate(VOCAB)
-    model = drafter.head.propose(1)
-    assert tree.child(0, 8) is not None  # what followed 5 6 7 in the text
+    model, suffix = drafter.head.propose(1), source_of("suffix")
+    retrieved = tree.child(0, 8)  # what followed 5 6 7 in the text
+    assert retrieved is not None and tree.source[retrieved] & suffix
+    assert [child for child in tree.children(retrieved) if not tree.source[child] & suffix]  # the head drafts on
     assert tree.child(0, int(model.tokens[1])) is not None  # the head's first guess
-    assert len(tree) <= 24
-
-
-def test_the_head_drafts_on_below_a_retrieved_node(drafter: HybridDrafter) -> None:
-    tree = drafter.propose(1)
-    retrieved = tree.child(0, 8)
-    assert retrieved is not None
-    continued = [child for child in tree.children(retrieved) if not tree.source[child] & source_of("suffix")]
-    assert continued
-
-
-def test_a_node_of_the_index_is_marked_as_such(drafter: HybridDrafter) -> None:
-    tree = drafter.propose(1)
-    assert tree.source[0] == 0 and tree.source[tree.child(0, 8)] & source_of("suffix")
-    assert (tree.source[1:] > 0).all()
+    assert len(tree) <= 24 and tree.source[0] == 0 and (tree.source[1:] > 0).all()
 
 
 def test_before_the_first_features_retrieval_drafts_alone(tmp_path: Path, target: TargetWeights) -> None:
