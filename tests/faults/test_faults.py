@@ -55,6 +55,10 @@ def pid_of(engine: Engine, role: str) -> int:
     return int(worker.pid)  # type: ignore[attr-defined]
 
 
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
 async def until(true: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not true():
@@ -165,7 +169,7 @@ async def test_a_worker_that_hangs_while_loading_is_killed_when_the_start_has_fa
     with pytest.raises(WorkerDied, match=r"start_timeout_s=1: the workers were not ready in time"):
         await asyncio.wait_for(Engine.start({"model": tiny}, method="pld", mode="async", start_timeout_s=1), 120)
     assert len(pids) == 2
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)  # noqa: ASYNC240
+    assert not any(is_running(pid) for pid in pids)
 
 
 SCRIPT = """
@@ -209,7 +213,7 @@ async def test_however_the_front_end_ends_no_process_and_no_file_is_left(
     finally:
         script.kill()
         script.stdout.close()
-    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), 20)
+    await until(lambda: not any(is_running(pid) for pid in workers), 20)
     await until(lambda: not list(tmp_path.glob("talon-*")), 10)
 
 
