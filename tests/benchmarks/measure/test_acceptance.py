@@ -157,14 +157,11 @@ def test_what_is_no_method_that_drafts_is_refused_with_the_heads_there_are(name:
         ways(["pld", name])
 
 
-def test_a_method_that_reads_the_targets_likeliest_tokens_is_refused() -> None:
+def test_what_cannot_be_replayed_and_a_head_without_weights_are_refused_before_the_target_answers() -> None:
     with pytest.raises(ConfigError, match="--methods: 'recycling' reads the target's likeliest tokens"):
         layers_read(ways(["pld", "recycling"]), load({"model": "any"}))
-
-
-def test_a_head_without_weights_is_refused_before_the_target_answers(tmp_path: Path) -> None:
     with pytest.raises((ConfigError, ModelError), match="drafter"):
-        layers_read(ways(["eagle3"]), load({"model": "any", "drafter": {"path": str(tmp_path / "gone")}}))
+        layers_read(ways(["eagle3"]), load({"model": "any", "drafter": {"path": "/gone"}}))
 
 
 def test_tables_and_picture_name_every_head_and_suite(tmp_path: Path) -> None:
