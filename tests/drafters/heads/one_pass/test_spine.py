@@ -130,22 +130,17 @@ def test_a_tree_follows_the_second_scores_of_the_published_arithmetic(
 
 
 @torch.inference_mode()
-def test_behind_its_own_predecessor_a_row_keeps_its_scores(tmp_path: Path, target: TargetWeights) -> None:
+def test_behind_its_own_predecessor_a_row_keeps_its_scores_and_another_has_second_ones_to_learn_from(
+    tmp_path: Path, target: TargetWeights
+) -> None:
     head = spine(tmp_path, target)
     session, node = begun(head, [])
-    seen = session.rank(Ranking(SamplingParams(), head.target_ids, TOP_K), [node], None, [])
+    ranking = Ranking(SamplingParams(), head.target_ids, TOP_K)
+    seen = session.rank(ranking, [node], None, [])
     expected = session.blocks[0].forward.outputs.logits[0].softmax(-1).topk(TOP_K)
     assert seen.tokens[0] == expected.indices.tolist()
     torch.testing.assert_close(torch.tensor(seen.prob[0]), expected.values, atol=1e-5, rtol=1e-3)
     torch.testing.assert_close(session.root_logits()[0].softmax(-1).topk(TOP_K).values, expected.values)
-
-
-@torch.inference_mode()
-def test_what_the_head_learns_from_has_the_second_scores_too(tmp_path: Path, target: TargetWeights) -> None:
-    head = spine(tmp_path, target)
-    session, node = begun(head, [])
-    ranking = Ranking(SamplingParams(), head.target_ids, TOP_K)
-    session.rank(ranking, [node], None, [])
     [node], _ = session.extend([node], [17])
     seen, forward = session.rank(ranking, [node], None, []), session.blocks[0].forward
     linked = forward.linked(head, RowQuery(1, 17))[0]
