@@ -28,9 +28,9 @@ from engine.kernels.gemm.product import multiplies
 from engine.model.runner import bfloat16_bits
 from engine.weights.gguf.describe_process import describe
 from engine.weights.gguf.file import read_gguf
-from engine.weights.gguf.source import GgufSource
 from engine.weights.resolve import with_own
 from tests.conftest import tiny_tokenizer
+from tests.drafters.heads.layouts.head_gguf import write_described
 from tests.engine.tiny_engine import PROMPTS, tiny_engine
 from tests.engine.weights.family_gguf import draft_head, random_model, write_family
 
@@ -46,22 +46,18 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, model: Any) -> dict[str, Path]:
     """The model with its head: a checkpoint, and a GGUF file that is described."""
-    made = {kind: tmp_path_factory.mktemp(kind) for kind in ("safetensors", "gguf")}
+    return stored(tmp_path_factory.mktemp("stored"), FAMILY, model)
+
+
+def stored(folder: Path, family: str, model: Any) -> dict[str, Path]:
+    made = {kind: folder / kind for kind in ("safetensors", "gguf")}
     model.save_pretrained(made["safetensors"])
     tiny_tokenizer().save_pretrained(made["safetensors"])
     file = made["safetensors"] / "model.safetensors"
     save_file(load_file(file) | draft_head(model), file, metadata={"format": "pt"})
-    write_file(made["gguf"], model)
+    made["gguf"].mkdir()
+    write_described(made["gguf"], family, model, head=draft_head(model))
     return made
-
-
-def write_file(folder: Path, model: Any, family: str = FAMILY, **options: Any) -> Path:
-    """A described GGUF file of the model with its head."""
-    options = {"head": draft_head(model)} | options
-    write_family(folder / "x.gguf", family, model, Kind.Q8_0, **options)
-    describe(read_gguf(folder / "x.gguf", "model=x"), folder, family, "")
-    GgufSource.of(folder / "x.gguf", "x.gguf").write(folder)
-    return folder / "x.gguf"
 
 
 @pytest.fixture(autouse=True)
@@ -114,23 +110,11 @@ def check_chain(folder: str, model: Any) -> None:
         found, node = both[1], nodes[1]
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
-def test_a_chain_and_its_siblings_get_the_logits_of_the_layer_in_transformers(
-    folders: dict[str, Path], model: Any, kind: str
-) -> None:
-    check_chain(str(folders[kind]), model)
-
-
-@pytest.mark.parametrize("family", ["qwen3.5 with experts", "qwen3-next"])
-def test_a_head_with_experts_gets_the_logits_of_the_layer_in_transformers(tmp_path: Path, family: str) -> None:
-    model, file = random_model(family), tmp_path / "stored" / "model.safetensors"
-    model.save_pretrained(tmp_path / "stored")
-    tiny_tokenizer().save_pretrained(tmp_path / "stored")
-    save_file(load_file(file) | draft_head(model), file, metadata={"format": "pt"})
-    check_chain(str(file.parent), model)
-    (tmp_path / "gguf").mkdir()
-    write_file(tmp_path / "gguf", model, family)
-    check_chain(str(tmp_path / "gguf"), model)
+@pytest.mark.parametrize("family", [FAMILY, "qwen3.5 with experts", "qwen3-next"])
+def test_a_chain_and_its_siblings_get_the_logits_of_the_layer_in_transformers(tmp_path: Path, family: str) -> None:
+    model = random_model(family)
+    for folder in stored(tmp_path, family, model).values():
+        check_chain(str(folder), model)
 
 
 def test_the_drafted_vocabulary_is_trimmed_to_the_lowest_ids_and_the_ends(folders: dict[str, Path]) -> None:
@@ -218,7 +202,7 @@ def test_a_head_alone_in_a_file_is_named_as_path(folders: dict[str, Path], tmp_p
 
 
 def test_a_file_without_a_head_is_refused_with_the_field(folders: dict[str, Path], tmp_path: Path, model: Any) -> None:
-    file = write_file(tmp_path, model, head={})
+    file = write_described(tmp_path, FAMILY, model)
     with pytest.raises(ModelError, match=r"drafter.path=.*x.gguf: holds no draft head \(qwen35.nextn_predict_layers"):
         read_mtp(str(folders["gguf"]), str(file), 100)
     shutil.copy(folders["gguf"] / "config.json", tmp_path / "config.json")

@@ -27,7 +27,8 @@ from engine.kernels.gemm.product import multiplies
 from engine.model.target import Target
 from engine.verifier.request import Request
 from engine.weights.resolve import with_own
-from tests.drafters.heads.assistant.tiny_assistant import WINDOW, random_assistant, save, write_assistant, write_target
+from tests.drafters.heads.assistant.tiny_assistant import WINDOW, random_assistant, save, write_assistant
+from tests.drafters.heads.layouts.head_gguf import write_described
 from tests.engine.test_exact import build
 from tests.engine.tiny_engine import PROMPTS, tiny_engine
 from tests.engine.weights.family_gguf import random_model
@@ -55,7 +56,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory, model: Any, assistant: Any
     stored, files = tmp_path_factory.mktemp("stored"), tmp_path_factory.mktemp("files")
     return {
         "safetensors": (save(model, stored / "model"), save(assistant, stored / "model-assistant")),
-        "gguf": (write_target(files, model), write_assistant(files / "x-assistant.gguf", assistant)),
+        "gguf": (
+            write_described(files, "gemma4", model).parent,
+            write_assistant(files / "x-assistant.gguf", assistant),
+        ),
     }
 
 
@@ -258,7 +262,7 @@ def test_an_assistant_beside_its_model_is_taken_by_itself(folders: dict[str, tup
 
 
 def test_a_file_beside_that_is_for_another_model_is_passed_over(tmp_path: Path, model: Any, assistant: Any) -> None:
-    write_target(tmp_path, model)
+    write_described(tmp_path, "gemma4", model)
     write_assistant(tmp_path / "a.gguf", assistant, changes={"embedding_length_out": 128})
     (tmp_path / "b.gguf").write_bytes(b"GGUF")
     assert with_own(load({"model": str(tmp_path), "method": "hybrid"})).drafter.path is None
