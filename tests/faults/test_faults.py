@@ -143,7 +143,7 @@ async def test_an_engine_that_was_frozen_as_a_whole_goes_on_with_its_workers(tin
         await asyncio.sleep(0.3)
         for pid in before:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(3)  # noqa: ASYNC251 - the front end is frozen as well
+        time.sleep(2.2)  # noqa: ASYNC251 - the front end is frozen as well
         await asyncio.sleep(0.3)
         for pid in before:
             os.kill(pid, signal.SIGCONT)

@@ -54,7 +54,7 @@ def check_all_equal(results: list[Result], expected: list[Result]) -> None:
 async def test_a_new_verifier_goes_on_with_grammar_penalties_and_log_probabilities(
     tiny: str, expected: list[Result]
 ) -> None:
-    slow = {"verifier.simulated_latency_ms": 60}
+    slow = {"verifier.simulated_latency_ms": 20}
     async with await Engine.start({"model": tiny}, method="suffix", **THREADS, **slow) as engine:
         task = asyncio.create_task(all_of(engine))
         await until(lambda: len(engine._inflight) == 3 and all(len(f.answer) > 5 for f in engine._inflight.values()))
@@ -70,7 +70,7 @@ async def test_a_request_that_is_preempted_goes_on_with_all_it_has_said(
     preempted = []
     preempt = Request.preempt
     monkeypatch.setattr(Request, "preempt", lambda self: (preempted.append(self.number), preempt(self)))
-    room = {"verifier.kv_memory": 16 * BLOCK_BYTES, "verifier.simulated_latency_ms": 20}  # for little more than one
+    room = {"verifier.kv_memory": 16 * BLOCK_BYTES, "verifier.simulated_latency_ms": 5}  # for little more than one
     async with await Engine.start({"model": tiny}, **options | room) as engine:
         check_all_equal(await all_of(engine), expected)
     assert preempted
