@@ -29,7 +29,7 @@ def test_a_line_may_hold_a_prompt_and_no_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        *((junk, "") for junk in (b"\xff\xfe\n", b"\x00\n", b"not json\n", b"{}\n", b"[" * 100_000)),
+        *((junk, "") for junk in (b"\xff\xfe\n", b"{}\n", b"[" * 100_000)),
         *(
             (json.dumps(ROW | {"turns": turns}).encode(), "is no question .*turns")
             for turns in ("Hello", [], [1], None, [["a"]], {"a": 1})
