@@ -206,7 +206,7 @@ def logits_of(head: Head, steps: int) -> Tensor:
         ((nodes, logits),) = head.extend([(session, nodes, tokens)])
         assert logits is not None
         found.append(logits.float().clone())
-        nodes = [nodes[2], nodes[0]]
+        nodes = [nodes[-1], nodes[0]]
     return torch.cat(found)
 
 

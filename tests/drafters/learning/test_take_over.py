@@ -51,7 +51,7 @@ async def ask(engine: Engine, start: int, owner: str | None) -> tuple[list[int],
 async def test_no_text_changes_while_a_head_takes_over(
     head: Path, walker: str, tmp_path: Path, mode: str, transport: str
 ) -> None:
-    heads, starts = tmp_path / "heads", [*range(1, 240, 40)]
+    heads, starts = tmp_path / "heads", [1, 81, 161]
     enough = len(starts) * TOKENS / 4 if mode == "sequential" else 4  # on a busy machine drafts ahead come late
     settings: dict[str, Any] = {"model": walker, "verifier.threads": 1, "verifier.cut": False}
     learning = {"method": "hybrid", "mode": mode, "drafter.head": METHOD, "drafter.learned": str(heads)}
