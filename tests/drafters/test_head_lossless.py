@@ -95,7 +95,7 @@ def test_shared_noise_makes_even_an_untrained_head_agree_with_more_draws(
     build: Callable[[Path, TargetWeights], Head], model: Target, target: TargetWeights, tmp_path: Path
 ) -> None:
     """At a high temperature the noise decides, and the head knows the noise."""
-    params = SamplingParams(temperature=25.0, seed=4, max_tokens=60)
+    params = SamplingParams(temperature=25.0, seed=4, max_tokens=40)
     head = build(tmp_path, target)
     with_noise = decode(model, params, HeadDrafter(head, Adaptive(budget=12, top_k=4)))
     without = decode(model, params, HeadDrafter(head, Adaptive(budget=12, top_k=4), shared_noise=False))
