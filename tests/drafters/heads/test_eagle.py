@@ -207,14 +207,14 @@ def test_a_head_for_another_target_is_refused(name: str, key: str, tmp_path: Pat
         load(path, target)
 
 
-def test_vocabulary_maps_that_disagree_are_refused(tmp_path: Path, target: TargetWeights) -> None:
+def test_vocabulary_maps_that_disagree_are_refused_and_a_pickle_with_code_in_it_is_not_run(
+    tmp_path: Path, target: TargetWeights
+) -> None:
     tensors = EAGLE3 | {"t2d": torch.ones(VOCAB, dtype=torch.bool)}
     path = write_checkpoint(tmp_path, "model.safetensors", LLAMA | {"draft_vocab_size": DRAFT_VOCAB}, tensors)
     with pytest.raises(ModelError, match="d2t and t2d"):
         Eagle3Head.load(path, target)
-
-
-def test_a_pickle_with_code_in_it_is_not_run(tmp_path: Path, target: TargetWeights) -> None:
-    path = write_checkpoint(tmp_path, "pytorch_model.bin", LLAMA, {"fc.weight": Path("x")})  # type: ignore[dict-item]
+    code = {"fc.weight": Path("x")}
+    path = write_checkpoint(tmp_path / "code", "pytorch_model.bin", LLAMA, code)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="convert it to safetensors"):
         EagleHead.load(path, target)

@@ -150,16 +150,6 @@ def test_tokens_of_a_text_are_drafted_from_then_on_in_place_of_those_seen_longes
     assert whole.own.target_ids.tolist() == [*range(262)]
 
 
-def test_a_head_drafts_the_tokens_that_it_reads(folders: dict[str, Path], model: Any) -> None:
-    folder = str(folders["gguf"])
-    head = MtpHead(read_mtp(folder, folder, 100), model.config.num_hidden_layers)
-    session = head.open([0], 64, 32)
-    session.commit(0, torch.randn(2, 1, 64).to(torch.bfloat16), [5, 240])
-    assert 240 not in head.target_ids.tolist()
-    session.root()
-    assert 240 in head.target_ids.tolist()
-
-
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
 async def test_texts_that_the_models_own_head_drafts_are_those_of_plain_decoding(
     folders: dict[str, Path], kind: str
@@ -228,12 +218,19 @@ def test_a_head_of_another_model_or_of_several_layers_is_refused_with_the_field(
         read_mtp(str(folders["gguf"]), str(file), 100)
 
 
-def test_features_are_read_once_when_a_verdict_brings_them(folders: dict[str, Path], model: Any) -> None:
+def test_features_are_read_once_when_a_verdict_brings_them_and_their_tokens_are_drafted(
+    folders: dict[str, Path],
+) -> None:
     folder = str(folders["gguf"])
-    drafter = MtpHead.from_config(load({"model": folder, "method": "mtp", "drafter": {"path": None}}))
+    drafter = MtpHead.from_config(
+        load({"model": folder, "method": "mtp", "drafter": {"path": None, "vocabulary": 100}})
+    )
+    head = drafter.head
+    assert isinstance(head, MtpHead) and 240 not in head.target_ids.tolist()
     drafter.start(1, [1, 2, 3], SamplingParams(max_tokens=8))
     features = bfloat16_bits(torch.randn(3, 1, 64))
-    drafter.observe(1, Verdict(TokenTree.root_only(3), [0], [4], features))
+    drafter.observe(1, Verdict(TokenTree.root_only(3), [0], [240], features))
     assert drafter.count_unread(1) == 3
     tree = drafter.propose(1)
     assert len(tree) > 1 and drafter.count_unread(1) == 0 and np.all(tree.tokens < 262)
+    assert 240 in head.target_ids.tolist()
