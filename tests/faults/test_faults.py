@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -149,6 +150,18 @@ async def test_an_engine_that_was_frozen_as_a_whole_goes_on_with_its_workers(tin
             os.kill(pid, signal.SIGCONT)
         await asyncio.sleep(1)
         assert [pid_of(engine, role) for role in ("verifier", "drafter")] == before
+
+
+async def test_a_wall_clock_that_jumps_changes_nothing(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = await expected_text(tiny)
+    now, jumps = time.time, itertools.cycle([-1e7, 0, 1e7])
+    monkeypatch.setattr(time, "time", lambda: now() + next(jumps))  # the workers are threads here: it is theirs too
+    async with await Engine.start(
+        {"model": tiny}, method="pld", mode="async", transport="inproc", **THREADS, **{"verifier.cut": False}
+    ) as engine:
+        await drafts_arrive(engine, expected)
+        await asyncio.sleep(0.2)
+        assert engine._ready["drafter"].is_set()  # nobody was taken for silent
 
 
 async def test_a_worker_that_hangs_while_loading_is_killed_when_the_start_has_failed(

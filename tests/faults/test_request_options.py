@@ -15,10 +15,11 @@ import pytest
 from engine import Engine, Grammar, SamplingParams
 from engine.answer import Result
 from engine.core.errors import RequestError, RequestFailed
+from engine.model.target import Target
 from engine.sampling.matcher import Matcher, Matchers
 from engine.verifier.request import Request
 from tests.conftest import save_tiny_llama
-from tests.faults.test_batching import BLOCK_BYTES
+from tests.faults.test_batching import block_bytes
 from tests.faults.test_faults import PROMPT, THREADS, pid_of, replaced, until
 
 REGEX = Grammar(regex="([a-z]{2,9} )+[.]")
@@ -70,7 +71,8 @@ async def test_a_request_that_is_preempted_goes_on_with_all_it_has_said(
     preempted = []
     preempt = Request.preempt
     monkeypatch.setattr(Request, "preempt", lambda self: (preempted.append(self.number), preempt(self)))
-    room = {"verifier.kv_memory": 16 * BLOCK_BYTES, "verifier.simulated_latency_ms": 5}  # for little more than one
+    small = 16 * block_bytes(Target.load(tiny))  # for little more than one
+    room = {"verifier.kv_memory": small, "verifier.simulated_latency_ms": 5}
     async with await Engine.start({"model": tiny}, **options | room) as engine:
         check_all_equal(await all_of(engine), expected)
     assert preempted
