@@ -163,14 +163,14 @@ async def test_a_request_that_fits_with_plain_decoding_fits_with_drafts(
 ) -> None:
     """A tree may not decide whether a request has room. One that never fits is refused at once."""
     prompt = [7, 8, 9] * 20
-    sampling = SamplingParams(max_tokens=10 * 16 - len(prompt), ignore_eos=True)
+    sampling = SamplingParams(max_tokens=11 * 16 - len(prompt), ignore_eos=True)
     target = Target.load(tiny)
     expected = alone(target, prompt, sampling)
-    options = THREADS | {"verifier.kv_memory": 10 * block_bytes(target), "verifier.cut": False}
+    options = THREADS | {"verifier.kv_memory": 11 * block_bytes(target), "verifier.cut": False}
     async with await Engine.start({"model": tiny}, method="suffix", transport="inproc", **options) as engine:
         assert (await engine.generate(prompt, sampling)).token_ids == expected
-        assert "verifier.kv_memory has room for 160 of the context's" in capfd.readouterr().err
-        with pytest.raises(RequestError, match=r"leave no room for an answer: .* maximum context length is 160"):
+        assert "verifier.kv_memory has room for 176 of the context's" in capfd.readouterr().err
+        with pytest.raises(RequestError, match=r"leave no room for an answer: .* maximum context length is 176"):
             await engine.generate([5] * 200, sampling)
         assert (await engine.generate(prompt, sampling)).token_ids == expected
 
