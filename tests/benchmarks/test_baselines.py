@@ -39,10 +39,13 @@ def state(process: int) -> str | None:
     return status.read_text().partition("State:\t")[2][0] if status.exists() else None
 
 
-async def test_an_engine_answers_all_prompts_and_what_else_it_prints_is_passed_over() -> None:
+async def test_an_engine_answers_all_prompts_what_else_it_prints_is_passed_over_and_it_leaves_nothing_behind() -> None:
     process = await Process.start(engine("echo"))
     assert await process.answer([[1, 2], [3]], 5, 2) == (2.0, [5, 5])
+    number = process._process.pid
+    assert state(number) is not None
     await process.stop()
+    assert state(number) is None
 
 
 async def test_an_engine_that_cannot_start_is_named() -> None:
@@ -92,14 +95,6 @@ async def test_the_first_answer_of_an_engine_which_compiles_is_not_measured(tmp_
     found, _ = await compared([engine("one", noting)], [1], [[1], [2]])
     assert (tmp_path / "asked").read_text().split() == ["[9]", "[1]"] * 2
     assert [turn.repeat for turn in found] == [0, 1]
-
-
-async def test_an_engine_leaves_nothing_behind() -> None:
-    process = await Process.start(engine("echo"))
-    number = process._process.pid
-    assert state(number) is not None
-    await process.stop()
-    assert state(number) is None
 
 
 async def test_an_engine_is_alone_in_memory_in_its_turn(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of torch bring it, or pip install triton")
 
 Record = dict[str, Any]
-LAYERS = 8  # not 32, each of which takes the same to trace
+LAYERS = 6  # not 32, each of which takes the same to trace
 HEADS = ("eagle3", "eagle", "block", "medusa", "hydra")
 
 
@@ -47,19 +47,20 @@ def test_a_lean_layer_is_ten_kernels(records: list[Record]) -> None:
     assert target["kernels"] < 10 * LAYERS + 10
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_more_requests_take_no_more_launches_or_waits_of_a_draft_step(head: str, records: list[Record]) -> None:
-    one, *more = of(records, f"{head}, T=0")
+@pytest.mark.parametrize("check", [*(f"{head}, T=0" for head in HEADS), "eagle3, T=1"])
+def test_a_round_of_many_requests_waits_as_often_as_of_one_and_takes_hardly_more_launches(
+    check: str, records: list[Record]
+) -> None:
+    """The rows of several requests are joined once a draft step; keys and values are moved for all of them at once."""
+    one, *more = of(records, check)
+    assert one["waits"]["forward"] + one["waits"]["draws"] + one["waits"]["told"] == 1, "all comes in one receipt"
     for record in more:
+        assert sum(record["waits"].values()) == sum(one["waits"].values())
         assert record["a_draft_step"]["waits"] <= one["a_draft_step"]["waits"]
         assert record["a_draft_step"]["launches"] <= one["a_draft_step"]["launches"] + 1
-
-
-@pytest.mark.parametrize("check", [*(f"{head}, T=0" for head in HEADS), "eagle3, T=1"])
-def test_a_round_waits_a_few_times_and_as_often_for_many_requests_as_for_one(check: str, records: list[Record]) -> None:
-    one, *more = of(records, check)
-    assert {sum(record["waits"].values()) for record in more} == {sum(one["waits"].values())}
-    assert one["waits"]["forward"] + one["waits"]["draws"] + one["waits"]["told"] == 1, "all comes in one receipt"
+        assert record["launches"] <= one["launches"] + one["draft_steps"] + 3
+    if check.startswith("eagle3"):  # whose trees grow on the device
+        assert all(record["draft_steps"] == 8 and record["waits"]["draft"] == 1 for record in (one, *more))
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -68,15 +69,8 @@ def test_a_plain_round_is_launched_before_the_one_before_it_is_read_and_waits_on
 ) -> None:
     """The first would be an error; among the rounds that are counted, each request fills a block."""
     one, *more = of(records, f"plain, T={temperature}")
-    for record in (one, *more):
-        assert record["waits"] == {"draft": 0, "receipt": 1}
-        assert record["launches"] <= one["launches"] + 2
-
-
-@pytest.mark.parametrize("check", ["eagle3, T=0", "eagle3, T=1"])
-def test_a_tree_that_grows_on_the_device_takes_one_wait(check: str, records: list[Record]) -> None:
-    for record in of(records, check):
-        assert record["draft_steps"] == 8 and record["waits"]["draft"] == 1
+    assert all(record["waits"] == {"draft": 0, "receipt": 1} for record in (one, *more))
+    assert max(record["launches"] for record in more) <= one["launches"] + 2
 
 
 def test_a_table_shows_all_rounds(records: list[Record]) -> None:
@@ -86,22 +80,12 @@ def test_a_table_shows_all_rounds(records: list[Record]) -> None:
     assert len(rows) == sum("waits" in record for record in records) == 3 * (len(HEADS) + 4) + 2
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_a_round_of_many_requests_takes_hardly_more_launches_than_of_one(head: str, records: list[Record]) -> None:
-    """The rows of several requests are joined once a draft step; keys and values are moved for all of them at once."""
-    one, *more = of(records, f"{head}, T=0")
-    assert max(record["launches"] for record in more) <= one["launches"] + one["draft_steps"] + 3
-
-
-def test_between_processes_the_accepted_rows_of_hidden_states_come_to_the_host(records: list[Record]) -> None:
-    """All rows of 32 requests would be 47 MB."""
-    found = of(records, "eagle3, T=0, ipc")
-    assert len(found) == 3 and max(record["bytes_down"] for record in found) < 4e6
-
-
-def test_within_a_process_no_hidden_states_pass_the_host(records: list[Record]) -> None:
-    """The states of three rows of a request take 74 kB; the rows' numbers, tokens and chances are sent instead."""
+def test_hidden_states_of_accepted_rows_alone_come_to_the_host_and_none_within_a_process(records: list[Record]) -> None:
+    """All rows of 32 requests would be 47 MB. The states of three rows of a request take 74 kB; within a process, the
+    rows' numbers, tokens and chances are sent instead.
+    """
     within, between = of(records, "eagle3, T=0"), of(records, "eagle3, T=0, ipc")
+    assert len(between) == 3 and max(record["bytes_down"] for record in between) < 4e6
     for here, there in zip(within, between, strict=True):
         assert there["bytes_up"] - here["bytes_up"] > 70e3 * here["requests"]
         assert max(here["bytes_up"], here["bytes_down"]) < 30e3 * here["requests"]

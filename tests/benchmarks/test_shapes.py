@@ -60,9 +60,15 @@ def test_a_shape_has_the_published_number_of_weights(name: str, billions: float)
 
 @pytest.mark.parametrize(
     ("name", "mix"),
-    [("qwen3.5-35b-a3b", "Q4_K_M"), ("granite-4.0-h-350m", "Q4_K_M"), ("gpt-oss-20b", "Q4_K_M"),
-     ("gemma-4-12b", "Q4_K_M"), ("llama-3.1-8b", "Q3_K_M"), ("llama-3.1-8b", "IQ2_XXS")],
-)  # fmt: skip
+    [
+        ("qwen3.5-35b-a3b", "Q4_K_M"),
+        ("granite-4.0-h-350m", "Q4_K_M"),
+        ("gpt-oss-20b", "Q4_K_M"),
+        ("gemma-4-12b", "Q4_K_M"),
+        ("llama-3.1-8b", "Q4_K_M"),
+        *(pytest.param("llama-3.1-8b", mix, marks=pytest.mark.slow) for mix in ("Q3_K_M", "IQ2_XXS")),
+    ],
+)
 def test_the_lean_decoder_runs_a_file_of_random_weights(name: str, mix: str, tmp_path: Path) -> None:
     write_random(tiny(name), tmp_path / "tiny.gguf", Console(quiet=True), mix)
     target = loaded(Config(model=str(tmp_path / "tiny.gguf")))

@@ -20,15 +20,12 @@ from engine.weights.gguf.source import GgufSource
 from tests.engine.weights.tiny_gguf import write_gguf
 
 
-def test_a_weight_is_rounded_to_the_nearest_code_of_its_output() -> None:
+def test_a_weight_is_rounded_to_the_nearest_code_of_its_output_and_zeros_stay() -> None:
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     codes, scales = rounded(weight)
     error = (codes * scales.float() - weight.float()).abs()
     assert codes.dtype == torch.int8 and scales.shape == (8, 1)
     assert bool((error <= 0.51 * scales.float() + 1e-6).all())
-
-
-def test_an_output_without_weights_stays_zero() -> None:
     codes, scales = rounded(torch.zeros(2, 4, dtype=torch.bfloat16))
     assert not codes.any() and bool((scales > 0).all())
 

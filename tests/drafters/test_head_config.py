@@ -47,8 +47,3 @@ def test_a_head_learns_its_chances_only_where_trees_are_cut_by_them(target_dir: 
     assert served.calibrated and served.rests and served.source == source_of("medusa")
     published = build_for_worker(load(config, {"verifier.cut": False}))
     assert not published.calibrated and published.source == source_of("medusa")
-
-
-def test_a_method_without_its_head_says_how_to_get_one(target_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"drafter\.path: method eagle3 needs a head.*talon train eagle3"):
-        build(load({"model": str(target_dir), "method": "eagle3"}))

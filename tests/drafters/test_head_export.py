@@ -56,10 +56,14 @@ def fields(file: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"norm_before_residual": True}, {"norm_before_fc": True}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}],
+    ("bits", "changes"),
+    [
+        (16, {}),
+        (8, {"norm_before_residual": True}),
+        (16, {"norm_before_fc": True}),
+        (8, {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}),
+    ],
 )
-@pytest.mark.parametrize("bits", [8, 16])
 def test_a_head_drafts_the_same_tokens_with_the_same_scores_in_either_layout(
     bits: int, changes: dict[str, Any], layout: str, tmp_path: Path, targets: Targets, target: TargetWeights
 ) -> None:
@@ -180,80 +184,60 @@ def test_the_command_prints_what_serves_the_head(tmp_path: Path, targets: Target
     assert told("gguf") == f"llama-server -m {targets['gguf']}/{WEIGHTS} --spec-type draft-eagle3 -md OUT"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_heads_that_no_layout_holds_are_refused_with_the_part(layout: str, tmp_path: Path, targets: Targets) -> None:
-    parts = random_tensors(shapes("dspark gated") | {"entry.weight": (HIDDEN, 2 * HIDDEN)})
-    block = public(tmp_path / "block", parts, CONFIGS["dspark gated"])
-    with pytest.raises(ModelError, match=r"is no EAGLE-3 head, and DFlash and DSpark have no place for entry.weight"):
-        export_head(block, layout, targets[layout], tmp_path / "out")
-    eagle = public(tmp_path / "eagle", EAGLE, LLAMA)
-    with pytest.raises(ModelError, match=r'GGUF holds others of Talon.s; train one that fits: "talon train eagle3"$'):
-        export_head(eagle, layout, targets[layout], tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_head_for_another_target_is_refused_and_nothing_is_written(
-    layout: str, tmp_path: Path, targets: Targets
-) -> None:
-    head = public(tmp_path, config=EAGLE3_CONFIG | {"vocab_size": 128})
-    with pytest.raises(DrafterMismatch, match="drafter vocabulary 128 != target vocabulary 64"):
-        export_head(head, layout, targets[layout], tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["public"]
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+ANOTHER = "drafter vocabulary 128 != target vocabulary 64"
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("layout", "target", "changes", "problem"),
     [
-        ({"attention_bias": True}, "as=gguf: attention_bias=true: llama.cpp's EAGLE-3 adds no biases"),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-            "as=gguf: rope_parameters=.*: rope_type default, linear, llama3 of all dimensions fits",
-        ),
+        *((layout, layout, {"vocab_size": 128}, ANOTHER) for layout in LAYOUTS),
+        ("gguf", "gguf", {"attention_bias": True}, "as=gguf: attention_bias=true: llama.cpp's EAGLE-3 adds no biases"),
+        ("gguf", "gguf", {"rope_parameters": YARN}, "as=gguf: rope_parameters=.*: rope_type default, linear, llama3 "),
+        ("gguf", "speculators", {}, r"^target=.*: is no GGUF file, whose tokenizer the head gets"),
+        ("speculators", "gguf", {}, r"^target=.*: is a GGUF file, and vLLM is told a directory"),
+        ("gguf", "nowhere.gguf", {}, r"^target=nowhere.gguf: cannot be read"),
+        ("onnx", "gguf", {}, r"^as='onnx': is none of speculators, gguf$"),
     ],
 )
-def test_what_llama_cpp_does_not_compute_is_refused_and_nothing_is_written(
-    changes: dict[str, Any], problem: str, tmp_path: Path, targets: Targets
+def test_what_a_layout_or_a_target_does_not_take_is_refused_and_nothing_is_written(
+    layout: str, target: str, changes: dict[str, Any], problem: str, tmp_path: Path, targets: Targets
 ) -> None:
     names = ("q_proj", "k_proj", "v_proj", "o_proj") if "attention_bias" in changes else ()
     biases = {f"midlayer.self_attn.{name}.bias": (16 if name[0] in "kv" else HIDDEN,) for name in names}
     head = public(tmp_path, BFLOAT16 | random_tensors(biases), EAGLE3_CONFIG | changes)
-    with pytest.raises(ModelError, match=problem):
-        export_head(head, "gguf", targets["gguf"], tmp_path / "x.gguf")
+    with pytest.raises(DrafterMismatch if problem == ANOTHER else ModelError, match=problem):
+        export_head(head, layout, targets.get(target, target), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["public"]
 
 
-def test_what_is_there_already_stays_as_it_is(tmp_path: Path, targets: Targets) -> None:
-    (out := tmp_path / "x.gguf").write_text("mine")
-    asked = ["export", public(tmp_path), "--as", "gguf", "--target", targets["gguf"], "--out", str(out)]
-    found = CliRunner().invoke(app, asked)
-    assert found.exit_code == 2 and len(found.output.strip().splitlines()) == 1
-    assert "is there already; name another path, or remove it" in found.output and out.read_text() == "mine"
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_heads_that_no_layout_holds_are_refused_with_the_part(layout: str, tmp_path: Path, targets: Targets) -> None:
+    parts = random_tensors(shapes("dspark gated") | {"entry.weight": (HIDDEN, 2 * HIDDEN)})
+    block = public(tmp_path / "block", parts, CONFIGS["dspark gated"])
+    eagle = public(tmp_path / "eagle", EAGLE, LLAMA)
+    (tmp_path / "empty").mkdir()
+    export_head(public(tmp_path), "speculators", targets["speculators"], tmp_path / "exported")
+    for head, problem in (
+        (block, r"is no EAGLE-3 head, and DFlash and DSpark have no place for entry.weight"),
+        (eagle, r'GGUF holds others of Talon.s; train one that fits: "talon train eagle3"$'),
+        (str(tmp_path / "exported"), "is in a layout of other engines already"),
+        (str(tmp_path / "empty"), f"^drafter.path={tmp_path}/empty: config.json cannot be read"),
+    ):
+        with pytest.raises(ModelError, match=problem):
+            export_head(head, layout, targets[layout], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_path_that_cannot_be_written_is_refused_in_one_line(layout: str, tmp_path: Path, targets: Targets) -> None:
-    with pytest.raises(ModelError, match=r"out=.*nowhere/x: cannot be written \(No such file or directory\); name"):
-        export_head(public(tmp_path), layout, targets[layout], tmp_path / "nowhere" / "x")
-
-
-def test_a_target_that_the_engine_does_not_serve_is_refused(tmp_path: Path, targets: Targets) -> None:
+def test_a_path_that_is_taken_or_cannot_be_written_is_refused_in_one_line(
+    layout: str, tmp_path: Path, targets: Targets
+) -> None:
+    (out := tmp_path / "x").write_text("mine")
     head = public(tmp_path)
-    with pytest.raises(ModelError, match=r"^target=.*: is no GGUF file, whose tokenizer the head gets"):
-        export_head(head, "gguf", targets["speculators"], tmp_path / "x")
-    with pytest.raises(ModelError, match=r"^target=.*: is a GGUF file, and vLLM is told a directory"):
-        export_head(head, "speculators", targets["gguf"], tmp_path / "x")
-    with pytest.raises(ModelError, match=r"^target=nowhere.gguf: cannot be read"):
-        export_head(head, "gguf", "nowhere.gguf", tmp_path / "x")
-
-
-def test_another_layout_and_a_head_that_is_in_one_are_refused(tmp_path: Path, targets: Targets) -> None:
-    head, out = public(tmp_path), tmp_path / "out"
-    with pytest.raises(ModelError, match=r"^as='onnx': is none of speculators, gguf$"):
-        export_head(head, "onnx", targets["gguf"], out)
-    export_head(head, "speculators", targets["speculators"], out)
-    with pytest.raises(ModelError, match="is in a layout of other engines already"):
-        export_head(str(out), "gguf", targets["gguf"], tmp_path / "x")
-    with pytest.raises(ModelError, match=f"^drafter.path={tmp_path}/empty: config.json cannot be read"):
-        (tmp_path / "empty").mkdir()
-        export_head(str(tmp_path / "empty"), "gguf", targets["gguf"], tmp_path / "x")
+    asked = ["export", head, "--as", layout, "--target", targets[layout], "--out", str(out)]
+    found = CliRunner().invoke(app, asked)
+    assert found.exit_code == 2 and len(found.output.strip().splitlines()) == 1
+    assert "is there already; name another path, or remove it" in found.output and out.read_text() == "mine"
+    with pytest.raises(ModelError, match=r"out=.*nowhere/x: cannot be written \(No such file or directory\); name"):
+        export_head(head, layout, targets[layout], tmp_path / "nowhere" / "x")

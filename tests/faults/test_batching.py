@@ -31,7 +31,6 @@ from tests.faults.test_faults import THREADS, _own_temporary_folder, pid_of, unt
 __all__ = ["_own_temporary_folder"]
 
 REQUESTS, LENGTH = 300, 24
-BLOCK_BYTES = 12288  # of the tiny model
 POOL_BLOCKS = 16  # hardly more than the longest request needs
 POISON = 259
 
@@ -50,6 +49,12 @@ def alone(target: Target, prompt: list[int], sampling: SamplingParams) -> list[i
         answer.append(sampler.draw(sampler.choices(rows)[0]))
     target.release(cache)
     return answer
+
+
+def block_bytes(target: Target) -> int:
+    """What a block of keys and values takes, in the type that this processor multiplies fastest."""
+    assert target.pool is not None
+    return target.pool.shape.block_bytes
 
 
 def random_requests(rng: random.Random, count: int, length: int = LENGTH) -> list[Asked]:
@@ -109,9 +114,7 @@ async def test_three_hundred_requests_of_the_real_model_each_get_the_text_that_t
 def three_hundred_alone(model: str) -> tuple[list[Asked], list[list[int]], int]:
     """Return requests, what each of them gets alone, and the bytes of a pool that is too small for them."""
     requests, target = random_requests(random.Random(300), REQUESTS), Target.load(model)
-    assert target.pool is not None
-    small = POOL_BLOCKS * target.pool.shape.block_bytes
-    return requests, [alone(target, *request) for request in requests], small
+    return requests, [alone(target, *request) for request in requests], POOL_BLOCKS * block_bytes(target)
 
 
 async def ask_three_hundred(
@@ -160,13 +163,14 @@ async def test_a_request_that_fits_with_plain_decoding_fits_with_drafts(
 ) -> None:
     """A tree may not decide whether a request has room. One that never fits is refused at once."""
     prompt = [7, 8, 9] * 20
-    sampling = SamplingParams(max_tokens=10 * 16 - len(prompt), ignore_eos=True)
-    expected = alone(Target.load(tiny), prompt, sampling)
-    options = THREADS | {"verifier.kv_memory": 10 * BLOCK_BYTES, "verifier.cut": False}
+    sampling = SamplingParams(max_tokens=11 * 16 - len(prompt), ignore_eos=True)
+    target = Target.load(tiny)
+    expected = alone(target, prompt, sampling)
+    options = THREADS | {"verifier.kv_memory": 11 * block_bytes(target), "verifier.cut": False}
     async with await Engine.start({"model": tiny}, method="suffix", transport="inproc", **options) as engine:
         assert (await engine.generate(prompt, sampling)).token_ids == expected
-        assert "verifier.kv_memory has room for 160 of the context's" in capfd.readouterr().err
-        with pytest.raises(RequestError, match=r"leave no room for an answer: .* maximum context length is 160"):
+        assert "verifier.kv_memory has room for 176 of the context's" in capfd.readouterr().err
+        with pytest.raises(RequestError, match=r"leave no room for an answer: .* maximum context length is 176"):
             await engine.generate([5] * 200, sampling)
         assert (await engine.generate(prompt, sampling)).token_ids == expected
 

@@ -56,6 +56,10 @@ def pid_of(engine: Engine, role: str) -> int:
     return int(worker.pid)  # type: ignore[attr-defined]
 
 
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
 async def until(true: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not true():
@@ -107,17 +111,6 @@ async def test_a_stopped_drafter_changes_no_text_and_is_replaced(tiny: str) -> N
         assert (await engine.generate(PROMPT, LONG)).token_ids == expected
 
 
-async def test_a_killed_verifier_loses_no_request_and_later_ones_work(tiny: str) -> None:
-    expected = await expected_text(tiny)
-    options = THREADS | {"verifier.simulated_latency_ms": 1}
-    async with await Engine.start({"model": tiny}, method="pld", **options) as engine:
-        task = asyncio.create_task(engine.generate(PROMPT, LONG))
-        await asyncio.sleep(0.15)
-        os.kill(pid_of(engine, "verifier"), signal.SIGKILL)
-        assert (await asyncio.wait_for(task, 60)).token_ids == expected
-        assert (await asyncio.wait_for(engine.generate(PROMPT, LONG), 60)).token_ids == expected
-
-
 async def test_garbage_from_the_drafters_side_changes_no_text(tiny: str) -> None:
     expected = await expected_text(tiny)
     async with await Engine.start(
@@ -151,7 +144,7 @@ async def test_an_engine_that_was_frozen_as_a_whole_goes_on_with_its_workers(tin
         await asyncio.sleep(0.3)
         for pid in before:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(3)  # noqa: ASYNC251 - the front end is frozen as well
+        time.sleep(2.2)  # noqa: ASYNC251 - the front end is frozen as well
         await asyncio.sleep(0.3)
         for pid in before:
             os.kill(pid, signal.SIGCONT)
@@ -189,7 +182,7 @@ async def test_a_worker_that_hangs_while_loading_is_killed_when_the_start_has_fa
     with pytest.raises(WorkerDied, match=r"start_timeout_s=1: the workers were not ready in time"):
         await asyncio.wait_for(Engine.start({"model": tiny}, method="pld", mode="async", start_timeout_s=1), 120)
     assert len(pids) == 2
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)  # noqa: ASYNC240
+    assert not any(is_running(pid) for pid in pids)
 
 
 SCRIPT = """
@@ -233,7 +226,7 @@ async def test_however_the_front_end_ends_no_process_and_no_file_is_left(
     finally:
         script.kill()
         script.stdout.close()
-    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), 20)
+    await until(lambda: not any(is_running(pid) for pid in workers), 20)
     await until(lambda: not list(tmp_path.glob("talon-*")), 10)
 
 

@@ -12,8 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from engine import Engine, SamplingParams
 from tests.engine.weights.tiny_gguf import write_gguf
-from tests.faults.test_endurance import is_running
-from tests.faults.test_faults import LONG, PROMPT, _own_temporary_folder, expected_text, pid_of, replaced
+from tests.faults.test_faults import LONG, PROMPT, _own_temporary_folder, expected_text, is_running, pid_of, replaced
 from tests.faults.test_tcp import drafts_arrive
 
 __all__ = ["_own_temporary_folder"]

@@ -15,10 +15,11 @@ import pytest
 from engine import Engine, Grammar, SamplingParams
 from engine.answer import Result
 from engine.core.errors import RequestError, RequestFailed
+from engine.model.target import Target
 from engine.sampling.matcher import Matcher, Matchers
 from engine.verifier.request import Request
 from tests.conftest import save_tiny_llama
-from tests.faults.test_batching import BLOCK_BYTES
+from tests.faults.test_batching import block_bytes
 from tests.faults.test_faults import PROMPT, THREADS, pid_of, replaced, until
 
 REGEX = Grammar(regex="([a-z]{2,9} )+[.]")
@@ -34,40 +35,47 @@ async def all_of(engine: Engine) -> list[Result]:
     return await asyncio.gather(*(engine.generate(PROMPT, params) for params in PARAMS))
 
 
-async def test_a_new_verifier_goes_on_with_grammar_penalties_and_log_probabilities(tiny: str) -> None:
-    async with await Engine.start({"model": tiny}, method="none", transport="inproc", **THREADS) as engine:
-        expected = await all_of(engine)
-    slow = {"verifier.simulated_latency_ms": 60}
-    async with await Engine.start({"model": tiny}, method="suffix", **THREADS, **slow) as engine:
-        task = asyncio.create_task(all_of(engine))
-        await until(lambda: len(engine._inflight) == 3 and all(len(f.answer) > 5 for f in engine._inflight.values()))
-        os.kill(first := pid_of(engine, "verifier"), signal.SIGKILL)
-        await replaced(engine, "verifier", first)
-        results = await asyncio.wait_for(task, 120)
+@pytest.fixture(scope="module")
+def expected(tiny: str) -> list[Result]:
+    """What plain decoding answers."""
+
+    async def answer() -> list[Result]:
+        async with await Engine.start({"model": tiny}, method="none", transport="inproc", **THREADS) as engine:
+            return await all_of(engine)
+
+    return asyncio.run(answer())
+
+
+def check_all_equal(results: list[Result], expected: list[Result]) -> None:
     for result, right in zip(results, expected, strict=True):
         assert (result.token_ids, result.text) == (right.token_ids, right.text)
         assert (result.logprobs, result.prompt_logprobs) == (right.logprobs, right.prompt_logprobs)
 
 
-async def test_a_request_that_is_preempted_goes_on_with_all_it_has_said(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
+async def test_a_new_verifier_goes_on_with_grammar_penalties_and_log_probabilities(
+    tiny: str, expected: list[Result]
 ) -> None:
-    options = {"method": "none", "transport": "inproc", **THREADS}
-    async with await Engine.start({"model": tiny}, **options) as engine:
-        expected = await all_of(engine)
+    slow = {"verifier.simulated_latency_ms": 20}
+    async with await Engine.start({"model": tiny}, method="suffix", **THREADS, **slow) as engine:
+        task = asyncio.create_task(all_of(engine))
+        await until(lambda: len(engine._inflight) == 3 and all(len(f.answer) > 5 for f in engine._inflight.values()))
+        os.kill(first := pid_of(engine, "verifier"), signal.SIGKILL)
+        await replaced(engine, "verifier", first)
+        check_all_equal(await asyncio.wait_for(task, 120), expected)
+
+
+async def test_a_request_that_is_preempted_goes_on_with_all_it_has_said(
+    tiny: str, expected: list[Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"method": "suffix", "transport": "inproc", **THREADS}
     preempted = []
     preempt = Request.preempt
     monkeypatch.setattr(Request, "preempt", lambda self: (preempted.append(self.number), preempt(self)))
-    room = {"verifier.kv_memory": 16 * BLOCK_BYTES, "verifier.simulated_latency_ms": 20}  # for little more than one
-    async with await Engine.start({"model": tiny}, **options | room | {"method": "suffix"}) as engine:
-        results = await all_of(engine)
+    small = 16 * block_bytes(Target.load(tiny))  # for little more than one
+    room = {"verifier.kv_memory": small, "verifier.simulated_latency_ms": 5}
+    async with await Engine.start({"model": tiny}, **options | room) as engine:
+        check_all_equal(await all_of(engine), expected)
     assert preempted
-    for result, right in zip(results, expected, strict=True):
-        assert (result.token_ids, result.logprobs, result.prompt_logprobs) == (
-            right.token_ids,
-            right.logprobs,
-            right.prompt_logprobs,
-        )
 
 
 async def test_a_grammar_that_takes_long_holds_up_its_own_request_alone(
@@ -103,10 +111,9 @@ async def test_a_grammar_that_takes_long_holds_up_its_own_request_alone(
 
 
 async def test_a_grammar_that_fails_on_the_way_ends_its_own_request_and_no_other(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
+    tiny: str, expected: list[Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with await Engine.start({"model": tiny}, method="suffix", transport="inproc", **THREADS) as engine:
-        expected = await all_of(engine)
         accept = Matcher.accept
         steps = 0
 
@@ -123,30 +130,28 @@ async def test_a_grammar_that_fails_on_the_way_ends_its_own_request_and_no_other
         assert "the grammar could not be followed: it is too complex" in str(results[0])
         assert isinstance(results[2], Result) and results[2].token_ids == expected[2].token_ids
         monkeypatch.undo()
-        assert [r.token_ids for r in await all_of(engine)] == [r.token_ids for r in expected]
+        check_all_equal(await all_of(engine), expected)
 
 
-@pytest.mark.parametrize(
-    ("say", "told"),
-    [
-        ({"grammar": Grammar(regex="a(b")}, r"^grammar\.regex: "),
-        ({"grammar": Grammar(json_schema={"$ref": "#/$defs/none"})}, r"^grammar\.json_schema: "),
-        ({"grammar": Grammar(regex="a", json_object=True)}, "^grammar: json_object, regex given"),
-        ({"logit_bias": {260: 1.0}}, "^logit_bias=.*: token ids go from 0 to 259"),
-        ({"logit_bias": {-1: 1.0}}, "^logit_bias=.*: token ids go from 0 to 259"),
-        ({"logit_bias": {3: 101.0}}, "^logit_bias=.*: use numbers from -100 to 100"),
-        ({"presence_penalty": 2.5}, r"^presence_penalty=2\.5: use a number from -2 to 2"),
-        ({"frequency_penalty": float("nan")}, "^frequency_penalty=nan: use a number"),
-        ({"logprobs": 21}, "^logprobs=21: use a count from 0 to 20"),
-        ({"prompt_logprobs": -1}, "^prompt_logprobs=-1: use a count from 0 to 20"),
-    ],
-)
-async def test_what_makes_no_sense_is_refused_before_the_verifier_hears_of_it(
-    tiny: str, say: dict[str, Any], told: str
-) -> None:
+NONSENSE: list[tuple[dict[str, Any], str]] = [
+    ({"grammar": Grammar(regex="a(b")}, r"^grammar\.regex: "),
+    ({"grammar": Grammar(json_schema={"$ref": "#/$defs/none"})}, r"^grammar\.json_schema: "),
+    ({"grammar": Grammar(regex="a", json_object=True)}, "^grammar: json_object, regex given"),
+    ({"logit_bias": {260: 1.0}}, "^logit_bias=.*: token ids go from 0 to 259"),
+    ({"logit_bias": {-1: 1.0}}, "^logit_bias=.*: token ids go from 0 to 259"),
+    ({"logit_bias": {3: 101.0}}, "^logit_bias=.*: use numbers from -100 to 100"),
+    ({"presence_penalty": 2.5}, r"^presence_penalty=2\.5: use a number from -2 to 2"),
+    ({"frequency_penalty": float("nan")}, "^frequency_penalty=nan: use a number"),
+    ({"logprobs": 21}, "^logprobs=21: use a count from 0 to 20"),
+    ({"prompt_logprobs": -1}, "^prompt_logprobs=-1: use a count from 0 to 20"),
+]
+
+
+async def test_what_makes_no_sense_is_refused_before_the_verifier_hears_of_it(tiny: str) -> None:
     async with await Engine.start({"model": tiny}, method="none", transport="inproc", **THREADS) as engine:
-        with pytest.raises(RequestError, match=told):
-            await engine.generate(PROMPT, SamplingParams(**say))
+        for say, told in NONSENSE:
+            with pytest.raises(RequestError, match=told):
+                await engine.generate(PROMPT, SamplingParams(**say))
         assert next(engine._numbers) == 1
 
 

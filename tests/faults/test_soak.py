@@ -23,9 +23,8 @@ import pytest
 
 from engine import Engine, SamplingParams
 from tests.faults.cache_damage import CacheDamage
-from tests.faults.test_endurance import leftovers, open_files, resident_mb
+from tests.faults.test_batching import Asked, random_requests
 from tests.faults.test_faults import pid_of
-from tests.faults.test_fifty_kills import Request, plain_texts, random_requests
 
 CLIENTS, SAMPLE_S = 8, 5.0
 MARKS = 300, 1000, 3000  # answers after which memory is printed
@@ -38,7 +37,7 @@ class Soak:
     """
 
     def __init__(
-        self, engine: Engine, requests: list[Request], expected: list[list[int]], minutes: float, caches: list[Path]
+        self, engine: Engine, requests: list[Asked], expected: list[list[int]], minutes: float, caches: list[Path]
     ):
         self.engine, self.requests, self.expected = engine, requests, expected
         self.damage = CacheDamage(caches, random.Random(-2))
@@ -140,7 +139,21 @@ async def test_mixed_load_of_the_real_model_leaves_memory_flat_and_nothing_behin
     await mix("smollm2-135m", tmp_path, options, [tmp_path / "home"])
 
 
-def long_requests(rng: random.Random, count: int, length: int) -> list[Request]:
+def resident_mb(pid: int) -> float:
+    """Resident memory of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def open_files(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return list(folder.glob("talon-*"))
+
+
+def long_requests(rng: random.Random, count: int, length: int) -> list[Asked]:
     """Prompts that begin alike and are kept in the cache of prompts."""
     begin = rng.choices(range(4, 260), k=150)
     return [
@@ -159,7 +172,8 @@ async def mix(model: str, folder: Path, options: dict[str, Any], homes: list[Pat
     requests = [*random_requests(random.Random(8), 40, 60), *long_requests(random.Random(9), 20, 20)]
     cache = folder / "cache"
     options = options | {"verifier.cache": str(cache), "verifier.cache_gb": 0.1}
-    expected, _ = await plain_texts(model, requests)
+    async with await Engine.start({"model": model}, method="none") as engine:
+        expected = [(await engine.generate(*request)).token_ids for request in requests]
     files = open_files(os.getpid())
     async with await Engine.start({"model": model}, **options) as engine:
         soak = Soak(engine, requests, expected, MINUTES, [cache, *homes])

@@ -81,12 +81,6 @@ async def test_without_keys_tcp_is_refused_unless_told_to(tiny: str) -> None:
         await drafts_arrive(engine, expected)
 
 
-async def test_a_folder_without_keys_is_refused_in_one_line(tiny: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"key_secret is missing .*talon keys DIR"):
-        async with tcp_engine(tiny, tmp_path, method="pld"):
-            pass
-
-
 async def test_a_drafter_started_by_hand_drafts_and_joins_again_when_the_verifier_is_back(
     tiny: str, keys: Path
 ) -> None:
@@ -144,8 +138,10 @@ async def test_strangers_and_a_second_engine_at_the_port_change_nothing_under_lo
             for _ in range(20):
                 raw = open_files.enter_context(socket.create_connection(("127.0.0.1", int(endpoint.split(":")[2]))))
                 raw.sendall(os.urandom(256))
-            with pytest.raises(ConfigError, match=f"tcp.endpoint={endpoint}: cannot be bound: address already in use"):
+            running = children()
+            with pytest.raises(ConfigError, match=f"^tcp.endpoint={endpoint}: cannot be bound: .*name another$"):
                 await Engine.start(engine.config)
+            assert children() <= running
             assert [(await answer).token_ids for answer in asked] == [expected] * 8
             assert not any(list(stranger.received()) for stranger in strangers)
         await drafts_arrive(engine, expected)
@@ -160,18 +156,6 @@ def plain_client(endpoint: str) -> zmq.Socket[bytes]:
     return client
 
 
-async def test_a_taken_port_is_told_in_one_line_and_nothing_is_left(tiny: str, keys: Path) -> None:
-    before = set(children())
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=f"^tcp.endpoint={endpoint}: cannot be bound: .*name another$"):
-            async with tcp_engine(tiny, keys, method="pld", **{"tcp.endpoint": endpoint}):
-                pass
-    assert set(children()) <= before
-
-
-def children() -> list[int]:
+def children() -> set[int]:
     """Processes that this one and its own have started."""
-    return [child.pid for child in psutil.Process().children(recursive=True)]
+    return {child.pid for child in psutil.Process().children(recursive=True)}

@@ -21,8 +21,7 @@ from engine import Engine
 from engine.model.target import Target
 from tests.engine.tiny_hybrids import KINDS, save_tiny_hybrid
 from tests.faults.test_batching import THREADS, Asked, alone, random_requests
-from tests.faults.test_endurance import is_running
-from tests.faults.test_faults import _own_temporary_folder, pid_of, replaced, until
+from tests.faults.test_faults import _own_temporary_folder, is_running, pid_of, replaced, until
 
 __all__ = ["_own_temporary_folder"]
 

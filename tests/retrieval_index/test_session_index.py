@@ -241,15 +241,6 @@ def test_with_the_noise_known_more_is_accepted_and_no_more_is_promised_than_that
     assert promised[False] < promised[True] < accepted[True]
 
 
-def test_the_more_frequent_follower_is_the_more_confident() -> None:
-    index = SessionIndex()
-    index.start(1, [1, 2, 1, 2, 1, 3, 1, 2, 1])
-    tree = index.draft(1)
-    two, three = tree.child(0, 2), tree.child(0, 3)
-    assert two is not None and three is not None
-    assert tree.confidence[two] > tree.confidence[three]
-
-
 def test_confidence_comes_to_mean_what_it_says() -> None:
     """In the text 1 is followed by 2 four times out of five, at random."""
     rng = np.random.default_rng(0)

@@ -29,22 +29,7 @@ def test_a_wrong_name_leaves_the_rows_of_an_earlier_run(questions: str, tmp_path
     assert (tmp_path / "results.jsonl").read_text() == "rows\n"
 
 
-def test_answers_of_one_token_still_get_a_report(tiny: str, questions: str, tmp_path: Path) -> None:
-    options = ["--questions", questions, "--limit", "1", "--methods", "pld", "--max-tokens", "1"]
-    done = talon("bench", *options, "--set", f"model={tiny}", "--set", "transport=inproc", "--out", str(tmp_path))
-    assert done.exit_code == 0, done.stderr
-    assert (tmp_path / "report.html").exists()
-
-
-def test_check_refuses_a_wrong_name_before_it_answers_anything(tiny: str, questions: str) -> None:
-    for wrong in ("--methods", "none, pldd"), ("--transports", "inproc, carrier pigeon"):
-        done = talon("check", "--questions", questions, "--set", f"model={tiny}", *wrong)
-        assert done.exit_code == 2
-        assert done.stderr.startswith("talon: ")
-        assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("line", ['{"text": null}', '{"text": "half \\ud800"}', '{"text": 3}', '["text"]', "[" * 9999])
+@pytest.mark.parametrize("line", ['{"text": null}', '{"text": "half \\ud800"}'])
 @pytest.mark.parametrize("kind", [[], ["--dense"]])
 def test_a_corpus_line_without_a_text_is_named(tiny: str, tmp_path: Path, line: str, kind: list[str]) -> None:
     file = tmp_path / "corpus.jsonl"
@@ -103,18 +88,11 @@ def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, t
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 2 and 'src="http' not in page
     assert "Machine: " in page and "answers of at most 12 tokens" in page
-
-
-def test_a_report_is_made_again_from_the_rows(tiny: str, questions: str, tmp_path: Path) -> None:
-    options = ["--questions", questions, "--methods", "none,pld", "--limit", "1", "--max-tokens", "8"]
-    talon("bench", *options, "--out", str(tmp_path), "--set", f"model={tiny}", "--set", "transport=inproc")
     before = (tmp_path / "report.md").read_text()
     (tmp_path / "report.md").unlink()
-    done = talon("report", str(tmp_path))
-    assert done.exit_code == 0, done.stderr
-    assert (tmp_path / "report.md").read_text() == before
     done = talon("report", str(tmp_path), "--against", str(tmp_path))
-    assert done.stdout.startswith("100% of 1 ratios")
+    assert done.exit_code == 0 and done.stdout.startswith("100% of 3 ratios"), done.output
+    assert talon("report", str(tmp_path)).exit_code == 0 and (tmp_path / "report.md").read_text() == before
 
 
 def test_a_later_turn_stands_behind_the_answer_and_is_found_in_the_cache(tiny: str, tmp_path: Path) -> None:
@@ -191,21 +169,15 @@ def test_what_a_later_part_lacks_is_told_before_the_first(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_contestant_that_cannot_start_is_left_out_with_a_line(tiny: str, questions: str, tmp_path: Path) -> None:
+def test_a_contestant_that_cannot_start_is_left_out_with_a_line_and_answers_of_one_token_get_a_report(
+    tiny: str, questions: str, tmp_path: Path
+) -> None:
     done = talon(
-        "bench", "--questions", questions, "--methods", "pld,eagle3", "--limit", "1", "--max-tokens", "8",
+        "bench", "--questions", questions, "--methods", "pld,eagle3", "--limit", "1", "--max-tokens", "1",
         "--heads", str(tmp_path), "--out", str(tmp_path), "--set", f"model={tiny}", "--set", "transport=inproc",
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
-    assert "left out: eagle3" in done.stderr
-
-
-def test_where_no_contestant_can_start_nothing_is_measured(tiny: str, questions: str, tmp_path: Path) -> None:
-    done = talon(
-        "bench", "--questions", questions, "--methods", "eagle3", "--heads", str(tmp_path), "--out", str(tmp_path),
-        "--set", f"model={tiny}", "--set", "transport=inproc",
-    )  # fmt: skip
-    assert done.exit_code == 2 and "none of eagle3 can be started here" in done.stderr
+    assert "left out: eagle3" in done.stderr and (tmp_path / "report.html").exists()
 
 
 def test_acceptance_compares_methods_on_the_same_answers(

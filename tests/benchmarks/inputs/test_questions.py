@@ -20,23 +20,26 @@ def test_a_question_may_hold_any_character(tmp_path: Path) -> None:
     assert [question.prompt for question in read_questions(file)] == [prompt]
 
 
-@pytest.mark.parametrize("turns", ["Hello", [], [1], None, [["a"]], {"a": 1}])
-def test_turns_that_are_no_list_of_texts_are_refused(tmp_path: Path, turns: object) -> None:
-    (tmp_path / "q.jsonl").write_text(json.dumps(ROW) + "\n" + json.dumps(ROW | {"turns": turns}) + "\n")
-    with pytest.raises(RequestError, match=r"q\.jsonl:2: is no question .*turns"):
-        read_questions(tmp_path / "q.jsonl")
-
-
 def test_a_line_may_hold_a_prompt_and_no_more(tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text('{"prompt": "one"}\n\n{"prompt": "two", "tokens": [1]}\n')
     questions = read_questions(tmp_path / "q.jsonl")
     assert [(question.question_id, question.turns) for question in questions] == [("1", ["one"]), ("3", ["two"])]
 
 
-@pytest.mark.parametrize("junk", [b"\xff\xfe\n", b"\x00\n", b"not json\n", b"{}\n", b"[" * 100_000])
-def test_junk_is_refused_with_its_line(tmp_path: Path, junk: bytes) -> None:
-    (tmp_path / "q.jsonl").write_bytes(json.dumps(ROW).encode() + b"\n" + junk)
-    with pytest.raises(RequestError, match=r"q\.jsonl:2: "):
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        *((junk, "") for junk in (b"\xff\xfe\n", b"{}\n", b"[" * 100_000)),
+        *(
+            (json.dumps(ROW | {"turns": turns}).encode(), "is no question .*turns")
+            for turns in ("Hello", [], [1], None, [["a"]], {"a": 1})
+        ),
+        (json.dumps(ROW | {"turns": ["Other."]}).encode(), ".*another one has the question_id '1'"),
+    ],
+)
+def test_what_is_no_other_question_is_refused_with_its_line(tmp_path: Path, line: bytes, told: str) -> None:
+    (tmp_path / "q.jsonl").write_bytes(json.dumps(ROW).encode() + b"\n" + line)
+    with pytest.raises(RequestError, match=rf"q\.jsonl:2: {told}"):
         read_questions(tmp_path / "q.jsonl")
     assert len(read_questions(tmp_path / "q.jsonl", limit=1)) == 1
 
@@ -48,9 +51,3 @@ def test_two_files_of_one_name_are_refused() -> None:
         question_files([one, third, other])
     with pytest.raises(ConfigError, match=r"sum\.jsonl and sum\.jsonl would both be"):
         question_files([third, third])
-
-
-def test_two_questions_of_one_id_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "q.jsonl").write_text(json.dumps(ROW) + "\n" + json.dumps(ROW | {"turns": ["Other."]}) + "\n")
-    with pytest.raises(RequestError, match=r"q\.jsonl:2: .*another one has the question_id '1'"):
-        read_questions(tmp_path / "q.jsonl")

@@ -15,29 +15,19 @@ from benchmarks.kernels import attention, every, processors, products
 from benchmarks.kernels.every import KernelCheck, _Case
 from benchmarks.kernels.processors import PROCESSORS, Processor, check_as
 from engine.core.errors import TalonError
-from engine.kernels.attention.every_kernel import AttentionKernel, every_attention_kernel
-from engine.kernels.gemm.matmul import Matmul, Unit, units
+from engine.kernels.attention.every_kernel import every_attention_kernel
+from engine.kernels.gemm.matmul import Matmul, units
 from engine.kernels.simd import features
 from tests.command import talon
 
-KERNELS = [
-    pytest.param(one, id=str(one), marks=pytest.mark.skipif(not one.runs, reason=f"needs {one.instructions}"))
-    for one in every_attention_kernel()
-]
 LANES = next(kernel for kernel in every_attention_kernel() if kernel.name == "lanes")
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_attention_agrees_with_its_definition(kernel: AttentionKernel) -> None:
-    assert attention.difference(kernel) == ""
-
-
-@pytest.mark.skipif(not units(), reason="this processor has none of our products")
-@pytest.mark.parametrize("unit", Unit)
-def test_products_agree_with_their_definition(unit: Unit) -> None:
-    if unit not in units():
-        pytest.skip(f"needs {unit.title}")
-    assert every._numbers(unit, torch.bfloat16) == every._codes(unit, "Q4_K") == ""
+def test_what_is_right_agrees_with_its_definition() -> None:
+    """All kernels are compared in tests/engine/kernels, and by the command itself, which CI runs."""
+    assert attention.difference(LANES) == ""
+    for unit in units()[:1]:
+        assert every._numbers(unit, torch.bfloat16) == every._codes(unit, "Q4_K") == ""
 
 
 def _shifted(found: Tensor) -> Tensor:

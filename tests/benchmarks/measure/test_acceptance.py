@@ -59,18 +59,12 @@ def test_a_head_that_follows_a_known_answer_has_the_rounds_that_the_target_gives
     assert rounds == [(len(verdict.tree), verdict.path, verdict.tokens) for verdict in true[1:]]
 
 
-def test_a_prompt_that_leaves_no_room_in_the_context_is_left_out(target_dir: Path) -> None:  # noqa: F811
+def test_a_prompt_that_leaves_no_room_is_left_out_and_that_none_fits_is_an_error(target_dir: Path) -> None:  # noqa: F811
     model = Target.load(str(target_dir), "float32")
-    suites = {"one": [[1] * (model.context - 8), PROMPT]}
-    assert [
-        known.prompt for known in record(model, (), suites, SamplingParams(max_tokens=4), Progress(disable=True))
-    ] == [PROMPT]
-
-
-def test_where_no_prompt_fits_that_is_an_error_in_one_line(target_dir: Path) -> None:  # noqa: F811
-    model = Target.load(str(target_dir), "float32")
+    suites, given = {"one": [[1] * (model.context - 8), PROMPT]}, (SamplingParams(max_tokens=4), Progress(disable=True))
+    assert [known.prompt for known in record(model, (), suites, *given)] == [PROMPT]
     with pytest.raises(ConfigError, match="--questions: no prompt fits"):
-        record(model, (), {"one": [[1] * model.context]}, SamplingParams(max_tokens=4), Progress(disable=True))
+        record(model, (), {"one": [[1] * model.context]}, *given)
 
 
 def test_a_verdict_carries_the_states_of_the_layers_that_its_drafter_reads() -> None:
@@ -163,14 +157,11 @@ def test_what_is_no_method_that_drafts_is_refused_with_the_heads_there_are(name:
         ways(["pld", name])
 
 
-def test_a_method_that_reads_the_targets_likeliest_tokens_is_refused() -> None:
+def test_what_cannot_be_replayed_and_a_head_without_weights_are_refused_before_the_target_answers() -> None:
     with pytest.raises(ConfigError, match="--methods: 'recycling' reads the target's likeliest tokens"):
         layers_read(ways(["pld", "recycling"]), load({"model": "any"}))
-
-
-def test_a_head_without_weights_is_refused_before_the_target_answers(tmp_path: Path) -> None:
     with pytest.raises((ConfigError, ModelError), match="drafter"):
-        layers_read(ways(["eagle3"]), load({"model": "any", "drafter": {"path": str(tmp_path / "gone")}}))
+        layers_read(ways(["eagle3"]), load({"model": "any", "drafter": {"path": "/gone"}}))
 
 
 def test_tables_and_picture_name_every_head_and_suite(tmp_path: Path) -> None:

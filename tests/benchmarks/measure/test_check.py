@@ -122,28 +122,33 @@ async def test_a_check_goes_on_where_it_was_ended(config: Config, questions: Pat
     assert CheckLog(log, json.loads(lines[0])).done == more
 
 
-async def test_a_log_of_other_settings_is_refused_where_these_share_the_questions(
+async def test_a_log_of_other_questions_is_refused_and_of_other_settings_where_these_share_them(
     config: Config, questions: Path, tmp_path: Path
 ) -> None:
-    log = tmp_path / "check.jsonl"
+    log, quiet = tmp_path / "check.jsonl", Console(quiet=True)
     one, two = (Grid(["pld"], modes, ["inproc"], [1], [1.0], 1, True) for modes in (["async"], ["async", "sequential"]))
-    await run_check(config, one, [questions], None, SAMPLING, log, Console(quiet=True))
+    await run_check(config, one, [questions], 2, SAMPLING, log, quiet)
     with pytest.raises(ConfigError, match=r"check.jsonl: cannot be gone on with .*spread"):
-        await run_check(config, two, [questions], None, SAMPLING, log, Console(quiet=True))
+        await run_check(config, two, [questions], 2, SAMPLING, log, quiet)
+    with pytest.raises(ConfigError, match=r"check.jsonl: cannot be gone on with .*other questions.*; name another"):
+        await run_check(config, one, [questions], 3, SAMPLING, log, quiet)
 
 
-async def test_a_method_that_cannot_draft_is_refused_before_anything_is_answered(
-    config: Config, questions: Path, tmp_path: Path
+MANY = Grid(["pld"], ["async", "sequential"], ["inproc", "ipc"], [1], [1.0], 1, True)
+
+
+@pytest.mark.parametrize(
+    ("grid", "told"),
+    [
+        (Grid(["pld", "datastore"], ["sequential"], ["inproc"], [1], [0.0]), r"^drafter\.datastore"),
+        (MANY, "--spread: 3 questions for 4 settings of a method; give more questions"),
+    ],
+)
+async def test_methods_that_cannot_draft_and_too_few_questions_are_refused_before_anything_is_answered(
+    grid: Grid, told: str, config: Config, questions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grid = Grid(["pld", "datastore"], ["sequential"], ["inproc"], [1], [0.0])
-    with pytest.raises(ConfigError, match=r"^drafter\.datastore"):
-        await run_check(config, grid, [questions], None, SAMPLING, tmp_path / "log", Console(quiet=True))
-    assert not (tmp_path / "log").exists()
-
-
-async def test_fewer_questions_than_settings_are_refused(config: Config, questions: Path) -> None:
-    grid = Grid(["pld"], ["async", "sequential"], ["inproc", "ipc"], [1], [1.0], 1, True)
-    with pytest.raises(ConfigError, match="--spread: 3 questions for 4 settings of a method; give more questions"):
+    monkeypatch.delattr(Engine, "generate")
+    with pytest.raises(ConfigError, match=told):
         await run_check(config, grid, [questions], None, SAMPLING, None, Console(quiet=True))
 
 
@@ -156,13 +161,6 @@ async def test_a_prompt_that_is_too_long_is_refused_by_its_question_before_any_i
     grid = Grid(["pld"], ["sequential"], ["inproc"], [1], [0.0])
     with pytest.raises(RequestError, match=r"^question long of questions: prompt: its 602 tokens leave no room"):
         await run_check(config, grid, [questions], None, SAMPLING, None, Console(quiet=True))
-
-
-async def test_a_log_of_other_questions_is_refused(config: Config, questions: Path, tmp_path: Path) -> None:
-    log, grid = tmp_path / "check.jsonl", Grid(["pld"], ["sequential"], ["inproc"], [1], [1.0])
-    await run_check(config, grid, [questions], 1, SAMPLING, log, Console(quiet=True))
-    with pytest.raises(ConfigError, match=r"check.jsonl: cannot be gone on with .*other questions.*; name another"):
-        await run_check(config, grid, [questions], 2, SAMPLING, log, Console(quiet=True))
 
 
 @pytest.mark.parametrize("content", ["hello\n", '{"model":\n', "\n"])

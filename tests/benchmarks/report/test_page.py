@@ -21,13 +21,12 @@ def titles(rows: list[Row]) -> list[str]:
     return [title for title, _ in _sections(Run(rows))]
 
 
-def test_several_suites_are_summed_up_first_and_then_shown_one_by_one() -> None:
-    rows = run_of({"1": 1.5}, "gsm8k") + run_of({"1": 1.2}, "sum")
-    assert titles(rows) == ["One request, T = 0, all suites", "T = 0, gsm8k", "T = 0, sum"]
+TWO_SUITES, ONE = run_of({"1": 1.5}, "gsm8k") + run_of({"1": 1.2}, "sum"), run_of({"1": 1.5, "2": 1.2}, "gsm8k")
 
 
-def test_one_suite_is_shown_once() -> None:
-    assert titles(run_of({"1": 1.5, "2": 1.2}, "gsm8k")) == ["One request, T = 0, gsm8k"]
+def test_several_suites_are_summed_up_first_and_then_shown_one_by_one_and_one_is_shown_once() -> None:
+    assert titles(TWO_SUITES) == ["One request, T = 0, all suites", "T = 0, gsm8k", "T = 0, sum"]
+    assert titles(ONE) == ["One request, T = 0, gsm8k"]
 
 
 def pictures(run: Run, folder: Path) -> list[str]:
@@ -36,18 +35,13 @@ def pictures(run: Run, folder: Path) -> list[str]:
     return names
 
 
-def test_pictures_of_one_suite_show_nothing_twice(tmp_path: Path) -> None:
-    rows = run_of({"1": 1.5, "2": 1.2}, "gsm8k")
-    assert pictures(Run(rows), tmp_path) == ["headline.png", "accepted.png"]
-
-
-def test_suites_have_a_picture_where_there_are_several(tmp_path: Path) -> None:
-    assert "suites.png" in pictures(Run(run_of({"1": 1.5}, "gsm8k") + run_of({"1": 1.2}, "sum")), tmp_path)
-
-
-def test_plain_decoding_alone_has_no_rounds_of_several_tokens_to_draw(tmp_path: Path) -> None:
-    rows = [msgspec.structs.replace(row, accepted={"1": 5}) for row in run_of({"1": 1.5}) if row.method == PLAIN]
-    assert pictures(Run(rows), tmp_path) == ["headline.png"]
+def test_pictures_show_suites_where_there_are_several_and_nothing_twice(tmp_path: Path) -> None:
+    plain = [msgspec.structs.replace(row, accepted={"1": 5}) for row in run_of({"1": 1.5}) if row.method == PLAIN]
+    for name in ("plain", "one", "two"):
+        (tmp_path / name).mkdir()
+    assert pictures(Run(plain), tmp_path / "plain") == ["headline.png"]  # no rounds of several tokens
+    assert pictures(Run(ONE), tmp_path / "one") == ["headline.png", "accepted.png"]
+    assert "suites.png" in pictures(Run(TWO_SUITES), tmp_path / "two")
 
 
 def test_other_engines_are_the_headline_where_they_were_measured(tmp_path: Path) -> None:
@@ -57,11 +51,8 @@ def test_other_engines_are_the_headline_where_they_were_measured(tmp_path: Path)
     assert pictures(Run(run_of({"1": 1.5}), engines=turns), tmp_path)[:2] == ["headline.png", "speed-up.png"]
 
 
-def test_error_bars_reach_from_the_value_to_both_ends() -> None:
+def test_error_bars_reach_from_the_value_to_both_ends_unless_a_rounding_puts_one_beyond() -> None:
     panel = [Bar("a", 1.5, 0.5, 3.5, OURS), Bar("b", 1.0, 1.0, 1.0, OURS)]
     assert _errors(panel) == [[1.0, 0.0], [2.0, 0.0]]
-
-
-def test_a_bound_that_a_rounding_puts_beyond_the_value_has_no_bar() -> None:
     one = 0.3596136668758016  # the interval of a single pair
     assert _errors([Bar("a", one + 1e-16, one, one, OURS)]) == [[pytest.approx(0.0)], [0.0]]

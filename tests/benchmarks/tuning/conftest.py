@@ -91,11 +91,11 @@ Tune = Callable[..., Result]
 
 @pytest.fixture
 def tune(walker: str, prompts: Path, recipe: Path) -> Tune:
-    """Run the command on the walker, whose forwards take a simulated time, so that a good head pays."""
+    """Run the command on the walker, whose forwards take a simulated time: with a longer one a good head pays."""
 
-    def run(*options: str, model: str = walker) -> Result:
+    def run(*options: str, model: str = walker, latency_ms: int = 1) -> Result:
         given = ("--prompts", str(prompts), "--recipe", str(recipe), "--hours", "0.004", "--at-once", "8")
-        sets = (f"model={model}", "transport=inproc", "verifier.simulated_latency_ms=25")
+        sets = (f"model={model}", "transport=inproc", f"verifier.simulated_latency_ms={latency_ms}")
         return talon("tune", *given, *(part for one in sets for part in ("--set", one)), *options)
 
     return run

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import math
 import shutil
 import statistics
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,6 @@ from benchmarks.tuning import answering, journal, measuring
 from benchmarks.tuning import tune as tune_module
 from benchmarks.tuning.journal import Progressed, TuningJournal, begin_again, worked_on_alone
 from benchmarks.tuning.measuring import NEW, OLD, Gain
-from benchmarks.tuning.prompts import OPEN_PROMPTS, TuningPrompt, read_tuning_prompts
 from drafters.training.recipe import Recipe
 from drafters.training.run import train
 from drafters.training.trainer import Trainer
@@ -30,12 +28,10 @@ from engine import Engine, SamplingParams
 from engine.config import load
 from engine.core.errors import ModelError
 from engine.files.answer_rows import AnswerRow
-from engine.files.prompt_file import read_chats
 from engine.files.removal import removed
 from engine.weights import installed_head
 from engine.weights.installed_head import install, made_for
 from engine.weights.resolve import with_own
-from engine.weights.tokenizer import load_tokenizer
 from tests.benchmarks.tuning.conftest import PROMPTS, RECIPE, Tune, text_from
 from tests.command import talon
 
@@ -82,7 +78,7 @@ async def test_a_head_that_pays_is_installed_and_the_engine_finds_it(
 ) -> None:
     train_steps(monkeypatch, recipe, 120, 60)
     count_rounds_as_time(monkeypatch)
-    done = await asyncio.to_thread(tune, "--hours", "1")  # time for all answers: a head learns little of few
+    done = await asyncio.to_thread(tune, "--hours", "1", latency_ms=25)  # for all answers: a head learns little of few
     assert done.exit_code == 0, done.output
     first, line = done.stdout.splitlines()[-2:]
     assert first.startswith("The head pays: with it answers come ") and " as fast as " in first
@@ -220,11 +216,11 @@ def test_a_head_that_does_not_pay_is_not_installed_and_the_old_one_goes_on(
     assert (own.tuned / "block" / "config.json").read_text() == "old"
 
 
-def begun(tune: Tune, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def begun(tune: Tune, home: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> Path:
     """Let a tuning be killed before it does anything; return its folder."""
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_at(patch, tune_module, "made_for", 1)
-        tune()
+        tune(*options)
     return run_of(home)
 
 
@@ -246,16 +242,9 @@ def test_a_head_that_paid_and_was_removed_is_installed_again_and_what_a_kill_lef
     assert head_of(walker) is None
     assert tune().stdout.splitlines()[0] == "The head pays." and head_of(walker) is not None
     assert not (run / "features-left").exists()
+    assert (home / "tuning").stat().st_mode & 0o777 == 0o700  # what was asked cannot be read by others
     monkeypatch.setattr(tune_module, "install", None)  # not called again
     assert tune().exit_code == 0
-
-
-def test_a_head_can_be_read_by_others_and_what_was_asked_cannot(
-    tune: Tune, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun(tune, home, monkeypatch)
-    place = install(head_in(tmp_path / "head"), home / "heads" / "x", "model", "one")
-    assert place.stat().st_mode & 0o777 == 0o755 and (home / "tuning").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize(("number", "fix"), [(errno.ENOSPC, "make room and run"), (errno.EACCES, "see to it")])
@@ -338,18 +327,6 @@ def test_what_was_measured_beside_another_head_in_use_is_measured_anew(
     assert found == [False, True, False, True, False]
 
 
-def test_a_chat_form_that_names_the_day_is_the_same_after_midnight(walker: str, prompts: Path) -> None:
-    tokenizer = load_tokenizer(walker)
-    tokenizer.chat_template = "{{ strftime_now('w%-d w%-m') }} " + tokenizer.chat_template
-    one = read_tuning_prompts(prompts, tokenizer, 14).trained[0]
-    assert one.tokens[:2] == [1, 1]  # of the first of January, whatever day it is
-
-
-def test_an_answer_is_of_the_prompt_in_its_chat_form() -> None:
-    one, other = TuningPrompt("w5", [1, 5, 2]), TuningPrompt("w5", [5])
-    assert one.asked != other.asked and one.digest == other.digest
-
-
 @pytest.mark.parametrize(("pays", "added"), [(True, " --set drafter.path=auto --set drafter.head=auto"), (False, "")])
 def test_the_line_to_serve_with_finds_the_head_that_pays_whatever_the_configuration_names(
     pays: bool, added: str, tune: Tune, monkeypatch: pytest.MonkeyPatch
@@ -368,6 +345,7 @@ def test_a_newer_head_takes_the_place_of_the_old_one_as_a_whole(
         head_in(tmp_path / number, number)
     assert made_for(tuned) is None
     place = install(tmp_path / "1", tuned, "model", "one")
+    assert place.stat().st_mode & 0o777 == 0o755  # by whoever serves
     for name, call in (("symlink_to", 1), ("replace", 5)):  # four files are replaced before the link is
         with monkeypatch.context() as patch, pytest.raises(Killed):
             kill_at(patch, Path, name, call)
@@ -378,38 +356,20 @@ def test_a_newer_head_takes_the_place_of_the_old_one_as_a_whole(
     assert len([*tuned.iterdir()]) == 2  # the link and its folder
 
 
-def test_prompts_to_measure_with_are_never_trained_on_whatever_the_order_of_the_file(
-    walker: str, prompts: Path
-) -> None:
-    tokenizer = load_tokenizer(walker)
-    found = read_tuning_prompts(prompts, tokenizer, 12)
-    assert (len(found.trained), len(found.measured)) == (PROMPTS - 8, 8)
-    assert not {tuple(one.tokens) for one in found.trained} & {tuple(one.tokens) for one in found.measured}
-    assert {len(one.tokens) for one in found.trained} == {5}
-    lines = prompts.read_text().splitlines(True)
-    prompts.write_text("".join([*reversed(lines), *lines[:9]]))
-    assert read_tuning_prompts(prompts, tokenizer, 12) == found
-    prompts.write_text("".join(lines[1:]))
-    assert read_tuning_prompts(prompts, tokenizer, 12).digest != found.digest
-
-
-def test_too_few_prompts_are_refused(tune: Tune, prompts: Path) -> None:
-    prompts.write_text("".join(prompts.read_text().splitlines(True)[:31]))
-    assert "31 of its 31 prompts have at most 12 tokens: give at least 32" in told(tune())
-    prompts.write_text(json.dumps({"prompt": "w5 " * 40}) + "\n")
-    assert "0 of its 1 prompts have at most 12 tokens" in told(tune())
-
-
 @pytest.mark.parametrize(
-    ("line", "reason"),
+    ("rows", "reason"),
     [
-        ({"text": "w5"}, 'line 1 is not a JSON object with a "prompt"'),
-        ({"prompt": "w5", "messages": [{"role": "user", "content": "w5"}]}, "needs a prompt or messages"),
-        ({"messages": [{"role": "user"}]}, "prompt 1 cannot be asked"),
+        ([{"text": "w5"}], 'line 1 is not a JSON object with a "prompt"'),
+        ([{"prompt": "w5", "messages": [{"role": "user", "content": "w5"}]}], "needs a prompt or messages"),
+        ([{"messages": [{"role": "user"}]}], "prompt 1 cannot be asked"),
+        ([{"prompt": "w5 " * 40}], "0 of its 1 prompts have at most 12 tokens"),
+        ([{"prompt": f"w{5 + n}"} for n in range(31)], "31 of its 31 prompts have at most 12 tokens: give at least 32"),
     ],
 )
-def test_a_line_that_is_no_prompt_is_named(tune: Tune, prompts: Path, line: dict[str, Any], reason: str) -> None:
-    prompts.write_text(json.dumps(line) + "\n")
+def test_a_line_that_is_no_prompt_is_named_and_too_few_prompts_are_refused(
+    tune: Tune, prompts: Path, rows: list[dict[str, Any]], reason: str
+) -> None:
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert reason in told(tune())
 
 
@@ -447,44 +407,33 @@ def test_a_new_head_that_cannot_be_started_is_not_measured(
     assert not (home / "heads").exists()
 
 
-@pytest.mark.parametrize(
-    ("reason", "fix"),
-    [
+def test_what_training_refuses_is_told_with_the_options_of_this_command(
+    tune: Tune, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for reason, fix in (
         ("out=F: cannot be written: make room and run again with --resume", "make room and run the same command again"),
         ("checkpoint=F: cannot be read (short): start again without --resume", "(short): add --again to start over"),
         ("data=F: holds 0 prompts: give at least two", "give at least two"),
-    ],
-)
-def test_what_training_refuses_is_told_with_the_options_of_this_command(
-    tune: Tune, monkeypatch: pytest.MonkeyPatch, reason: str, fix: str
-) -> None:
-    def refused(*given: Any, **named: Any) -> None:
-        raise ModelError(reason)
+    ):
 
-    monkeypatch.setattr(tune_module, "train", refused)
-    line = told(tune())
-    assert line.endswith(fix) and "--resume" not in line
+        def refused(*given: Any, reason: str = reason, **named: Any) -> None:
+            raise ModelError(reason)
+
+        monkeypatch.setattr(tune_module, "train", refused)
+        line = told(tune())
+        assert line.endswith(fix) and "--resume" not in line
 
 
-def test_a_second_tuning_of_the_same_model_waits_its_turn(
+def test_a_second_tuning_waits_its_turn_and_a_journal_that_is_damaged_is_named_and_begun_again(
     tune: Tune, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = begun(tune, home, monkeypatch)
     with worked_on_alone(run.parent):  # whatever is set for the other
         assert "another process works in" in told(tune())
-
-
-def test_a_journal_that_is_damaged_is_named_and_begun_again(
-    tune: Tune, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tune_module, "made_for", lambda tuned: (_ for _ in ()).throw(Killed))
-    with pytest.raises(Killed):
-        tune()
-    (run_of(home) / "journal.json").write_text("{")
+    (run / "journal.json").write_text("{")
     assert "journal.json: cannot be read" in told(tune())
-    with pytest.raises(Killed):
-        tune("--again")
-    assert not (run_of(home) / "journal.json").exists()
+    assert begun(tune, home, monkeypatch, "--again") == run
+    assert not (run / "journal.json").exists()
 
 
 def test_the_time_is_shared_and_what_answers_leave_is_for_training(
@@ -535,19 +484,6 @@ def test_further_answers_are_begun_in_their_own_share_of_the_time(
         tune("--hours", "1")
     sizes = sorted(file.stat().st_size for file in (home / "tuning").glob("*/answers-*"))
     assert len(sizes) == 2 and sizes[0] == 0 < sizes[1]
-
-
-def test_no_prompt_is_asked_when_the_time_is_over_but_for_the_few_that_training_needs() -> None:
-    prompts = [TuningPrompt(str(number), [number]) for number in range(50)]
-    assert [*answering._in_time(prompts, 0, 20, math.inf)] == [(one.asked, one.tokens) for one in prompts]
-    assert len([*answering._in_time(prompts, 5, 20, -math.inf)]) == 15
-
-
-def test_the_open_prompts_are_chats_tools_and_questions_and_take_little_room() -> None:
-    rows = [*read_chats(OPEN_PROMPTS, "prompts")]
-    assert len({row.name for row in rows}) == len(rows) == 1378 and OPEN_PROMPTS.stat().st_size < 300_000
-    assert sum(bool(row.tools) for row in rows) >= 100 and sum(len(row.messages or ()) > 2 for row in rows) >= 100
-    assert not [row for row in rows if "\nOptions:" in row.name]  # of sets of questions whose licences share alike
 
 
 def test_the_recipe_of_the_command_is_valid_and_its_help_teaches(tune: Tune) -> None:

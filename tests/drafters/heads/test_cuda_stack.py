@@ -91,28 +91,35 @@ def test_features_that_stay_on_the_device_are_read_as_those_from_the_host_are(
 
 
 @heads
-def test_graphs_are_shared_by_all_requests(build: Build, tmp_path: Path, target: TargetWeights) -> None:
+def test_graphs_are_shared_by_all_requests_and_made_anew_only_for_positions_beyond_the_table_of_rotations(
+    build: Build, tmp_path: Path, target: TargetWeights
+) -> None:
     drafter = drafter_of(on_cuda(build, tmp_path, target), [1], POLICY)
     stack: Any = drafter.head.stack  # type: ignore[attr-defined]
     drafter.propose(1)
-    graphs = dict(stack._recorded)
+    graphs, table = dict(stack._recorded), stack.cos_sin
     assert graphs
     drafter.start(9, [3, 4, 5, 6], SamplingParams(max_tokens=40))
     features = torch.randn(4, len(drafter.feature_layers), HIDDEN, generator=torch.manual_seed(9))
     drafter.observe(9, Verdict(TokenTree.root_only(6), [0], [7], bfloat16_bits(features)))
     drafter.propose(9)
-    assert stack._recorded == graphs
+    stack.reserve_positions(1000)
+    assert stack.cos_sin is table and stack._recorded == graphs
+    stack.reserve_positions(1025)
+    assert len(stack.cos_sin) == 2050 and not stack._recorded
 
 
-def test_when_the_pool_grows_what_it_holds_stays_and_graphs_are_captured_anew(
+def test_when_the_pool_or_attentions_room_grows_what_is_held_stays_and_graphs_are_captured_anew(
     tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All heads have the same pool."""
-    usual = drafter_of(on_cuda(eagle3, tmp_path / "a", target), list(TEXTS), POLICY)
+    usual = drafter_of(plain(eagle3, tmp_path / "a", target), list(TEXTS), POLICY)
     monkeypatch.setattr(cuda_stack, "_BLOCKS", 1)
     grown = drafter_of(on_cuda(eagle3, tmp_path / "b", target), list(TEXTS), POLICY)
+    stack: Any = grown.head.stack  # type: ignore[attr-defined]
+    stack._attention.reserve(1)
     trees = [drafter.propose_many(OUTCOMES) for drafter in (usual, grown)]
-    assert grown.head.stack.pool.blocks > 1  # type: ignore[attr-defined]
+    assert stack.pool.blocks > 1 and stack._attention.capacity > 1
     assert all(same(one, other) for one, other in zip(*trees, strict=True))
 
 
@@ -129,35 +136,11 @@ def test_long_texts_are_read_in_parts(
     assert all(same(one, other) for one, other in zip(*trees, strict=True))
 
 
-@heads
-def test_graphs_are_made_anew_only_for_positions_beyond_the_table_of_rotations(
-    build: Build, tmp_path: Path, target: TargetWeights
-) -> None:
-    drafter = drafter_of(on_cuda(build, tmp_path, target), [1], POLICY)
-    stack: Any = drafter.head.stack  # type: ignore[attr-defined]
-    drafter.propose(1)
-    graphs, table = dict(stack._recorded), stack.cos_sin
-    stack.reserve_positions(1000)
-    assert stack.cos_sin is table and stack._recorded == graphs
-    stack.reserve_positions(1025)
-    assert len(stack.cos_sin) == 2050 and not stack._recorded
-
-
 def test_a_pool_on_a_gpu_takes_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 2 << 30))
     assert cuda_stack.first_blocks(1 << 10, torch.device("cuda")) == 1 << 16
     assert cuda_stack.first_blocks(1 << 30, torch.device("cuda")) == cuda_stack._BLOCKS
     assert cuda_stack.first_blocks(1, torch.device("cpu")) == cuda_stack._BLOCKS
-
-
-def test_texts_longer_than_attention_has_room_for_make_it_larger(tmp_path: Path, target: TargetWeights) -> None:
-    drafters = [
-        drafter_of(make(eagle3, tmp_path / make.__name__, target), list(TEXTS), POLICY) for make in (on_cuda, plain)
-    ]
-    attention: Any = drafters[0].head.stack._attention  # type: ignore[attr-defined]
-    attention.reserve(1)
-    trees = [drafter.propose_many(OUTCOMES) for drafter in drafters]
-    assert attention.capacity > 1 and all(same(one, other) for one, other in zip(*trees, strict=True))
 
 
 @pytest.mark.parametrize(("build", "temperature"), [(eagle, 0.8), (eagle3, 0.0)], ids=["eagle", "eagle3"])

@@ -13,7 +13,7 @@ from drafters.heads.checkpoint import TargetWeights
 from drafters.heads.eagle import EagleHead
 from drafters.heads.eagle3 import Eagle3Head
 from drafters.heads.feature_head import FeatureHead
-from drafters.heads.growth.policies import Adaptive, Dynamic
+from drafters.heads.growth.policies import Adaptive
 from drafters.heads.head_drafter import HeadDrafter
 from engine.core.drafter_protocol import Verdict
 from engine.core.errors import DrafterMismatch, ModelError
@@ -150,19 +150,10 @@ def test_asking_about_other_outcomes_does_not_change_the_next_tree(
     before = drafter.propose(1)
     before.validate(VOCAB)
     assert before.tokens[0] == 9 and len(before) > 2
+    assert name == "eagle" or set(before.tokens[1:].tolist()) <= set(IDS.tolist())  # tokens of the target
     for token in range(30):  # more than the drafted nodes a request has room for
         drafter.propose(1, [int(before.tokens[1]), token])
     assert same(drafter.propose(1), before)
-
-
-@both
-def test_outcomes_drafted_together_get_the_trees_they_get_alone(
-    name: str, tmp_path: Path, target: TargetWeights
-) -> None:
-    continuations = [[], [3], [3, 4], [17, 2, 5]]
-    together = drafter_with_text(name, tmp_path, target).propose_many([(1, path) for path in continuations])
-    for continuation, tree in zip(continuations, together, strict=True):
-        assert same(drafter_with_text(name, tmp_path, target).propose(1, continuation), tree)
 
 
 @both
@@ -187,26 +178,6 @@ def test_tokens_without_features_are_drafted_like_a_continuation(
     lost, asked = drafter_with_text(name, tmp_path / "a", target), drafter_with_text(name, tmp_path / "b", target)
     lost.observe(1, Verdict(TokenTree.root_only(9), [0], [12], None))
     assert same(lost.propose(1), asked.propose(1, [12]))
-
-
-def test_requests_do_not_see_each_other_and_can_be_finished(tmp_path: Path, target: TargetWeights) -> None:
-    drafter = drafter_with_text("eagle3", tmp_path, target)
-    alone = drafter.propose(1)
-    drafter.start(2, [1, 2, 3, 4], SamplingParams(max_tokens=4))
-    drafter.observe(2, prefill("eagle3", [7]))
-    drafter.propose(2)
-    assert same(drafter.propose(1), alone)
-    drafter.finish(2)
-    drafter.finish(2)
-
-
-def test_eagle3_proposes_target_ids(tmp_path: Path, target: TargetWeights) -> None:
-    drafter = HeadDrafter(eagle3(tmp_path, target), Dynamic(depth=2, top_k=5, budget=30))
-    drafter.start(1, [5, 6, 7, 8], SamplingParams())
-    drafter.observe(1, prefill("eagle3", [9]))
-    tree = drafter.propose(1)
-    assert len(tree) == 30
-    assert set(tree.tokens[1:].tolist()) <= set(IDS.tolist())
 
 
 @both
@@ -236,19 +207,14 @@ def test_a_head_for_another_target_is_refused(name: str, key: str, tmp_path: Pat
         load(path, target)
 
 
-def test_vocabulary_maps_that_disagree_are_refused(tmp_path: Path, target: TargetWeights) -> None:
+def test_vocabulary_maps_that_disagree_are_refused_and_a_pickle_with_code_in_it_is_not_run(
+    tmp_path: Path, target: TargetWeights
+) -> None:
     tensors = EAGLE3 | {"t2d": torch.ones(VOCAB, dtype=torch.bool)}
     path = write_checkpoint(tmp_path, "model.safetensors", LLAMA | {"draft_vocab_size": DRAFT_VOCAB}, tensors)
     with pytest.raises(ModelError, match="d2t and t2d"):
         Eagle3Head.load(path, target)
-
-
-def test_a_pickle_with_code_in_it_is_not_run(tmp_path: Path, target: TargetWeights) -> None:
-    path = write_checkpoint(tmp_path, "pytorch_model.bin", LLAMA, {"fc.weight": Path("x")})  # type: ignore[dict-item]
+    code = {"fc.weight": Path("x")}
+    path = write_checkpoint(tmp_path / "code", "pytorch_model.bin", LLAMA, code)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="convert it to safetensors"):
         EagleHead.load(path, target)
-
-
-def test_a_missing_directory_is_refused_with_its_path(tmp_path: Path, target: TargetWeights) -> None:
-    with pytest.raises(ModelError, match=r"drafter\.path=.*nowhere"):
-        EagleHead.load(str(tmp_path / "nowhere"), target)

@@ -28,9 +28,9 @@ from engine.kernels.gemm.product import multiplies
 from engine.model.runner import bfloat16_bits
 from engine.weights.gguf.describe_process import describe
 from engine.weights.gguf.file import read_gguf
-from engine.weights.gguf.source import GgufSource
 from engine.weights.resolve import with_own
 from tests.conftest import tiny_tokenizer
+from tests.drafters.heads.layouts.head_gguf import write_described
 from tests.engine.tiny_engine import PROMPTS, tiny_engine
 from tests.engine.weights.family_gguf import draft_head, random_model, write_family
 
@@ -46,22 +46,18 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, model: Any) -> dict[str, Path]:
     """The model with its head: a checkpoint, and a GGUF file that is described."""
-    made = {kind: tmp_path_factory.mktemp(kind) for kind in ("safetensors", "gguf")}
+    return stored(tmp_path_factory.mktemp("stored"), FAMILY, model)
+
+
+def stored(folder: Path, family: str, model: Any) -> dict[str, Path]:
+    made = {kind: folder / kind for kind in ("safetensors", "gguf")}
     model.save_pretrained(made["safetensors"])
     tiny_tokenizer().save_pretrained(made["safetensors"])
     file = made["safetensors"] / "model.safetensors"
     save_file(load_file(file) | draft_head(model), file, metadata={"format": "pt"})
-    write_file(made["gguf"], model)
+    made["gguf"].mkdir()
+    write_described(made["gguf"], family, model, head=draft_head(model))
     return made
-
-
-def write_file(folder: Path, model: Any, family: str = FAMILY, **options: Any) -> Path:
-    """A described GGUF file of the model with its head."""
-    options = {"head": draft_head(model)} | options
-    write_family(folder / "x.gguf", family, model, Kind.Q8_0, **options)
-    describe(read_gguf(folder / "x.gguf", "model=x"), folder, family, "")
-    GgufSource.of(folder / "x.gguf", "x.gguf").write(folder)
-    return folder / "x.gguf"
 
 
 @pytest.fixture(autouse=True)
@@ -114,23 +110,11 @@ def check_chain(folder: str, model: Any) -> None:
         found, node = both[1], nodes[1]
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
-def test_a_chain_and_its_siblings_get_the_logits_of_the_layer_in_transformers(
-    folders: dict[str, Path], model: Any, kind: str
-) -> None:
-    check_chain(str(folders[kind]), model)
-
-
-@pytest.mark.parametrize("family", ["qwen3.5 with experts", "qwen3-next"])
-def test_a_head_with_experts_gets_the_logits_of_the_layer_in_transformers(tmp_path: Path, family: str) -> None:
-    model, file = random_model(family), tmp_path / "stored" / "model.safetensors"
-    model.save_pretrained(tmp_path / "stored")
-    tiny_tokenizer().save_pretrained(tmp_path / "stored")
-    save_file(load_file(file) | draft_head(model), file, metadata={"format": "pt"})
-    check_chain(str(file.parent), model)
-    (tmp_path / "gguf").mkdir()
-    write_file(tmp_path / "gguf", model, family)
-    check_chain(str(tmp_path / "gguf"), model)
+@pytest.mark.parametrize("family", [FAMILY, "qwen3.5 with experts", "qwen3-next"])
+def test_a_chain_and_its_siblings_get_the_logits_of_the_layer_in_transformers(tmp_path: Path, family: str) -> None:
+    model = random_model(family)
+    for folder in stored(tmp_path, family, model).values():
+        check_chain(str(folder), model)
 
 
 def test_the_drafted_vocabulary_is_trimmed_to_the_lowest_ids_and_the_ends(folders: dict[str, Path]) -> None:
@@ -166,33 +150,19 @@ def test_tokens_of_a_text_are_drafted_from_then_on_in_place_of_those_seen_longes
     assert whole.own.target_ids.tolist() == [*range(262)]
 
 
-def test_a_head_drafts_the_tokens_that_it_reads(folders: dict[str, Path], model: Any) -> None:
-    folder = str(folders["gguf"])
-    head = MtpHead(read_mtp(folder, folder, 100), model.config.num_hidden_layers)
-    session = head.open([0], 64, 32)
-    session.commit(0, torch.randn(2, 1, 64).to(torch.bfloat16), [5, 240])
-    assert 240 not in head.target_ids.tolist()
-    session.root()
-    assert 240 in head.target_ids.tolist()
-
-
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_texts_that_the_models_own_head_drafts_are_those_of_plain_decoding(
-    folders: dict[str, Path], kind: str, temperature: float
+    folders: dict[str, Path], kind: str
 ) -> None:
     asked = [
         (prompt, SamplingParams(max_tokens=24, temperature=temperature, seed=seed))
         for seed, prompt in enumerate(PROMPTS)
+        for temperature in (0.0, 1.0)
     ]
     texts = {}
-    for name, options in {
-        "none": {},
-        "mtp": {"verifier.cut": False},
-        "hybrid": {"verifier.cut": False},
-        "pld": {},
-    }.items():
-        options |= {"method": name, "drafter.path": None, "transport": "inproc", "verifier.kv_memory": 1 << 24}
+    for name in ("none", "mtp", "hybrid", "pld"):
+        options = {"method": name, "drafter.path": None, "transport": "inproc", "verifier.kv_memory": 1 << 24}
+        options |= {"verifier.cut": False} if name in ("mtp", "hybrid") else {}
         async with tiny_engine(str(folders[kind]), "", **options) as engine:
             results = [await engine.generate(*one) for one in asked]
             assert engine.target.head == ("mtp" if name in ("mtp", "hybrid") else "")
@@ -222,7 +192,7 @@ def test_a_head_alone_in_a_file_is_named_as_path(folders: dict[str, Path], tmp_p
 
 
 def test_a_file_without_a_head_is_refused_with_the_field(folders: dict[str, Path], tmp_path: Path, model: Any) -> None:
-    file = write_file(tmp_path, model, head={})
+    file = write_described(tmp_path, FAMILY, model)
     with pytest.raises(ModelError, match=r"drafter.path=.*x.gguf: holds no draft head \(qwen35.nextn_predict_layers"):
         read_mtp(str(folders["gguf"]), str(file), 100)
     shutil.copy(folders["gguf"] / "config.json", tmp_path / "config.json")
@@ -231,33 +201,36 @@ def test_a_file_without_a_head_is_refused_with_the_field(folders: dict[str, Path
         read_mtp(str(folders["gguf"]), str(tmp_path), 100)
 
 
-def test_a_head_of_another_model_is_refused_with_both_sizes(folders: dict[str, Path], tmp_path: Path) -> None:
-    for changes, problem in (
-        ({"hidden_size": 32}, "drafter hidden size 32 != target hidden size 64"),
-        ({"vocab_size": 288}, "drafter vocabulary 288 != target vocabulary 262"),
-    ):
-        other = random_model(FAMILY, **changes)
-        file = tmp_path / f"{problem[:12]}.gguf"
-        write_family(file, FAMILY, other, Kind.F32, draft_head(other))
-        with pytest.raises(DrafterMismatch, match=rf"{problem} \(drafter.path="):
-            read_mtp(str(folders["gguf"]), str(file), 100)
-
-
-def test_several_predicted_layers_are_refused_with_the_field(
-    folders: dict[str, Path], tmp_path: Path, model: Any
+@pytest.mark.parametrize(
+    ("changes", "metadata", "problem"),
+    [
+        ({"hidden_size": 32}, {}, r"drafter hidden size 32 != target hidden size 64 \(drafter.path="),
+        ({"vocab_size": 288}, {}, r"drafter vocabulary 288 != target vocabulary 262 \(drafter.path="),
+        ({}, {"nextn_predict_layers": 2}, r"qwen35.nextn_predict_layers is 2, and a head of 1"),
+    ],
+)
+def test_a_head_of_another_model_or_of_several_layers_is_refused_with_the_field(
+    changes: dict[str, int], metadata: dict[str, int], problem: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    file = tmp_path / "x.gguf"
-    write_family(file, FAMILY, model, Kind.F32, draft_head(model), {"nextn_predict_layers": 2})
-    with pytest.raises(DrafterMismatch, match=r"qwen35.nextn_predict_layers is 2, and a head of 1"):
+    other, file = random_model(FAMILY, **changes), tmp_path / "x.gguf"
+    write_family(file, FAMILY, other, Kind.F32, draft_head(other), metadata)
+    with pytest.raises(DrafterMismatch, match=problem):
         read_mtp(str(folders["gguf"]), str(file), 100)
 
 
-def test_features_are_read_once_when_a_verdict_brings_them(folders: dict[str, Path], model: Any) -> None:
+def test_features_are_read_once_when_a_verdict_brings_them_and_their_tokens_are_drafted(
+    folders: dict[str, Path],
+) -> None:
     folder = str(folders["gguf"])
-    drafter = MtpHead.from_config(load({"model": folder, "method": "mtp", "drafter": {"path": None}}))
+    drafter = MtpHead.from_config(
+        load({"model": folder, "method": "mtp", "drafter": {"path": None, "vocabulary": 100}})
+    )
+    head = drafter.head
+    assert isinstance(head, MtpHead) and 240 not in head.target_ids.tolist()
     drafter.start(1, [1, 2, 3], SamplingParams(max_tokens=8))
     features = bfloat16_bits(torch.randn(3, 1, 64))
-    drafter.observe(1, Verdict(TokenTree.root_only(3), [0], [4], features))
+    drafter.observe(1, Verdict(TokenTree.root_only(3), [0], [240], features))
     assert drafter.count_unread(1) == 3
     tree = drafter.propose(1)
     assert len(tree) > 1 and drafter.count_unread(1) == 0 and np.all(tree.tokens < 262)
+    assert 240 in head.target_ids.tolist()

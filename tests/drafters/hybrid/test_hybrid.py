@@ -44,26 +44,14 @@ def drafter(tmp_path: Path, target: TargetWeights) -> HybridDrafter:
     return hybrid(tmp_path, target)
 
 
-def test_its_tree_holds_what_the_head_and_what_the_text_suggest(drafter: HybridDrafter) -> None:
+def test_its_tree_holds_what_the_head_and_what_the_text_suggest_and_names_the_source(drafter: HybridDrafter) -> None:
     tree = drafter.propose(1).validate(VOCAB)
-    model = drafter.head.propose(1)
-    assert tree.child(0, 8) is not None  # what followed 5 6 7 in the text
+    model, suffix = drafter.head.propose(1), source_of("suffix")
+    retrieved = tree.child(0, 8)  # what followed 5 6 7 in the text
+    assert retrieved is not None and tree.source[retrieved] & suffix
+    assert [child for child in tree.children(retrieved) if not tree.source[child] & suffix]  # the head drafts on
     assert tree.child(0, int(model.tokens[1])) is not None  # the head's first guess
-    assert len(tree) <= 24
-
-
-def test_the_head_drafts_on_below_a_retrieved_node(drafter: HybridDrafter) -> None:
-    tree = drafter.propose(1)
-    retrieved = tree.child(0, 8)
-    assert retrieved is not None
-    continued = [child for child in tree.children(retrieved) if not tree.source[child] & source_of("suffix")]
-    assert continued
-
-
-def test_a_node_of_the_index_is_marked_as_such(drafter: HybridDrafter) -> None:
-    tree = drafter.propose(1)
-    assert tree.source[0] == 0 and tree.source[tree.child(0, 8)] & source_of("suffix")
-    assert (tree.source[1:] > 0).all()
+    assert len(tree) <= 24 and tree.source[0] == 0 and (tree.source[1:] > 0).all()
 
 
 def test_before_the_first_features_retrieval_drafts_alone(tmp_path: Path, target: TargetWeights) -> None:
@@ -78,12 +66,19 @@ def test_an_outcome_asked_about_leaves_no_trace(drafter: HybridDrafter) -> None:
     assert drafter.propose(1).tokens.tolist() == before.tokens.tolist()
 
 
-def test_a_step_that_costs_more_than_it_can_bring_is_left_to_retrieval(drafter: HybridDrafter) -> None:
+def test_a_step_that_costs_more_than_it_can_bring_is_left_to_retrieval_where_that_is_sure(
+    drafter: HybridDrafter,
+) -> None:
     drafter._token_s = 1e-9
-    steps = drafter.head.steps
     tree = drafter.propose(1)
-    assert drafter.head.steps == steps
     assert tree.child(tree.child(0, 8) or 0, 9) is not None  # the text goes on: 8 9
+    drafter._token_s = drafter._step_s = 1e6
+    drafter._rescues.observe(1, 0, 1e6)
+    drafter.propose(1)
+    assert not drafter.head.steps, "retrieval is sure"
+    drafter.memories = []
+    drafter.propose(1)
+    assert drafter.head.steps, "whatever it has learned"
 
 
 def test_a_head_that_is_to_rest_drafts_no_more_until_it_may_again(drafter: HybridDrafter) -> None:
@@ -137,12 +132,21 @@ def rescue_after(drafter: HybridDrafter, tree: TokenTree, path: list[int], token
     return drafter._rescues.expected(1)
 
 
-def test_what_the_head_brings_where_retrieval_misses_is_learned(tmp_path: Path, target: TargetWeights) -> None:
+def unforeseen_by(tree: TokenTree) -> int:
+    """Return a token that does not follow the root."""
+    return next(token for token in range(VOCAB) if tree.child(0, token) is None)
+
+
+def test_what_the_head_brings_where_retrieval_misses_is_learned_by_each_request_and_handed_on(
+    tmp_path: Path, target: TargetWeights
+) -> None:
     drafter = hybrid(tmp_path, target)
     before, tree = drafter._rescues.expected(1), drafter.propose(1)
     own = next(node for node in tree.children(0) if tree.source[node] == source_of("eagle3"))
-    unforeseen = next(t for t in range(VOCAB) if tree.child(0, t) is None)
-    assert rescue_after(drafter, tree, [0], [unforeseen]) < before
+    unforeseen = unforeseen_by(tree)
+    after = rescue_after(drafter, tree, [0], [unforeseen])
+    drafter.start(2, TEXT, SamplingParams())
+    assert after < drafter._rescues.expected(2) < before, "the next one begins with what all have learned"
     cut = hybrid(tmp_path / "cut", target)
     cut.propose(1)
     assert rescue_after(cut, tree, [0], [int(tree.tokens[own])]) < before  # the verifier had cut the node
@@ -156,7 +160,7 @@ def test_only_rounds_whose_tree_has_the_heads_nodes_tell_what_it_brings(tmp_path
     drafter._token_s = 1e-9
     before, tree = drafter._rescues.expected(1), drafter.propose(1)  # retrieval's alone
     drafter.following([(1, ())])  # but the head was asked what may come next
-    unforeseen = next(t for t in range(VOCAB) if tree.child(0, t) is None)
+    unforeseen = unforeseen_by(tree)
     assert rescue_after(drafter, tree, [0], [unforeseen]) == before
     alone = hybrid(tmp_path / "alone", target)
     alone.propose(1)
@@ -168,8 +172,7 @@ def test_what_a_draft_brings_counts_the_heads_accepted_nodes_alone(tmp_path: Pat
         drafter = hybrid(tmp_path / folder, target)
         expected, tree = float(drafter._retrieve(1, ()).confidence[1:].sum()), drafter.propose(1)
         own = next(node for node in tree.children(0) if tree.source[node] == source)
-        unforeseen = next(t for t in range(VOCAB) if tree.child(0, t) is None)
-        rescue_after(drafter, tree, [0, own], [int(tree.tokens[own]), unforeseen])
+        rescue_after(drafter, tree, [0, own], [int(tree.tokens[own]), unforeseen_by(tree)])
         return drafter._gains.expected(expected)
 
     hoped = Gains().expected(0.0)
@@ -261,26 +264,6 @@ def test_a_head_alone_drafts_nothing_while_it_rests(drafter: HybridDrafter) -> N
     drafter.observe(1, Verdict(TokenTree.root_only(3), [0], [4], features, token_s=1e6))
     tree = drafter.propose(1)
     assert len(tree) > 1 and set(tree.source[1:].tolist()) == {source_of("eagle3")}
-
-
-def test_a_head_that_is_told_to_draft_does_so_where_retrieval_is_unsure_whatever_it_has_learned(
-    drafter: HybridDrafter,
-) -> None:
-    drafter._step_s = 1e6
-    drafter._rescues.observe(1, 0, 1e6)
-    drafter.propose(1)
-    assert not drafter.head.steps, "retrieval is sure"
-    drafter.memories = []
-    drafter.propose(1)
-    assert drafter.head.steps
-
-
-def test_each_request_learns_for_itself_and_the_next_begins_with_what_all_have(drafter: HybridDrafter) -> None:
-    before, tree = drafter._rescues.expected(1), drafter.propose(1)
-    unforeseen = next(t for t in range(VOCAB) if tree.child(0, t) is None)
-    after = rescue_after(drafter, tree, [0], [unforeseen])
-    drafter.start(2, TEXT, SamplingParams())
-    assert after < drafter._rescues.expected(2) < before
 
 
 @given(CHANCES, CHANCES)

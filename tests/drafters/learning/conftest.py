@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drafters.learning.lesson import learn
 from engine.files.cache_folder import CacheFolder
 from engine.files.kept_texts import keep_text, shelf_of
-from engine.files.lessons import LearnedFolder, LessonPlan
+from engine.files.lessons import LearnedFolder, LessonOutcome, LessonPlan
 from tests.benchmarks.tuning.conftest import RECIPE, text_from, walker
 
 __all__ = ["walker"]
@@ -39,10 +41,30 @@ class Lessons:
         return LessonPlan(model=self.model, folder=str(self.folder), owner=owner, **named | changes)
 
 
-@pytest.fixture
-def lessons(tmp_path: Path, walker: str) -> Lessons:
-    recipe = tmp_path / "recipe.yaml"
+def untaught(folder: Path, model: str) -> Lessons:
+    """Keep texts of Ann's in a folder."""
+    recipe = folder / "recipe.yaml"
     recipe.write_text(json.dumps(RECIPE))
-    made = Lessons(tmp_path / "learned", walker, recipe)
+    made = Lessons(folder / "learned", model, recipe)
     remember(made.folder, "ann", range(0, 240, 4))
     return made
+
+
+@pytest.fixture
+def lessons(tmp_path: Path, walker: str) -> Lessons:
+    return untaught(tmp_path, walker)
+
+
+@pytest.fixture(scope="session")
+def first_lesson(tmp_path_factory: pytest.TempPathFactory, walker: str) -> tuple[Lessons, LessonOutcome]:
+    """Learn a head of Ann's texts, which no test changes."""
+    made = untaught(tmp_path_factory.mktemp("first"), walker)
+    return made, learn(made.plan())
+
+
+@pytest.fixture
+def taught(first_lesson: tuple[Lessons, LessonOutcome], tmp_path: Path) -> Lessons:
+    """Return a copy of the folder after the first lesson."""
+    first, _ = first_lesson
+    shutil.copytree(first.folder, tmp_path / "learned", symlinks=True)
+    return Lessons(tmp_path / "learned", first.model, first.recipe)

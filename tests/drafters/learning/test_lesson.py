@@ -17,7 +17,7 @@ from drafters.training.recipe import Recipe
 from drafters.training.trainer import Trainer
 from engine.core.errors import ConfigError, ModelError
 from engine.files.kept_texts import count_texts
-from engine.files.lessons import LEAST_TEXTS
+from engine.files.lessons import LEAST_TEXTS, LessonOutcome
 from engine.files.prompt_file import PromptRow
 from engine.weights.installed_head import METHOD, MOST_LEARNED, learned_heads
 from tests.benchmarks.tuning.conftest import RECIPE, text_from
@@ -37,37 +37,30 @@ def size_of(folder: Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
 
-def test_a_head_that_accepts_more_is_installed_and_nothing_else_stays(lessons: Lessons) -> None:
-    assert lessons.learned.due() == [ANN]
-    outcome = learn(lessons.plan())
+def test_a_head_that_accepts_more_is_installed_and_nothing_else_stays(
+    first_lesson: tuple[Lessons, LessonOutcome],
+) -> None:
+    lessons, outcome = first_lesson
     assert outcome.before == 1 and outcome.after > 1.3 and outcome.installed
     assert (outcome.texts, outcome.steps) == (60, 100) and 4 <= outcome.held_out <= 32
     assert [*learned_heads(lessons.learned.heads)] == [ANN]
     assert not lessons.learned.lesson(ANN).exists() and lessons.learned.due() == []
 
 
-def test_a_head_that_accepts_no_more_leaves_the_old_one_where_it_is(
-    lessons: Lessons, monkeypatch: pytest.MonkeyPatch
+def test_the_next_lesson_begins_with_the_head_so_far_which_stays_where_it_is_if_that_accepts_no_more(
+    taught: Lessons, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = learn(lessons.plan())
-    before = weights_of(lessons)
-    remember(lessons.folder, "ann", range(1, 240, 4))
-    assert lessons.learned.due() == [ANN]
-    monkeypatch.setattr(lesson_module, "LEAST_GAIN", 9.0)
-    second = learn(lessons.plan())
-    assert second.texts == 120 and second.before > 1.2 and not second.installed and first.installed
-    assert weights_of(lessons) == before and lessons.learned.due() == []
-
-
-def test_the_next_lesson_begins_with_the_head_so_far(lessons: Lessons, monkeypatch: pytest.MonkeyPatch) -> None:
-    learn(lessons.plan())
-    remember(lessons.folder, "ann", range(1, 240, 4))
+    before = weights_of(taught)
+    remember(taught.folder, "ann", range(1, 240, 4))
+    assert taught.learned.due() == [ANN]
     given: dict[str, Any] = {}
     usual = lesson_module.train
     monkeypatch.setattr(lesson_module, "train", lambda *args, **named: given.update(named) or usual(*args, **named))
-    outcome = learn(lessons.plan(general="nowhere"))
-    assert given["start"] == lessons.learned.heads / ANN / METHOD
-    assert outcome.before > 1.2 and outcome.after >= outcome.before
+    monkeypatch.setattr(lesson_module, "LEAST_GAIN", 9.0)
+    second = learn(taught.plan(general="nowhere"))
+    assert given["start"] == taught.learned.heads / ANN / METHOD
+    assert second.texts == 120 and second.after >= second.before > 1.2 and not second.installed
+    assert weights_of(taught) == before and taught.learned.due() == []
 
 
 def kill_in_training(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
@@ -85,11 +78,9 @@ def kill_in_training(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 
 def test_a_lesson_killed_in_training_ends_with_the_head_of_one_that_was_not(
-    lessons: Lessons, monkeypatch: pytest.MonkeyPatch
+    lessons: Lessons, first_lesson: tuple[Lessons, LessonOutcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spared = Lessons(lessons.folder.with_name("spared"), lessons.model, lessons.recipe)
-    shutil.copytree(lessons.folder, spared.folder)
-    outcome = learn(spared.plan())
+    spared, outcome = first_lesson
     with monkeypatch.context() as patched:
         kill_in_training(patched, 30)
         with pytest.raises(Killed):
@@ -106,20 +97,16 @@ def test_a_lesson_killed_in_training_ends_with_the_head_of_one_that_was_not(
     assert weights_of(lessons) == weights_of(spared)
 
 
-@pytest.mark.parametrize("killed", ["install", "forget_heads", "end_lesson"])
-def test_a_lesson_killed_after_training_does_not_train_again(
-    lessons: Lessons, monkeypatch: pytest.MonkeyPatch, killed: str
-) -> None:
-    owner = type(lessons.learned) if killed == "end_lesson" else lesson_module
-    with monkeypatch.context() as patched:
+def test_a_lesson_killed_after_training_does_not_train_again(lessons: Lessons, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(*given: object) -> None:
+        raise Killed
 
-        def dies(*given: object) -> None:
-            raise Killed
-
-        patched.setattr(owner, killed, dies)
-        with pytest.raises(Killed):
+    kept = type(lessons.learned)
+    for owner, killed in ((lesson_module, "install"), (lesson_module, "forget_heads"), (kept, "end_lesson")):
+        with monkeypatch.context() as patched, pytest.raises(Killed):
+            patched.setattr(owner, killed, dies)
             learn(lessons.plan())
-    monkeypatch.setattr(lesson_module, "train", None)
+        monkeypatch.setattr(lesson_module, "train", None)  # from the second time on
     assert learn(lessons.plan()).installed
     assert [*learned_heads(lessons.learned.heads)] == [ANN] and not lessons.learned.lesson(ANN).exists()
 
@@ -151,21 +138,6 @@ def test_a_text_that_was_trained_on_is_never_held_out_later(tmp_path: Path) -> N
         trained |= set(names[: -recipe.held_out])
 
 
-def test_a_lesson_takes_no_more_of_the_disk_than_it_may(lessons: Lessons, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual, seen = Trainer.save, []
-
-    def saves(trainer: Trainer, path: Path) -> None:
-        usual(trainer, path)
-        seen.append(size_of(lessons.learned.lesson(ANN)) + path.stat().st_size)  # two while one is replaced
-
-    monkeypatch.setattr(Trainer, "save", saves)
-    monkeypatch.setattr(lesson_module, "_KEPT_MINUTES", 0.0)
-    costs = lesson_module._Costs.of(lessons.model, Recipe.model_validate(RECIPE))
-    most = 2 * costs.checkpoint_bytes + 20 * 30 * costs.token_bytes
-    assert learn(lessons.plan(most_bytes=most)).texts == 20
-    assert len(seen) > 50 and most / 2 < max(seen) <= most
-
-
 def test_a_folder_that_is_too_small_is_told_with_the_option_to_change(lessons: Lessons) -> None:
     with pytest.raises(ConfigError, match=r"^--learn-gb: a lesson may take 1 MB, .*: give more$"):
         learn(lessons.plan(most_bytes=10**6))
@@ -186,34 +158,46 @@ def test_a_model_that_does_not_run_lean_is_told_in_a_line(lessons: Lessons, monk
         learn(lessons.plan())
 
 
-def test_a_head_of_another_version_is_told_in_a_line_and_stays(lessons: Lessons) -> None:
-    learn(lessons.plan())
-    head = learned_heads(lessons.learned.heads)[ANN]
+def test_a_head_of_another_version_is_told_in_a_line_and_stays(taught: Lessons) -> None:
+    head = learned_heads(taught.learned.heads)[ANN]
     changed = (head / "config.json").read_text().replace('"hidden_size": 64', '"hidden_size": 32')
     (head / "config.json").write_text(changed)
-    said = reply(lessons.plan())
+    said = reply(taught.plan())
     assert said.outcome is None and "hidden_size" in said.error and "\n" not in said.error
-    assert [*learned_heads(lessons.learned.heads)] == [ANN]
+    assert [*learned_heads(taught.learned.heads)] == [ANN]
 
 
-def test_heads_of_those_who_learned_longest_ago_are_removed_and_come_back_with_new_texts(lessons: Lessons) -> None:
-    first = learn(lessons.plan())
+def test_heads_of_those_who_learned_longest_ago_are_removed_and_come_back_with_new_texts(taught: Lessons) -> None:
+    heads = taught.learned.heads
     for number in range(MOST_LEARNED):
-        place = lessons.learned.heads / f"other {number}"
-        shutil.copytree(lessons.learned.heads / ANN, place, symlinks=True)
+        place = heads / f"other {number}"
+        shutil.copytree(heads / ANN, place, symlinks=True)
         (place / METHOD).unlink()
         (place / METHOD).symlink_to(next(place.glob(f".{METHOD}-*")).name)
-    lesson_module.forget_heads(lessons.learned.heads)
-    assert first.installed and [*(lessons.learned.heads / ANN).glob("*block*")] == []
-    assert ANN not in learned_heads(lessons.learned.heads) and lessons.learned.due() == []
-    remember(lessons.folder, "ann", range(1, 200, 4))
-    assert lessons.learned.due() == [ANN]
+    lesson_module.forget_heads(heads)
+    assert ANN not in learned_heads(heads) and [*(heads / ANN).glob("*block*")] == [] and taught.learned.due() == []
+    remember(taught.folder, "ann", range(1, 200, 4))
+    assert taught.learned.due() == [ANN]
 
 
-def test_a_lesson_is_due_when_there_is_half_as_much_again(lessons: Lessons) -> None:
-    learn(lessons.plan())
-    shelf = lessons.learned.texts / ANN
-    remember(lessons.folder, "ann", range(1, 1 + 4 * (LEAST_TEXTS - 1), 4))
-    assert count_texts(shelf) == 60 + LEAST_TEXTS - 1 and lessons.learned.due() == []
-    remember(lessons.folder, "ann", [2])
-    assert lessons.learned.due() == [ANN]
+def test_a_lesson_is_due_when_there_is_half_as_much_again(taught: Lessons) -> None:
+    remember(taught.folder, "ann", range(1, 1 + 4 * (LEAST_TEXTS - 1), 4))
+    assert count_texts(taught.learned.texts / ANN) == 60 + LEAST_TEXTS - 1 and taught.learned.due() == []
+    remember(taught.folder, "ann", [2])
+    assert taught.learned.due() == [ANN]
+
+
+def test_a_lesson_takes_no_more_of_the_disk_than_it_may(lessons: Lessons, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, seen = Trainer.save, []
+
+    def saves(trainer: Trainer, path: Path) -> None:
+        usual(trainer, path)
+        seen.append(size_of(lessons.learned.lesson(ANN)) + path.stat().st_size)  # two while one is replaced
+
+    monkeypatch.setattr(Trainer, "save", saves)
+    monkeypatch.setattr(lesson_module, "_KEPT_MINUTES", 0.0)
+    monkeypatch.setattr(lesson_module, "_LEAST_STEPS", 20)
+    costs = lesson_module._Costs.of(lessons.model, Recipe.model_validate(RECIPE))
+    most = 2 * costs.checkpoint_bytes + 20 * 30 * costs.token_bytes
+    assert learn(lessons.plan(most_bytes=most)).texts == 20
+    assert len(seen) >= 20 and most / 2 < max(seen) <= most

@@ -23,7 +23,7 @@ TOKENS = 24
 
 
 @pytest.fixture(scope="session")
-def taught(tmp_path_factory: pytest.TempPathFactory, walker: str) -> Path:
+def head(tmp_path_factory: pytest.TempPathFactory, walker: str) -> Path:
     """Learn a head."""
     folder = tmp_path_factory.mktemp("taught")
     (folder / "recipe.yaml").write_text(json.dumps(RECIPE))
@@ -49,9 +49,9 @@ async def ask(engine: Engine, start: int, owner: str | None) -> tuple[list[int],
 
 @pytest.mark.parametrize(("mode", "transport"), [("sequential", "inproc"), ("async", "ipc")])
 async def test_no_text_changes_while_a_head_takes_over(
-    taught: Path, walker: str, tmp_path: Path, mode: str, transport: str
+    head: Path, walker: str, tmp_path: Path, mode: str, transport: str
 ) -> None:
-    heads, starts = tmp_path / "heads", [*range(1, 240, 40)]
+    heads, starts = tmp_path / "heads", [1, 81, 161]
     enough = len(starts) * TOKENS / 4 if mode == "sequential" else 4  # on a busy machine drafts ahead come late
     settings: dict[str, Any] = {"model": walker, "verifier.threads": 1, "verifier.cut": False}
     learning = {"method": "hybrid", "mode": mode, "drafter.head": METHOD, "drafter.learned": str(heads)}
@@ -68,7 +68,7 @@ async def test_no_text_changes_while_a_head_takes_over(
             return {one: sum(n for (_, n), (_, of) in zip(answers, asked, strict=True) if of == one) for one in owners}
 
         assert await all_equal() == {"ann": 0, "ben": 0, None: 0}
-        installing = asyncio.create_task(asyncio.to_thread(put, taught, heads, "ann"))
+        installing = asyncio.create_task(asyncio.to_thread(put, head, heads, "ann"))
         await all_equal()  # requests are under way while it appears
         await installing
         for _ in range(100):
@@ -85,9 +85,9 @@ async def test_no_text_changes_while_a_head_takes_over(
         assert found == {"ann": 0, "ben": 0, None: 0}
 
 
-async def test_a_damaged_head_costs_a_line_alone(taught: Path, walker: str, tmp_path: Path) -> None:
+async def test_a_damaged_head_costs_a_line_alone(head: Path, walker: str, tmp_path: Path) -> None:
     heads = tmp_path / "heads"
-    put(taught, heads, "ann")
+    put(head, heads, "ann")
     weights = heads / shelf_of("ann") / METHOD / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     learning = {"method": "hybrid", "drafter.head": METHOD, "drafter.learned": str(heads), "transport": "inproc"}

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.lookup.lookahead import Lookahead
@@ -62,6 +62,7 @@ def test_the_oldest_ngrams_make_room() -> None:
     assert [token for (token,) in drafter.requests[1].pool[5]] == [14, 13, 12]
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=9), st.integers(4, 130))
 def test_the_budget_is_kept_however_long_it_runs(prompt: list[int], budget: int) -> None:
     drafter = started(prompt, budget=budget)

@@ -13,14 +13,9 @@ def started(prompt: list[int], **options: int) -> TokenRecycling:
     return drafter
 
 
-def test_the_latest_successor_comes_first() -> None:
-    tree = started([1, 2, 1, 3, 1], depth=1).propose(1).validate(10)
-    assert tree.tokens.tolist() == [1, 3, 2]
-
-
-def test_successors_are_followed_to_the_depth() -> None:
-    tree = started([1, 2, 3, 4, 5, 1], depth=3).propose(1)
-    assert tree.tokens.tolist() == [1, 2, 3, 4]
+def test_the_latest_successor_comes_first_and_successors_are_followed_to_the_depth() -> None:
+    assert started([1, 2, 1, 3, 1], depth=1).propose(1).validate(10).tokens.tolist() == [1, 3, 2]
+    assert started([1, 2, 3, 4, 5, 1], depth=3).propose(1).tokens.tolist() == [1, 2, 3, 4]
 
 
 def test_only_so_many_successors_are_kept_and_the_budget_holds() -> None:

@@ -115,15 +115,6 @@ def texts(chatty: Path) -> tuple[Any, list[Example]]:
     return model, [Example(tokens, 3) for tokens in drawn]
 
 
-def test_features_held_in_memory_are_those_computed_anew(texts: tuple[Any, list[Example]]) -> None:
-    model, examples = texts
-    held, fresh = KeptFeatures(model, examples, (2, 6)), FeatureSource(model, examples)
-    for chosen in ([0, 3], [4, 1, 2]):
-        for one, other in zip(held.read(chosen, (2, 6)), fresh.read(chosen, (2, 6)), strict=True):
-            torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
-    assert held.read([5], (6,))[0].equal(held.read([5], (2, 6))[0][:, :, 1:])
-
-
 @pytest.mark.parametrize("method", ["block", "eagle3"])
 def test_a_step_reads_no_number_back_from_the_device(
     method: str, texts: tuple[Any, list[Example]], monkeypatch: pytest.MonkeyPatch

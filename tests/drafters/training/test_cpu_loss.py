@@ -43,19 +43,27 @@ def test_the_first_of_equal_logits_is_the_likeliest_one() -> None:
     assert loss_rows(torch.zeros(2, VOCAB), None, student, 1.0, 0.0, 1.0)[1].tolist() == [20, 0]
 
 
-def test_the_kernel_and_torch_make_the_same_loss_of_the_same_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fitting", [True, False])
+def test_the_kernel_and_torch_make_the_loss_of_factors_that_is_written_out_here(
+    fitting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_loss, "fits", lambda dtype, vocab: fitting)
     generator = torch.Generator().manual_seed(1)
-    hidden, head, x, weight, link, second = (
+    hidden, head, *factors = (
         torch.randn(shape, generator=generator).requires_grad_(i > 1)
         for i, shape in enumerate([(7, 5), (VOCAB, 5), (7, 5), (VOCAB, 5), (7, 3), (VOCAB, 3)])
     )
-    teacher = Teacher(hidden, head, (hidden @ head.T).logsumexp(-1) + 0.1)
-    found = []
-    for fitting in (True, False):
-        monkeypatch.setattr(cpu_loss, "fits", lambda dtype, vocab, fitting=fitting: fitting)
-        loss, _ = vocabulary_loss([(x, weight), (link, second)], teacher, 0.3, 0.7)
-        found.append((loss, *torch.autograd.grad(loss, [x, weight, link, second])))
-    for one, other in zip(*found, strict=True):
+    x, weight, link, second = factors
+    normaliser = (hidden @ head.T).logsumexp(-1) + 0.1
+    p, logits = (hidden @ head.T - normaliser[:, None]).exp(), x @ weight.T + link @ second.T
+    entropy, distance = -(p * logits.log_softmax(-1)).sum(-1), (p - logits.softmax(-1)).abs().sum(-1)
+    expected = (0.3 * entropy + 0.7 * distance).mean()
+    loss, verdicts = vocabulary_loss([(x, weight), (link, second)], Teacher(hidden, head, normaliser), 0.3, 0.7)
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    assert verdicts.best.tolist() == logits.argmax(-1).tolist()
+    torch.testing.assert_close(verdicts.overlap, torch.minimum(p, logits.softmax(-1)).sum(-1), atol=1e-5, rtol=1e-4)
+    gradients = [torch.autograd.grad(one, factors, retain_graph=True) for one in (loss, expected)]
+    for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 

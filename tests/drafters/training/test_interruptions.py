@@ -80,15 +80,6 @@ def test_a_disk_that_fills_in_the_middle_of_a_file_is_one_line_and_the_run_goes_
     assert all(torch.equal(torn[name], whole[name]) for name in whole)
 
 
-def test_a_folder_with_a_run_in_it_is_not_overwritten(trained: Training, tmp_path: Path) -> None:
-    out = tmp_path / "head"
-    trained("medusa")
-    before = weights(out)
-    with pytest.raises(ConfigError, match=r"out=.*holds a run already: go on with --resume"):
-        trained("medusa")
-    assert all(torch.equal(tensor, weights(out)[name]) for name, tensor in before.items())
-
-
 def test_answers_that_can_be_kept_nowhere_or_are_damaged_are_one_line(trained: Training, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"answers=.*cannot be written"):
         trained("medusa", answers=Path("/dev/full/answers"))
@@ -100,29 +91,24 @@ def test_answers_that_can_be_kept_nowhere_or_are_damaged_are_one_line(trained: T
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        ("", "holds 0 prompts"),
-        ("hello\n", "line 1 is not a JSON object"),
-        ('{"prompt": "w5"}\n{"text": "w6"}\n', "line 2 is not a JSON object"),
-        ('{"prompt": 5}\n', "line 1 is not a JSON object .*Expected str, got int"),
-        ('{"prompt": "\\ud800"}\n', "line 1 is not a JSON object"),
+        ("x.jsonl", "", "holds 0 prompts"),
+        ("x.jsonl", "hello\n", "line 1 is not a JSON object"),
+        ("x.jsonl", '{"prompt": "w5"}\n{"text": "w6"}\n', "line 2 is not a JSON object"),
+        ("x.jsonl", '{"prompt": 5}\n', "line 1 is not a JSON object .*Expected str, got int"),
+        ("x.jsonl", '{"prompt": "\\ud800"}\n', "line 1 is not a JSON object"),
+        ("x.xz", "no archive", "cannot be read"),
+        ("nowhere/x.jsonl", None, "cannot be read"),
     ],
 )
 def test_a_file_that_is_no_training_data_is_refused(
-    content: str, message: str, trained: Training, tmp_path: Path
+    name: str, content: str | None, message: str, trained: Training, tmp_path: Path
 ) -> None:
-    file = tmp_path / "data.jsonl"
-    file.write_text(content)
+    if content is not None:
+        (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=message):
-        trained("medusa", prompts=file)
-
-
-def test_a_missing_file_and_a_broken_archive_are_refused(trained: Training, tmp_path: Path) -> None:
-    (tmp_path / "x.xz").write_bytes(b"no archive")
-    for name in ("nowhere.jsonl", "x.xz"):
-        with pytest.raises(ConfigError, match="cannot be read"):
-            trained("medusa", prompts=tmp_path / name)
+        trained("medusa", prompts=tmp_path / name)
 
 
 def test_a_target_without_the_wanted_layers_is_refused_before_work_starts(
@@ -138,11 +124,17 @@ def test_a_target_without_the_wanted_layers_is_refused_before_work_starts(
 
 
 def test_resuming_before_the_first_checkpoint_begins_and_needs_the_same_recipe_after_it(
-    data: Path, trained: Training, tmp_path: Path
+    data: Path, trained: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = Console(record=True, width=200)
+    monkeypatch.setattr("drafters.training.progress._SAID_S", 0.0)
+    said = Console(record=True, width=200, force_terminal=False)
     trained("medusa", resume=True, console=said)
-    assert "holds no checkpoint yet" in said.export_text() and (tmp_path / "head/training/state.pt").is_file()
+    text, before = said.export_text(), weights(tmp_path / "head")
+    assert "holds no checkpoint yet" in text and "--method medusa --set drafter.path=" in text
+    assert "answering: " in text and "training: 1 of " in text  # without a terminal stages say how far they are
+    with pytest.raises(ConfigError, match=r"out=.*holds a run already: go on with --resume"):
+        trained("medusa")
+    assert all(torch.equal(tensor, weights(tmp_path / "head")[name]) for name, tensor in before.items())
     with pytest.raises(ConfigError, match="another recipe"):
         trained("medusa", plan={"lr": 0.5}, resume=True)
     fewer = tmp_path / "fewer.jsonl"
@@ -162,14 +154,6 @@ def test_two_trainings_do_not_answer_into_one_file(trained: Training, monkeypatc
     monkeypatch.setattr(answers_module, "generate", meanwhile)
     trained("medusa")
     trained("medusa", "other")
-
-
-def test_without_a_terminal_stages_say_how_far_they_are(trained: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drafters.training.progress._SAID_S", 0.0)
-    said = Console(record=True, width=200, force_terminal=False)
-    trained("medusa", console=said)
-    text = said.export_text()
-    assert "answering: " in text and "training: 1 of " in text and "--method medusa --set drafter.path=" in text
 
 
 def test_a_wrong_recipe_is_refused_by_key(recipe: Callable[..., Path]) -> None:

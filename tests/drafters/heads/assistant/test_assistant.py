@@ -27,7 +27,8 @@ from engine.kernels.gemm.product import multiplies
 from engine.model.target import Target
 from engine.verifier.request import Request
 from engine.weights.resolve import with_own
-from tests.drafters.heads.assistant.tiny_assistant import WINDOW, random_assistant, save, write_assistant, write_target
+from tests.drafters.heads.assistant.tiny_assistant import WINDOW, random_assistant, save, write_assistant
+from tests.drafters.heads.layouts.head_gguf import write_described
 from tests.engine.test_exact import build
 from tests.engine.tiny_engine import PROMPTS, tiny_engine
 from tests.engine.weights.family_gguf import random_model
@@ -55,7 +56,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory, model: Any, assistant: Any
     stored, files = tmp_path_factory.mktemp("stored"), tmp_path_factory.mktemp("files")
     return {
         "safetensors": (save(model, stored / "model"), save(assistant, stored / "model-assistant")),
-        "gguf": (write_target(files, model), write_assistant(files / "x-assistant.gguf", assistant)),
+        "gguf": (
+            write_described(files, "gemma4", model).parent,
+            write_assistant(files / "x-assistant.gguf", assistant),
+        ),
     }
 
 
@@ -203,14 +207,14 @@ def test_keys_in_8_bits_are_given_as_numbers() -> None:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_texts_that_an_assistant_drafts_are_those_of_plain_decoding_alone_and_at_once(
-    folders: dict[str, tuple[Path, Path]], kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, tuple[Path, Path]], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, path = folders[kind]
     asked = [
         (prompt, SamplingParams(max_tokens=24, temperature=temperature, seed=seed))
         for seed, prompt in enumerate(PROMPTS)
+        for temperature in (0.0, 1.0)
     ]
     texts, done, of_five_blocks = {}, Counter[str](), {"safetensors": 190_000, "gguf": 130_000}[kind]
     for kind_of, name in ((AssistantProgram, "step"), (Request, "preempt")):
@@ -258,7 +262,7 @@ def test_an_assistant_beside_its_model_is_taken_by_itself(folders: dict[str, tup
 
 
 def test_a_file_beside_that_is_for_another_model_is_passed_over(tmp_path: Path, model: Any, assistant: Any) -> None:
-    write_target(tmp_path, model)
+    write_described(tmp_path, "gemma4", model)
     write_assistant(tmp_path / "a.gguf", assistant, changes={"embedding_length_out": 128})
     (tmp_path / "b.gguf").write_bytes(b"GGUF")
     assert with_own(load({"model": str(tmp_path), "method": "hybrid"})).drafter.path is None
@@ -296,27 +300,34 @@ def test_an_assistant_of_another_model_is_refused_with_the_field(
         assert str(error.value).startswith(f"drafter.path={path}: ") and "\n" not in str(error.value)
 
 
-def test_a_target_of_another_family_is_refused(folders: dict[str, tuple[Path, Path]], tiny: str) -> None:
-    with pytest.raises(DrafterMismatch, match="the target is of type llama, and an assistant is Gemma 4's"):
-        read_assistant(tiny, str(folders["gguf"][1]), 100)
+SHAPES = r"tensor blk.0.attn_q.weight has shape \[64, 32\], not \[32, 32\]"
 
 
-def test_a_missing_tensor_is_named_as_the_file_names_it(
-    folders: dict[str, tuple[Path, Path]], assistant: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        *(
+            ({"without": name}, f"tensor {name} is missing")
+            for name in ("blk.1.attn_q.weight", "nextn.pre_projection.weight", "output_norm.weight")
+        ),
+        ({"changes": {"attention.head_count": 2}}, SHAPES),
+        ({"changes": {"embedding_length_out": None}}, "gemma4-assistant.embedding_length_out: None is not a positive"),
+        ({"changes": {"attention.sliding_window_pattern": None}}, "its metadata describe no assistant"),
+        ({"changes": {"attention.sliding_window_pattern": [True]}}, "its metadata describe no assistant"),
+    ],
+)
+def test_a_file_that_lacks_a_part_of_an_assistant_is_refused_before_a_kernel_reads_it(
+    options: dict[str, Any], problem: str, folders: dict[str, tuple[Path, Path]], assistant: Any, tmp_path: Path
 ) -> None:
-    for name in ("blk.1.attn_q.weight", "nextn.pre_projection.weight", "output_norm.weight"):
-        file = write_assistant(tmp_path / "a.gguf", assistant, without=name)
-        with pytest.raises(ModelError, match=f"drafter.path=.*a.gguf: tensor {name} is missing"):
-            read_assistant(str(folders["gguf"][0]), str(file), 100)
+    file = write_assistant(tmp_path / "a.gguf", assistant, **options)
+    with pytest.raises(ModelError, match=f"drafter.path=.*a.gguf: .*{problem}"):
+        read_assistant(str(folders["gguf"][0]), str(file), 100)
 
 
 def test_a_tensor_of_another_shape_is_refused_before_a_kernel_reads_it(
     folders: dict[str, tuple[Path, Path]], model: Any, assistant: Any, tmp_path: Path
 ) -> None:
     target = str(folders["gguf"][0])
-    file = write_assistant(tmp_path / "a.gguf", assistant, changes={"attention.head_count": 2})
-    with pytest.raises(ModelError, match=r"tensor blk.0.attn_q.weight has shape \[64, 32\], not \[32, 32\]"):
-        read_assistant(target, str(file), 100)
     wrong = save(assistant, tmp_path / "a")
     tensors = load_file(wrong / "model.safetensors") | {"post_projection.weight": torch.zeros(64, 16)}
     save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
@@ -338,26 +349,12 @@ def test_positions_that_rotate_more_than_a_head_are_refused_before_a_kernel_read
         read_assistant(str(folders["gguf"][0]), str(wrong), 100)
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"embedding_length_out": None}, "gemma4-assistant.embedding_length_out: None is not a positive count"),
-        ({"attention.sliding_window_pattern": None}, "its metadata describe no assistant"),
-        ({"attention.sliding_window_pattern": [True]}, "its metadata describe no assistant"),
-    ],
-)
-def test_metadata_that_no_assistant_has_are_refused(
-    changes: dict[str, Any], problem: str, folders: dict[str, tuple[Path, Path]], assistant: Any, tmp_path: Path
-) -> None:
-    file = write_assistant(tmp_path / "a.gguf", assistant, changes=changes)
-    with pytest.raises(ModelError, match=problem):
-        read_assistant(str(folders["gguf"][0]), str(file), 100)
-
-
-def test_files_that_hold_no_assistant_are_refused_in_one_line(
-    folders: dict[str, tuple[Path, Path]], assistant: Any, tmp_path: Path
+def test_files_that_hold_no_assistant_and_targets_of_another_family_are_refused_in_one_line(
+    folders: dict[str, tuple[Path, Path]], assistant: Any, tmp_path: Path, tiny: str
 ) -> None:
     target, path = folders["gguf"]
+    with pytest.raises(DrafterMismatch, match="the target is of type llama, and an assistant is Gemma 4's"):
+        read_assistant(tiny, str(path), 100)
     with pytest.raises(ModelError, match=r"general.architecture is 'gemma4', which is no gemma4-assistant"):
         read_assistant(str(target), str(target / "x.gguf"), 100)
     with pytest.raises(ModelError, match="model_type='gemma4_text' is none of gemma4_assistant"):

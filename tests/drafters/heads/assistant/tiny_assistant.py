@@ -8,18 +8,14 @@ from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
-import gguf
 import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 from transformers import Gemma4TextConfig
 from transformers.models.gemma4_assistant import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
 
-from engine.weights.gguf.describe_process import describe
-from engine.weights.gguf.file import read_gguf
-from engine.weights.gguf.source import GgufSource
 from tests.conftest import tiny_tokenizer
-from tests.engine.weights.family_gguf import write_family
+from tests.drafters.heads.layouts.head_gguf import write_file
 from tests.engine.weights.tiny_gguf import TOKENS
 
 WINDOW = 12
@@ -98,14 +94,6 @@ def save(model: Any, folder: Path) -> Path:
     return folder
 
 
-def write_target(folder: Path, model: Any, family: str = "gemma4") -> Path:
-    """A described GGUF file of the target: returns its directory."""
-    write_family(folder / "x.gguf", family, model, Kind.Q8_0)
-    describe(read_gguf(folder / "x.gguf", "model=x"), folder, family, "")
-    GgufSource.of(folder / "x.gguf", "x.gguf").write(folder)
-    return folder
-
-
 def write_assistant(
     path: Path, model: Any, kind: Kind = Kind.Q8_0, changes: Mapping[str, Any] = MappingProxyType({}), without: str = ""
 ) -> Path:
@@ -137,23 +125,9 @@ def write_assistant(
         "nextn_predict_layers": text.num_hidden_layers,
         "vocab_size": text.vocab_size,
     }
-    writer = gguf.GGUFWriter(path, "gemma4-assistant")
-    for key, value in (metadata | changes).items():
-        if isinstance(value, list):
-            writer.add_array(f"gemma4-assistant.{key}", value)
-        elif value is not None:
-            writer.add_key_value(f"gemma4-assistant.{key}", value, gguf.GGUFValueType.get_type(value))
-    writer.add_token_list(TOKENS[: text.vocab_size] + [f"<{i}>" for i in range(text.vocab_size - len(TOKENS))])
-    for name, tensor in stored(model).items():
-        if name == without:
-            continue
-        of_kind = kind if tensor.dim() > 1 and tensor.shape[-1] % 32 == 0 else Kind.F32
-        writer.add_tensor(name, gguf.quantize(tensor.float().numpy(), of_kind), raw_dtype=of_kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    tokens = TOKENS[: text.vocab_size] + [f"<{i}>" for i in range(text.vocab_size - len(TOKENS))]
+    arrays = {name: tensor.float().numpy() for name, tensor in stored(model).items() if name != without}
+    return write_file(path, "gemma4-assistant", metadata | {"tokenizer.ggml.tokens": tokens} | changes, arrays, kind)
 
 
 def stored(model: Any) -> dict[str, Tensor]:

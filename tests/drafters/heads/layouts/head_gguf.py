@@ -13,6 +13,11 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
+from engine.weights.gguf.describe_process import describe
+from engine.weights.gguf.file import read_gguf
+from engine.weights.gguf.source import GgufSource
+from tests.engine.weights.family_gguf import write_family
+
 _NAMES = {
     "fc": "fc",
     "norm": "output_norm",
@@ -61,27 +66,45 @@ def write_head(
     """kind: of the matrices. changes: of the metadata without the architecture before it; None leaves out. scaling: of
     Llama 3's positions.
     """
-    made = _metadata(architecture, config, tensors) | changes
+    arrays = _arrays(architecture, config, tensors)
+    arrays |= {"rope_freqs.weight": llama3_factors(config, scaling)} if scaling else {}
+    return str(write_file(path, architecture, _metadata(architecture, config, tensors) | changes, arrays, kind))
+
+
+def write_file(
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray[Any, Any]],
+    kind: Kind = Kind.F32,
+) -> Path:
+    """Write a GGUF file. metadata: without the architecture before it; None leaves out. kind: of the matrices."""
     writer = gguf.GGUFWriter(path, architecture)
-    for key, value in made.items():
+    for key, value in metadata.items():
         name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
         if isinstance(value, list):
             writer.add_array(name, value)
         elif value is not None:
             writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
-    for name, array in _arrays(architecture, config, tensors).items():
+    for name, array in arrays.items():
         of_kind = kind if array.ndim > 1 and array.dtype == np.float32 and array.shape[-1] % 32 == 0 else Kind.F32
         if array.dtype == np.int64:
             writer.add_tensor(name, array, raw_dtype=Kind.I64)
         else:
             writer.add_tensor(name, gguf.quantize(array, of_kind), raw_dtype=of_kind)
-    if scaling:
-        writer.add_tensor("rope_freqs.weight", llama3_factors(config, scaling))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return str(path)
+    return path
+
+
+def write_described(folder: Path, family: str, model: Any, **options: Any) -> Path:
+    """Write a GGUF file of a model, and describe it in its folder."""
+    write_family(folder / "x.gguf", family, model, Kind.Q8_0, **options)
+    describe(read_gguf(folder / "x.gguf", "model=x"), folder, family, "")
+    GgufSource.of(folder / "x.gguf", "x.gguf").write(folder)
+    return folder / "x.gguf"
 
 
 def llama3_factors(config: Mapping[str, Any], scaling: Mapping[str, float]) -> np.ndarray[Any, Any]:

@@ -20,7 +20,7 @@ from drafters.heads.one_pass.block import BlockHead
 from engine.kernels.gemm.product import multiplies
 from engine.weights.gguf.file import read_gguf
 from tests.drafters.conftest import LLAMA, random_tensors, write_checkpoint
-from tests.drafters.heads.layouts.head_gguf import write_head
+from tests.drafters.heads.layouts.head_gguf import write_file, write_head
 from tests.drafters.heads.layouts.test_llama_cpp import drafted
 
 pytestmark = [
@@ -121,13 +121,8 @@ def test_a_head_borrows_the_targets_matrices_in_the_bits_of_its_file(tmp_path: P
     config, tensors = wide("dflash")
     drawn = torch.Generator().manual_seed(2)
     matrices = {name: torch.randn(64, 64, generator=drawn) / 4 for name in ("token_embd.weight", "output.weight")}
-    file = tmp_path / "target.gguf"
-    writer = gguf.GGUFWriter(file, "llama")
-    for name, tensor in matrices.items():
-        writer.add_tensor(name, gguf.quantize(tensor.numpy(), Kind.Q4_0), raw_dtype=Kind.Q4_0)
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
-        write()
-    writer.close()
+    arrays = {name: tensor.numpy() for name, tensor in matrices.items()}
+    file = write_file(tmp_path / "target.gguf", "llama", {}, arrays, Kind.Q4_0)
     stored = read_gguf(file, "model=x")
     embedding, lm_head = (FileMatrix(stored, stored.tensors[i]) for i in range(2))
     public = write_checkpoint(tmp_path / "public", "model.safetensors", config, tensors)

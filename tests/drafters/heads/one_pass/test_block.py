@@ -18,8 +18,11 @@ from drafters.heads.head_drafter import HeadDrafter
 from drafters.heads.one_pass.block import BlockHead
 from drafters.heads.one_pass.block_session import BlockSession
 from drafters.heads.one_pass.block_weights import Outputs
-from engine.core.errors import DrafterMismatch, ModelError
+from engine.core.drafter_protocol import Verdict
+from engine.core.errors import ModelError
 from engine.core.params import SamplingParams
+from engine.core.tree import TokenTree
+from engine.model.runner import bfloat16_bits
 from tests.drafters.conftest import FFN, HEADS, HIDDEN, KV_HEADS, LLAMA, VOCAB, random_tensors, write_checkpoint
 from tests.drafters.reference import rms, rope
 
@@ -105,6 +108,9 @@ def block(path: Path, target: TargetWeights) -> BlockHead:
     return BlockHead.load(write_checkpoint(path, "model.safetensors", config, tensors), target)
 
 
+Mix = Callable[[int, Tensor], Tensor]
+
+
 def plain_states(
     weights: dict[str, Tensor],
     embedding: Tensor,
@@ -112,9 +118,11 @@ def plain_states(
     block: list[int],
     causal: bool,
     leaves: Callable[[int, Tensor], Tensor] = lambda layer, x: x,
+    window: int = 0,
+    mixer: Callable[[str, Tensor], Mix] = lambda part, normed: lambda side, x: x,
 ) -> Tensor:
     """[block, hidden]: one whole forward, row by row, without a cache. features: [context, layers, hidden]. leaves: how
-    the states that leave a layer change.
+    the states that leave a layer change. mixer: how rows are mixed as they enter (0) and leave (1) a layer's part.
     """
     context = rms(features.flatten(1) @ weights["fc.weight"].T, weights["hidden_norm.weight"])
     past, size = len(context), len(block)
@@ -122,27 +130,32 @@ def plain_states(
     for i in range(DRAFT_LAYERS):
         name = f"layers.{i}"
         normed = rms(x, weights[f"{name}.input_layernorm.weight"])
-        both = torch.cat([context, normed])
+        mix = mixer(f"{name}.attention_conv", normed)
+        entered = mix(0, normed)
+        both = torch.cat([context, entered])
 
         def heads(of: Tensor, what: str, count: int, name: str = name) -> Tensor:
             return (of @ weights[f"{name}.self_attn.{what}_proj.weight"].T).view(len(of), count, -1)
 
         key = rope(rms(heads(both, "k", KV_HEADS), weights[f"{name}.self_attn.k_norm.weight"]))
         value = heads(both, "v", KV_HEADS)
-        query = rms(heads(normed, "q", HEADS), weights[f"{name}.self_attn.q_norm.weight"])
+        query = rms(heads(entered, "q", HEADS), weights[f"{name}.self_attn.q_norm.weight"])
         query = rope(torch.cat([torch.zeros(past, *query.shape[1:]), query]))[past:]
         attended = torch.zeros_like(query)
         for head in range(HEADS):
             shared = head * KV_HEADS // HEADS
             for row in range(size):
                 end = past + row + 1 if causal else past + size
-                scores = key[:end, shared] @ query[row, head] / query.shape[-1] ** 0.5
-                attended[row, head] = scores.softmax(0) @ value[:end, shared]
-        x = x + attended.reshape(size, -1) @ weights[f"{name}.self_attn.o_proj.weight"].T
+                seen = slice(max(0, end - window) if window else 0, end)
+                scores = key[seen, shared] @ query[row, head] / query.shape[-1] ** 0.5
+                attended[row, head] = scores.softmax(0) @ value[seen, shared]
+        x = x + mix(1, attended.reshape(size, -1) @ weights[f"{name}.self_attn.o_proj.weight"].T)
         normed = rms(x, weights[f"{name}.post_attention_layernorm.weight"])
-        gate = torch.nn.functional.silu(normed @ weights[f"{name}.mlp.gate_proj.weight"].T)
-        x = x + (gate * (normed @ weights[f"{name}.mlp.up_proj.weight"].T)) @ weights[f"{name}.mlp.down_proj.weight"].T
-        x = leaves(i, x)
+        mix = mixer(f"{name}.mlp_conv", normed)
+        entered = mix(0, normed)
+        gate = torch.nn.functional.silu(entered @ weights[f"{name}.mlp.gate_proj.weight"].T)
+        inner = gate * (entered @ weights[f"{name}.mlp.up_proj.weight"].T)
+        x = leaves(i, x + mix(1, inner @ weights[f"{name}.mlp.down_proj.weight"].T))
     return rms(x, weights["norm.weight"])
 
 
@@ -181,21 +194,34 @@ def pair(
         return kind, weights, BlockHead.load(path, target)
 
 
-def opened(head: BlockHead, features: Tensor, tokens: list[int]) -> BlockSession:
-    """A session that has read a text in two parts; tokens: one more than features."""
+TEXT = [3, 9, 14, 2, 33, 8, 21]
+FEATURES = torch.randn(len(TEXT) - 1, len(READ), HIDDEN, generator=torch.Generator().manual_seed(5))
+
+
+def opened(head: BlockHead) -> BlockSession:
+    """A session that has read the text in two parts."""
     session = head.open([], 64, 0)
-    session.commit(0, features[:4], tokens[1:5])
+    session.commit(0, FEATURES[:4], TEXT[1:5])
     session.root()
-    session.commit(4, features[4:], tokens[5:])
+    session.commit(4, FEATURES[4:], TEXT[5:])
     return session
 
 
-TEXT = [3, 9, 14, 2, 33, 8, 21]
+def begun(head: BlockHead, known: list[int]) -> tuple[BlockSession, int]:
+    """A session that has read the text, and the node at the end of a block's known tokens."""
+    session = opened(head)
+    [[node]] = head.begin([(session, [known])])
+    return session, node
 
 
-def features_of(head: BlockHead) -> Tensor:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(len(TEXT) - 1, len(head.feature_layers), HIDDEN, generator=generator)
+def check_blocks_alone_and_together(head: BlockHead, paths: list[list[int]]) -> None:
+    """Compare the outputs of blocks of one forward with those of a forward of each block alone."""
+    together = opened(head)
+    head.begin([(together, paths)])
+    for path in paths:
+        alone, _ = begun(head, path)
+        for one, other in zip(outputs_of(alone, path), outputs_of(together, path), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
 def rows_of(
@@ -204,7 +230,7 @@ def rows_of(
     """The block's states, the output matrix, and the row that predicts the token behind the root."""
     embedding = weights.get("embed_tokens.weight", target.embedding)
     block = [TEXT[-1], *known] + [MASK] * (SIZE - 1 - len(known))
-    states = plain_states(weights, embedding, features_of_shape(), block, kind == "jetspec")
+    states = plain_states(weights, embedding, FEATURES, block, kind == "jetspec")
     return states, weights.get("lm_head.weight", target.lm_head), 0 if kind.startswith("dspark") else 1
 
 
@@ -215,10 +241,6 @@ def outputs_of(session: BlockSession, known: list[int]) -> Outputs:
     return Outputs(*(part[rows] for part in block.forward.outputs))
 
 
-def features_of_shape() -> Tensor:
-    return torch.randn(len(TEXT) - 1, len(READ), HIDDEN, generator=torch.Generator().manual_seed(5))
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("known", [[], [11], [11, 4]])
 def test_a_block_drafts_what_a_plain_forward_over_the_text_gives(
@@ -226,9 +248,8 @@ def test_a_block_drafts_what_a_plain_forward_over_the_text_gives(
 ) -> None:
     kind, weights, head = pair
     states, lm_head, first = rows_of(kind, weights, target, known)
-    session = opened(head, features_of(head), TEXT)
+    session, node = begun(head, known)
     ranking = Ranking(SamplingParams(), head.target_ids, 5)
-    [[node]] = head.begin([(session, [known])])
     path = [TEXT[-1], *known]
     for row in range(first + len(known), SIZE):
         expected = plain_logits(kind, weights, lm_head, states[row], path[-1]).softmax(-1).topk(5)
@@ -258,21 +279,7 @@ def test_the_confidence_head_says_what_a_plain_product_gives(
 
 @torch.inference_mode()
 def test_blocks_begun_together_are_those_begun_alone(pair: tuple[str, dict[str, Tensor], BlockHead]) -> None:
-    _, _, head = pair
-    paths = [[11], [4, 4], [], [30]]
-    together = opened(head, features_of(head), TEXT)
-    head.begin([(together, paths)])
-    for path in paths:
-        alone = opened(head, features_of(head), TEXT)
-        head.begin([(alone, [path])])
-        for one, other in zip(outputs_of(alone, path), outputs_of(together, path), strict=True):
-            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
-
-
-def test_the_head_reads_the_outputs_of_the_layers_that_the_file_names(
-    pair: tuple[str, dict[str, Tensor], BlockHead],
-) -> None:
-    assert pair[2].feature_layers == (2, 4)
+    check_blocks_alone_and_together(pair[2], [[11], [4, 4], [], [30]])
 
 
 @torch.inference_mode()
@@ -280,9 +287,8 @@ def test_branches_of_a_tree_differ_by_their_links(
     pair: tuple[str, dict[str, Tensor], BlockHead],
 ) -> None:
     kind, _, head = pair
-    session = opened(head, features_of(head), TEXT)
+    session, _ = begun(head, [])
     ranking = Ranking(SamplingParams(), head.target_ids, 5)
-    head.begin([(session, [[]])])
     first, second = session.rank(ranking, [0], None, []).tokens[0][:2]
     nodes, _ = session.extend([0, 0], [first, second])
     seen = session.rank(ranking, nodes, None, [])
@@ -296,11 +302,8 @@ def test_a_tree_of_a_block_follows_the_likeliest_path_and_ends_with_the_block(
     _, _, head = pair
     drafter = HeadDrafter(head, Adaptive(budget=40, top_k=4, mu=0.0))
     drafter.start(1, TEXT[:-1], SamplingParams(temperature=temperature, max_tokens=20))
-    features = features_of(head).bfloat16().view(torch.uint16).numpy()
-    from engine.core.drafter_protocol import Verdict
-    from engine.core.tree import TokenTree
-
-    drafter.observe(1, Verdict(TokenTree.root_only(TEXT[-2]), [0], [TEXT[-1]], features))
+    assert drafter.feature_layers == (2, 4)  # what enters layer 2 has left layer 1, which the file names
+    drafter.observe(1, Verdict(TokenTree.root_only(TEXT[-2]), [0], [TEXT[-1]], bfloat16_bits(FEATURES)))
     trees = drafter.propose_many([(1, path) for path in ([], [5], [5, 6])])
     assert drafter.steps == 1  # one forward for all, whatever the trees grow to
     assert [int(tree.tokens[0]) for tree in trees] == [TEXT[-1], 5, 6]
@@ -317,7 +320,7 @@ def test_a_draft_vocabulary_is_linked_with_any_token_before_it(
     temperature: float, tmp_path: Path, target: TargetWeights
 ) -> None:
     head = block(tmp_path, target)
-    session = opened(head, features_of(head), TEXT)
+    session = opened(head)
     ranking = Ranking(SamplingParams(temperature=temperature, seed=4), head.target_ids, 5)
     head.begin([(session, [[], [11]])])
     assert head.link is not None and head.confidence is not None
@@ -342,7 +345,7 @@ def test_only_a_rows_candidates_are_linked(
 ) -> None:
     monkeypatch.setattr("drafters.heads.one_pass.block_weights.CANDIDATES", 8)
     head = block(tmp_path, target)
-    session = opened(head, features_of(head), TEXT)
+    session = opened(head)
     session.root()
     seen = session.rank(Ranking(SamplingParams(), head.target_ids, 5), [0], None, [])
     logits, gates, said = (part[:1].float() for part in outputs_of(session, []))
@@ -367,10 +370,8 @@ def test_layouts_that_cannot_be_drafted_with_are_refused_by_key(tmp_path: Path, 
         ({"mask_token_id": None}, "mask_token_id=None"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 8}, "layer_types names 1 layers of 2"),
         ({"target_layer_ids": "all"}, "is not a list of layers"),
+        ({"target_layer_ids": [1, 9]}, "target has 6 layers"),
     ):
         path = write_checkpoint(tmp_path / message[:8], "model.safetensors", {**config, **changes}, weights)
         with pytest.raises(ModelError, match=message):
             BlockHead.load(path, target)
-    path = write_checkpoint(tmp_path / "deep", "model.safetensors", {**config, "target_layer_ids": [1, 9]}, weights)
-    with pytest.raises(DrafterMismatch, match="target has 6 layers"):
-        BlockHead.load(path, target)

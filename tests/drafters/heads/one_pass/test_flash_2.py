@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,26 @@ from torch import Tensor
 from drafters.heads.checkpoint import TargetWeights
 from drafters.heads.growth.ranking import Ranking
 from drafters.heads.one_pass.block import BlockHead
-from drafters.heads.one_pass.block_session import BlockSession
 from engine.core.errors import ModelError
 from engine.core.params import SamplingParams
 from engine.kernels.gemm.product import multiplies
-from tests.drafters.conftest import HEADS, HIDDEN, KV_HEADS, VOCAB, random_tensors, write_checkpoint
+from tests.drafters.conftest import HIDDEN, VOCAB, random_tensors, write_checkpoint
 from tests.drafters.heads.layouts.head_gguf import write_head
 from tests.drafters.heads.one_pass.test_block import (
     CONFIGS,
     DRAFT_LAYERS,
+    FEATURES,
     FLASH,
     MASK,
     QWEN3,
     SIZE,
     TEXT,
-    features_of_shape,
-    opened,
+    Mix,
+    begun,
+    check_blocks_alone_and_together,
+    plain_states,
     shapes,
 )
-from tests.drafters.reference import rms, rope
 
 RANK, TOP_K, WINDOW = 6, 12, 4
 SLIDING = {"layer_types": ["sliding_attention"] * DRAFT_LAYERS, "sliding_window": WINDOW, "use_sliding_window": True}
@@ -73,47 +75,16 @@ def convolved(x: Tensor, of_row: Tensor, base: Tensor, group: int) -> Tensor:
     return out
 
 
-def states_of(config: dict[str, Any], weights: dict[str, Tensor], embedding: Tensor, block: list[int]) -> Tensor:
-    """[block, hidden]: a forward over a block behind the text, row by row."""
-    context = rms(features_of_shape().flatten(1) @ weights["fc.weight"].T, weights["hidden_norm.weight"])
-    past, x, flash = len(context), embedding[block], config["dflash_config"]
-    taps, group = flash["conv_kernel_size"], flash["conv_group_size"]
-    windows = "layer_types" in config
-    for i in range(DRAFT_LAYERS):
-        name = f"layers.{i}"
+def mixer(config: dict[str, Any], weights: dict[str, Tensor]) -> Callable[[str, Tensor], Mix]:
+    """Return the convolutions of a layer's part, as `plain_states` applies them."""
+    taps, group = (config["dflash_config"][key] for key in ("conv_kernel_size", "conv_group_size"))
 
-        def factors(part: str, normed: Tensor, name: str = name) -> Tensor:
-            made = normed @ weights[f"{name}.{part}.kernel_projection.weight"].T
-            return made.view(len(normed), 2, taps, HIDDEN // group)
+    def of_part(part: str, normed: Tensor) -> Mix:
+        made = (normed @ weights[f"{part}.kernel_projection.weight"].T).view(len(normed), 2, taps, HIDDEN // group)
+        base = weights[f"{part}.base_kernel"]
+        return lambda side, x: convolved(x, made[:, side], base[side], group)
 
-        normed = rms(x, weights[f"{name}.input_layernorm.weight"])
-        of_row, base = factors("attention_conv", normed), weights[f"{name}.attention_conv.base_kernel"]
-        entered = convolved(normed, of_row[:, 0], base[0], group)
-        both = torch.cat([context, entered])
-
-        def heads(of: Tensor, what: str, count: int, name: str = name) -> Tensor:
-            return (of @ weights[f"{name}.self_attn.{what}_proj.weight"].T).view(len(of), count, -1)
-
-        key = rope(rms(heads(both, "k", KV_HEADS), weights[f"{name}.self_attn.k_norm.weight"]))
-        value, query = heads(both, "v", KV_HEADS), heads(entered, "q", HEADS)
-        query = rms(query, weights[f"{name}.self_attn.q_norm.weight"])
-        query = rope(torch.cat([torch.zeros(past, *query.shape[1:]), query]))[past:]
-        attended = torch.zeros_like(query)
-        for head in range(HEADS):
-            shared = head * KV_HEADS // HEADS
-            for row in range(len(block)):
-                seen = slice(max(0, past + row + 1 - WINDOW), past + row + 1) if windows else slice(0, None)
-                scores = key[seen, shared] @ query[row, head] / query.shape[-1] ** 0.5
-                attended[row, head] = scores.softmax(0) @ value[seen, shared]
-        left = attended.reshape(len(block), -1) @ weights[f"{name}.self_attn.o_proj.weight"].T
-        x = x + convolved(left, of_row[:, 1], base[1], group)
-        normed = rms(x, weights[f"{name}.post_attention_layernorm.weight"])
-        of_row, base = factors("mlp_conv", normed), weights[f"{name}.mlp_conv.base_kernel"]
-        entered = convolved(normed, of_row[:, 0], base[0], group)
-        gate = torch.nn.functional.silu(entered @ weights[f"{name}.mlp.gate_proj.weight"].T)
-        left = (gate * (entered @ weights[f"{name}.mlp.up_proj.weight"].T)) @ weights[f"{name}.mlp.down_proj.weight"].T
-        x = x + convolved(left, of_row[:, 1], base[1], group)
-    return rms(x, weights["norm.weight"])
+    return of_part
 
 
 def transitions(weights: dict[str, Tensor], lm_head: Tensor, state: Tensor, before: int) -> tuple[Tensor, Tensor]:
@@ -125,13 +96,6 @@ def transitions(weights: dict[str, Tensor], lm_head: Tensor, state: Tensor, befo
         descending=True
     )
     return candidates[order], scores
-
-
-def begun(head: BlockHead, known: list[int]) -> tuple[BlockSession, int]:
-    """A session that has read the text, and the node at the end of a block's known tokens."""
-    session = opened(head, features_of_shape(), TEXT)
-    [[node]] = head.begin([(session, [known])])
-    return session, node
 
 
 @torch.inference_mode()
@@ -148,7 +112,9 @@ def test_a_published_head_drafts_what_the_published_arithmetic_gives(
     assert (head.stack is not None) is (stacked and kind != "small groups")
     assert isinstance(target.embedding, Tensor) and isinstance(target.lm_head, Tensor)
     block = [TEXT[-1], *known] + [MASK] * (SIZE - 1 - len(known))
-    states = states_of(config, weights, target.embedding, block)
+    window = {"causal": True, "window": WINDOW} if kind == "windows" else {"causal": False}
+    states = plain_states(weights, target.embedding, FEATURES, block, **window, mixer=mixer(config, weights))
+    check_blocks_alone_and_together(head, [known, [4, 4], [30]])
     session, node = begun(head, known)
     ranking, path, reordered = Ranking(SamplingParams(), head.target_ids, TOP_K), [TEXT[-1], *known], False
     for row in range(1 + len(known), SIZE):
@@ -171,6 +137,7 @@ def test_the_convolutions_of_bfloat16_rows_are_those_of_torch(
     config, weights = made("two taps")
     path = write_checkpoint(tmp_path, "model.safetensors", config, weights)
     monkeypatch.setattr("drafters.heads.layers.multiplies", multiplies)
+    monkeypatch.setattr("drafters.heads.layers.instruction_sets", lambda: ())  # matrices are kept as they are
     found = begun(BlockHead.load(path, target), [])[0].blocks[0].forward.outputs.logits
     monkeypatch.setattr("drafters.heads.one_pass.block_weights.new_stack", lambda spec: None)
     expected = begun(BlockHead.load(path, target), [])[0].blocks[0].forward.outputs.logits
@@ -185,33 +152,17 @@ def test_where_states_were_lost_a_window_has_the_latest_that_are_there(
     path = write_checkpoint(tmp_path, "model.safetensors", *made("windows"))
 
     def logits() -> Tensor:
-        head, features = BlockHead.load(path, target), features_of_shape()
+        head = BlockHead.load(path, target)
         session = head.open([], 64, 0)
-        session.commit(0, features[:4], TEXT[1:5])
+        session.commit(0, FEATURES[:4], TEXT[1:5])
         session.root()
-        session.commit(4 + 2 * WINDOW, features[4:], TEXT[5:])
+        session.commit(4 + 2 * WINDOW, FEATURES[4:], TEXT[5:])
         head.begin([(session, [[]])])
         return session.blocks[0].forward.outputs.logits
 
     found = logits()
     monkeypatch.setattr("drafters.heads.one_pass.block_weights.new_stack", lambda spec: None)
     torch.testing.assert_close(found, logits(), atol=1e-4, rtol=1e-3)
-
-
-@torch.inference_mode()
-def test_blocks_of_one_forward_do_not_see_each_other(tmp_path: Path, target: TargetWeights) -> None:
-    config, weights = made("two taps")
-    head = BlockHead.load(write_checkpoint(tmp_path, "model.safetensors", config, weights), target)
-    together = opened(head, features_of_shape(), TEXT)
-    paths = [[11], [4, 4], []]
-    head.begin([(together, paths)])
-    for path in paths:
-        alone, _ = begun(head, path)
-        one, other = (
-            next(block for block in session.blocks if block.known == tuple(path)) for session in (alone, together)
-        )
-        rows = [block.forward.outputs.logits[block.row : block.row + block.rows] for block in (one, other)]
-        torch.testing.assert_close(*rows, atol=1e-5, rtol=1e-4)
 
 
 @torch.inference_mode()

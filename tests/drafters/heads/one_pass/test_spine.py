@@ -14,7 +14,6 @@ from drafters.heads.checkpoint import TargetWeights
 from drafters.heads.growth.ranking import Ranking
 from drafters.heads.one_pass.block import BlockHead
 from drafters.heads.one_pass.block_forward import RowQuery
-from drafters.heads.one_pass.block_session import BlockSession
 from engine.core.errors import ModelError
 from engine.core.params import SamplingParams
 from engine.kernels.gemm.product import multiplies
@@ -22,11 +21,12 @@ from tests.drafters.conftest import HIDDEN, VOCAB, random_tensors, write_checkpo
 from tests.drafters.heads.one_pass.test_block import (
     CONFIGS,
     DRAFT_LAYERS,
+    FEATURES,
     MASK,
     SIZE,
     TEXT,
-    features_of_shape,
-    opened,
+    begun,
+    check_blocks_alone_and_together,
     plain_states,
     shapes,
 )
@@ -92,13 +92,6 @@ class Reference:
         return lm_head[candidates] @ rms(refined, self.weights["norm.weight"])
 
 
-def begun(head: BlockHead, known: list[int]) -> tuple[BlockSession, int]:
-    """A session that has read the text, and the node at the end of a block's known tokens."""
-    session = opened(head, features_of_shape(), TEXT)
-    [[node]] = head.begin([(session, [known])])
-    return session, node
-
-
 def spine(path: Path, target: TargetWeights) -> BlockHead:
     """A head of random weights."""
     return load(path, target, made())
@@ -118,7 +111,8 @@ def test_a_tree_follows_the_second_scores_of_the_published_arithmetic(
     assert isinstance(target.embedding, Tensor) and isinstance(target.lm_head, Tensor)
     block = [TEXT[-1], *known] + [MASK] * (SIZE - 1 - len(known))
     reference = Reference(weights, block)
-    states = plain_states(weights, target.embedding, features_of_shape(), block, True, reference)
+    states = plain_states(weights, target.embedding, FEATURES, block, True, reference)
+    check_blocks_alone_and_together(head, [known, [4, 4], [30]])
     session, node = begun(head, known)
     ranking, path, reordered = Ranking(SamplingParams(), head.target_ids, TOP_K), [TEXT[-1], *known], False
     for row in range(1 + len(known), SIZE):
@@ -136,43 +130,22 @@ def test_a_tree_follows_the_second_scores_of_the_published_arithmetic(
 
 
 @torch.inference_mode()
-def test_behind_its_own_predecessor_a_row_keeps_its_scores(tmp_path: Path, target: TargetWeights) -> None:
+def test_behind_its_own_predecessor_a_row_keeps_its_scores_and_another_has_second_ones_to_learn_from(
+    tmp_path: Path, target: TargetWeights
+) -> None:
     head = spine(tmp_path, target)
     session, node = begun(head, [])
-    seen = session.rank(Ranking(SamplingParams(), head.target_ids, TOP_K), [node], None, [])
+    ranking = Ranking(SamplingParams(), head.target_ids, TOP_K)
+    seen = session.rank(ranking, [node], None, [])
     expected = session.blocks[0].forward.outputs.logits[0].softmax(-1).topk(TOP_K)
     assert seen.tokens[0] == expected.indices.tolist()
     torch.testing.assert_close(torch.tensor(seen.prob[0]), expected.values, atol=1e-5, rtol=1e-3)
     torch.testing.assert_close(session.root_logits()[0].softmax(-1).topk(TOP_K).values, expected.values)
-
-
-@torch.inference_mode()
-def test_what_the_head_learns_from_has_the_second_scores_too(tmp_path: Path, target: TargetWeights) -> None:
-    head = spine(tmp_path, target)
-    session, node = begun(head, [])
-    ranking = Ranking(SamplingParams(), head.target_ids, TOP_K)
-    session.rank(ranking, [node], None, [])
     [node], _ = session.extend([node], [17])
     seen, forward = session.rank(ranking, [node], None, []), session.blocks[0].forward
     linked = forward.linked(head, RowQuery(1, 17))[0]
     assert linked.topk(TOP_K).indices.tolist() != forward.outputs.logits[1].topk(TOP_K).indices.tolist()
     torch.testing.assert_close(linked.softmax(-1)[seen.tokens[0]], torch.tensor(seen.prob[0]), atol=1e-5, rtol=1e-3)
-
-
-@torch.inference_mode()
-def test_blocks_of_one_forward_tell_each_other_nothing(tmp_path: Path, target: TargetWeights) -> None:
-    head = spine(tmp_path, target)
-    together = opened(head, features_of_shape(), TEXT)
-    paths = [[11], [4, 4], []]
-    head.begin([(together, paths)])
-    for path in paths:
-        alone, _ = begun(head, path)
-        of_both = []
-        for session in (alone, together):
-            [block] = [block for block in session.blocks if block.known == tuple(path)]
-            of_both.append([part[block.row : block.row + block.rows] for part in block.forward.outputs])
-        for one, other in zip(*of_both, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
 @torch.inference_mode()
