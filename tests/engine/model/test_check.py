@@ -14,8 +14,8 @@ from engine.model.loading import load_model
 from engine.model.trial import check
 from engine.model.trial.check import lines_of
 from engine.model.trial.families import FAMILIES, table
-from tests.engine.weights import family_gguf
-from tests.engine.weights.family_gguf import random_model, write_family
+from tests.engine.weights import gguf_families
+from tests.engine.weights.family_gguf import draft_head, random_model, write_family
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,7 +25,7 @@ def test_the_table_of_the_documents_is_that_of_the_command() -> None:
 
 
 def test_every_architecture_that_the_table_names_is_read_from_a_file_by_a_test_and_no_other_is() -> None:
-    tested = {family.architecture for family in family_gguf.FAMILIES.values()}
+    tested = {family.architecture for family in gguf_families.FAMILIES.values()}
     assert {name for family in FAMILIES for name in family.gguf} == tested
 
 
@@ -58,13 +58,13 @@ def test_types_that_become_bfloat16_are_named(home: Path, monkeypatch: pytest.Mo
 
 def test_a_draft_head_in_the_file_is_found(home: Path) -> None:
     model = random_model("qwen3.5")
-    write_family(home / "x.gguf", "qwen3.5", model, head=family_gguf.draft_head(model))
+    write_family(home / "x.gguf", "qwen3.5", model, head=draft_head(model))
     assert checked(home / "x.gguf")["drafter"] == "its own head: method=mtp or hybrid"
 
 
 def test_a_draft_head_is_found_for_a_model_of_the_hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("qwen3.5")
-    write_family(home / "x.gguf", "qwen3.5", model, head=family_gguf.draft_head(model))
+    write_family(home / "x.gguf", "qwen3.5", model, head=draft_head(model))
     folder = check.resolve(str(home / "x.gguf"))
     monkeypatch.setattr(check, "resolve", {"org/name": folder}.__getitem__)
     assert dict(line.split(": ", 1) for line in lines_of("org/name"))["drafter"].startswith("its own head")

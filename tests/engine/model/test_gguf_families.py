@@ -28,7 +28,8 @@ from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import GgufSource, open_gguf
 from engine.weights.gguf.weights import GgufWeights
 from tests.engine.test_exact import decoded, read, with_siblings
-from tests.engine.weights.family_gguf import FAMILIES, random_model, write_family
+from tests.engine.weights.family_gguf import random_model, write_family
+from tests.engine.weights.gguf_families import FAMILIES
 from tests.engine.weights.tiny_gguf import TOKENS
 
 pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")

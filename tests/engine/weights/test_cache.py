@@ -66,12 +66,6 @@ def test_the_cache_folder_can_be_moved(tmp_path: Path, monkeypatch: pytest.Monke
     assert home() == Path.home() / ".cache" / "talon"
 
 
-def test_a_folder_is_built_once() -> None:
-    folder = keep(home() / "m", "model=m", 0, whole, nothing)
-    assert (folder / "a").read_text() == "whole"
-    assert keep(folder, "model=m", 0, lambda _: pytest.fail("built again"), nothing) == folder
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, ModelError])
 def test_a_build_that_fails_leaves_nothing(error: type[BaseException]) -> None:
     def build(folder: Path) -> None:

@@ -77,14 +77,14 @@ def hub(files: Path) -> Iterator[tuple[str, list[str]]]:
         server.server_close()
 
 
-def fetched(model: str, endpoint: str, home: Path) -> tuple[str, str]:
+def fetched(models: list[str], endpoint: str, home: Path) -> tuple[list[str], str]:
     """What a process of its own gets, since the hub's address is read at import, and what it says."""
-    code = f"from engine.weights.hub import fetched; print(fetched({model!r}))"
+    code = f"from engine.weights.hub import fetched; print(*map(fetched, {models!r}), sep='\\n')"
     environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
-    return done.stdout.strip(), done.stderr
+    return done.stdout.splitlines(), done.stderr
 
 
 @pytest.fixture
@@ -99,40 +99,32 @@ def files(tmp_path: Path) -> Path:
 
 
 def test_a_model_of_the_hub_is_downloaded_once_without_copies_in_other_formats(files: Path, tmp_path: Path) -> None:
+    """And found without the hub; what that does not have stays a name."""
+    strangers = ["Other/Model", "heads/{method}"]
     with hub(files) as (endpoint, read):
-        folder, said = fetched("Some/Model", endpoint, tmp_path / "home")
+        (folder, *others), said = fetched(["Some/Model", *strangers], endpoint, tmp_path / "home")
         assert sorted(path.name for path in Path(folder).iterdir()) == ["config.json", "model.safetensors"]
-        assert said == "talon: downloading Some/Model, 2 MB\n"
+        assert said == "talon: downloading Some/Model, 2 MB\n" and others == strangers
         assert sorted(read) == ["config.json", "model.safetensors"]
-        assert fetched("Some/Model", endpoint, tmp_path / "home") == (folder, "")
+        assert fetched(["Some/Model"], endpoint, tmp_path / "home") == ([folder], "")
         assert len(read) == 2
+    assert fetched(["Some/Model"], endpoint, tmp_path / "home") == ([folder], "")
 
 
-def test_without_the_hub_its_cache_is_used(files: Path, tmp_path: Path) -> None:
-    with hub(files) as (endpoint, _):
-        folder, _ = fetched("Some/Model", endpoint, tmp_path / "home")
-    assert fetched("Some/Model", endpoint, tmp_path / "home") == (folder, "")
-
-
-def test_what_the_hub_does_not_have_stays_a_name(files: Path, tmp_path: Path) -> None:
-    with hub(files) as (endpoint, _):
-        assert fetched("Other/Model", endpoint, tmp_path / "home") == ("Other/Model", "")
-        assert fetched("heads/{method}", endpoint, tmp_path / "home") == ("heads/{method}", "")
-
-
-def test_pickled_weights_are_read_where_there_are_no_others() -> None:
-    names = ["config.json", "pytorch_model.bin", "training_args.bin", "README.md"]
-    assert _needed(names) == ["config.json", "pytorch_model.bin", "training_args.bin"]
-    assert _needed([*names, "model.safetensors"]) == ["config.json", "model.safetensors"]
+@pytest.mark.parametrize(
+    ("names", "left_out"),
+    [
+        (["config.json", "pytorch_model.bin", "training_args.bin", "README.md"], ["README.md"]),
+        (["config.json", "pytorch_model.bin", "model.safetensors"], ["pytorch_model.bin"]),
+        (["config.json", "consolidated.safetensors", "model-00001-of-00002.safetensors"], ["consolidated.safetensors"]),
+        (["config.json", "consolidated.safetensors"], []),
+    ],
+)
+def test_weights_are_fetched_once_and_pickled_where_there_are_no_others(names: list[str], left_out: list[str]) -> None:
+    assert _needed(names) == [name for name in names if name not in left_out]
 
 
 def test_target_and_drafter_are_fetched_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.weights.resolve.fetched", lambda name: f"/fetched/{name}")
     config = resolved(load({"model": "Some/Model", "drafter": {"path": "Some/Head"}}))
     assert (config.model, config.drafter.path) == ("/fetched/Some/Model", "/fetched/Some/Head")
-
-
-def test_weights_that_lie_there_under_two_names_are_fetched_once() -> None:
-    names = ["config.json", "consolidated.safetensors", "model-00001-of-00002.safetensors"]
-    assert _needed(names) == ["config.json", "model-00001-of-00002.safetensors"]
-    assert _needed(names[:2]) == names[:2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -115,47 +114,30 @@ def test_engines_that_start_at_once_share_it(checkpoint: Path) -> None:
     assert len(found) == 1 and open_quantised(Path(found.pop())) is not None
 
 
-def test_a_full_disk_is_one_line_and_nothing_is_kept(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10))
-    with pytest.raises(ModelError, match=r"^weights=q8_0: needs 0 MB in .* make room, or set TALON_HOME"):
-        quantised_folder(str(checkpoint), "q8_0")
-    assert kept() == []
-
-
-def test_a_gguf_file_is_told_to_do_without(tmp_path: Path) -> None:
+def test_weights_that_are_quantised_already_are_refused(checkpoint: Path, tmp_path: Path, describes_here: None) -> None:
     write_gguf(tmp_path / "tiny.gguf")
-    with pytest.raises(
-        ConfigError, match=r"^weights=q8_0: the weights of .* are quantised already; leave weights out$"
-    ):
-        target_folder(load({"model": str(tmp_path / "tiny.gguf"), "weights": "q8_0"}))
+    made, file = quantised_folder(str(checkpoint), "q8_0"), checkpoint / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
+    for model in (made, str(tmp_path / "tiny.gguf"), str(checkpoint)):
+        with pytest.raises(ConfigError, match=r"^weights=q4_0: the weights of .* are quantised already; leave weights"):
+            target_folder(load({"model": model, "weights": "q4_0"}))
+    assert not [*(home() / "quantised").glob("*q4_0*")]
 
 
-@pytest.mark.parametrize("other", ["q4_0", "q5_1"])
-def test_a_quantised_checkpoint_is_not_quantised_again(checkpoint: Path, other: str) -> None:
-    folder = quantised_folder(str(checkpoint), "q8_0")
-    with pytest.raises(ConfigError, match=f"^weights={other}: the weights of .* are quantised already"):
-        quantised_folder(folder, other)
-
-
-def test_a_checkpoint_that_says_that_it_is_quantised_is_refused(checkpoint: Path) -> None:
-    config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(ConfigError, match=r"are quantised already; leave weights out$"):
-        quantised_folder(str(checkpoint), "q8_0")
-    assert kept() == []
-
-
-@pytest.mark.parametrize("config", ["", "[]", '{"text_config": 3}'])
-def test_a_damaged_configuration_is_one_line(checkpoint: Path, config: str) -> None:
-    (checkpoint / "config.json").write_text(config)
-    with pytest.raises(ModelError, match=r"^model=.*: no usable config\.json in this directory"):
-        quantised_folder(str(checkpoint), "q8_0")
-
-
-def test_weights_that_cannot_be_read_leave_nothing_behind(checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors").write_bytes(b"1234")
-    with pytest.raises(ModelError, match="damaged or cut short"):
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("config.json", "", r"^model=.*: no usable config\.json"),
+        ("config.json", "[]", r"^model=.*: no usable config\.json"),
+        ("config.json", '{"text_config": 3}', r"^model=.*: no usable config\.json"),
+        ("model.safetensors", "1234", "damaged or cut short"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_read_is_one_line_and_leaves_nothing_behind(
+    checkpoint: Path, file: str, content: str, told: str
+) -> None:
+    (checkpoint / file).write_text(content)
+    with pytest.raises(ModelError, match=told):
         quantised_folder(str(checkpoint), "q8_0")
     assert kept() == []
 

@@ -17,6 +17,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from engine.kernels.quant.stored import StoredMatrix
 from engine.model.target import Target
+from engine.weights.gguf.describe_process import describe
+from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import GgufSource
 from engine.weights.tokenizer import KeptTokenizer, state_of
 from tests.conftest import save_tiny_llama
@@ -83,20 +85,8 @@ def write_gguf(
     writer.add_rope_dimension_count(config.hidden_size // HEADS)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)))
-    writer.add_token_merges(MERGES)
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(3)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(TEMPLATE)
-    for key, value in (values or {}).items():
-        writer.kv_data[0].pop(key, None)
-        if value is None:
-            continue
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    add_tokenizer(writer)
+    add_values(writer, values or {})
     weights = model.state_dict().items()
     stored: dict[str, Any] = {_name(name): _as_stored(name, tensor.float().numpy()) for name, tensor in weights}
     if config.tie_word_embeddings:
@@ -109,11 +99,37 @@ def write_gguf(
             continue
         of_kind = kind if array.ndim > 1 else Kind.F32
         writer.add_tensor(name, gguf.quantize(array, of_kind), raw_dtype=of_kind)
+    write_all(writer)
+    return model
+
+
+def add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)))
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(3)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(TEMPLATE)
+
+
+def add_values(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:
+    """Add metadata in the place of what has the same keys; None leaves out."""
+    for key, value in values.items():
+        writer.kv_data[0].pop(key, None)
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif value is not None:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+
+
+def write_all(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return model
 
 
 def save_tiny_gguf(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None, **changes: Any) -> str:
@@ -131,6 +147,15 @@ def save_tiny_gguf(folder: Path, tokenizer: PreTrainedTokenizerFast | None = Non
     KeptTokenizer(folder).write(state)
     GgufSource.of(folder / WEIGHTS, WEIGHTS).write(folder)
     Target.load(str(folder), activations="auto", kv_memory=1 << 20)
+    return str(folder)
+
+
+def described_gguf(file: Path) -> str:
+    """Describe a GGUF file in this process, which saves the imports of another; returns the folder, beside the file."""
+    folder = file.with_name(f"described {file.stem}")
+    folder.mkdir()
+    describe(read_gguf(file, "model=x"), folder, file.stem, "Made for a test.")
+    GgufSource.of(file, str(file)).write(folder)
     return str(folder)
 
 
