@@ -18,11 +18,9 @@ from engine.model.loading import open_stored
 from engine.model.target import Target
 from engine.model.trial import activations
 from engine.model.trial.activations import ActivationsRecord, activations_of, preferred
-from engine.weights.gguf.describe_process import describe
-from engine.weights.gguf.file import GgufFile, read_gguf
-from engine.weights.gguf.source import GgufSource
+from engine.weights.gguf.file import GgufFile
 from tests.engine.tiny_engine import PROMPTS, tiny_engine
-from tests.engine.weights.tiny_gguf import write_gguf
+from tests.engine.weights.tiny_gguf import described_gguf, write_gguf
 
 pytestmark = pytest.mark.skipif(not instruction_sets(), reason="this processor has no integer products that we know")
 ROWS = (1, 4, 8, 16, 128)
@@ -36,11 +34,7 @@ FASTER = {
 def folder(tmp_path: Path) -> Path:
     """Return what a tiny model in blocks gets."""
     write_gguf(tmp_path / "tiny.gguf", Kind.Q4_1)
-    made = tmp_path / "model"
-    made.mkdir()
-    describe(read_gguf(tmp_path / "tiny.gguf", "file"), made, "tiny", "")
-    GgufSource.of(tmp_path / "tiny.gguf", str(tmp_path / "tiny.gguf")).write(made)
-    return made
+    return Path(described_gguf(tmp_path / "tiny.gguf"))
 
 
 def gguf_of(folder: Path) -> GgufFile:

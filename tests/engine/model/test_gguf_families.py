@@ -23,14 +23,12 @@ from engine.kernels.layer.weights import ExpertMlp
 from engine.model.decoder import LeanDecoder
 from engine.model.loading import load_config, skeleton, weights_of
 from engine.model.target import Target
-from engine.weights.gguf.describe_process import describe
-from engine.weights.gguf.file import read_gguf
-from engine.weights.gguf.source import GgufSource, open_gguf
+from engine.weights.gguf.source import open_gguf
 from engine.weights.gguf.weights import GgufWeights
 from tests.engine.test_exact import decoded, read, with_siblings
 from tests.engine.weights.family_gguf import random_model, write_family
 from tests.engine.weights.gguf_families import FAMILIES
-from tests.engine.weights.tiny_gguf import TOKENS
+from tests.engine.weights.tiny_gguf import TOKENS, described_gguf
 
 pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
 LEAN = sorted(FAMILIES)
@@ -53,9 +51,7 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     def make(family: str, kind: Kind = Kind.Q8_0) -> str:
         folder = tmp_path_factory.mktemp("family")
         write_family(folder / "x.gguf", family, random_model(family), kind)
-        describe(read_gguf(folder / "x.gguf", "model=x"), folder, family, "")
-        GgufSource.of(folder / "x.gguf", "x.gguf").write(folder)
-        return str(folder)
+        return described_gguf(folder / "x.gguf")
 
     return make
 
@@ -104,6 +100,9 @@ def test_a_file_runs_on_the_lean_decoder_and_is_exact(target_of: Callable[[str],
     target = target_of(family)
     assert isinstance(target.forward, LeanDecoder) and target.exact and not target.stock_reason
     assert target.weights == "q8_0"  # in the file's bits, and not as the stock model's numbers
+    experts = [mlp for layer in target.forward.layers if isinstance(mlp := layer.weights.mlp, ExpertMlp)]
+    assert all(product.coded for mlp in experts for product in [*mlp.gate_up, *mlp.down])
+    assert experts or family not in EXPERTS
 
 
 @some_families
@@ -120,10 +119,9 @@ def test_rows_have_the_bits_that_they_have_alone(target_of: Callable[[str], Targ
         target.release(held)
 
 
-@some_families
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafted_text_is_plain_text(target_of: Callable[[str], Target], family: str, temperature: float) -> None:
-    sampling = SamplingParams(max_tokens=32, temperature=temperature, seed=5)
+@pytest.mark.parametrize("family", ["mixtral", "kimi linear"])
+def test_drafted_text_is_plain_text(target_of: Callable[[str], Target], family: str) -> None:
+    sampling = SamplingParams(max_tokens=32, temperature=1.0, seed=5)
     plain = decoded(target_of(family), TEXT[:20], sampling)
     assert decoded(target_of(family), TEXT[:20], sampling, plain) == plain
 
@@ -143,11 +141,11 @@ def test_experts_have_one_set_of_bits_in_batches_of_many_rows(
     target = Target.load(described(family, kind), kv_memory=1 << 22)
     assert isinstance(target.forward, LeanDecoder) and target.exact
     rng = random.Random(3)
-    text = [rng.randrange(len(TOKENS)) for _ in range(400)]
+    text = [rng.randrange(len(TOKENS)) for _ in range(200)]
     expected = read(target, text, 1)
     torch.set_num_threads(2)
     for _ in range(3):
-        assert all(torch.equal(read(target, text, chunk), expected) for chunk in (64, 400))
+        assert all(torch.equal(read(target, text, chunk), expected) for chunk in (64, 200))
 
 
 @pytest.mark.parametrize("family", EXPERTS)
@@ -156,14 +154,6 @@ def test_experts_round_their_rows_to_8_bits_where_that_is_wanted(described: Call
     assert isinstance(target.forward, LeanDecoder) and target.exact and target.activations == "int8"
     torch.set_num_threads(2)
     assert torch.equal(read(target, TEXT, 1), read(target, TEXT, len(TEXT)))
-
-
-@pytest.mark.parametrize("family", EXPERTS)
-def test_experts_lie_in_memory_with_the_files_bits(target_of: Callable[[str], Target], family: str) -> None:
-    target = target_of(family)
-    assert isinstance(target.forward, LeanDecoder)
-    experts = [mlp for layer in target.forward.layers if isinstance(mlp := layer.weights.mlp, ExpertMlp)]
-    assert experts and all(product.coded for mlp in experts for product in [*mlp.gate_up, *mlp.down])
 
 
 def test_experts_whose_projections_are_of_two_types_have_the_logits_of_their_numbers(
@@ -212,7 +202,7 @@ def test_a_hybrids_file_that_contradicts_itself_is_refused_with_the_field(
 ) -> None:
     write_family(tmp_path / "x.gguf", family, random_model(family), changes=changes)
     with pytest.raises(ModelError, match=problem):
-        describe(read_gguf(tmp_path / "x.gguf", "model=x"), tmp_path, "x", "")
+        described_gguf(tmp_path / "x.gguf")
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5 with experts", "qwen3-next"])
@@ -220,7 +210,5 @@ def test_a_hybrids_file_may_name_its_recurrent_layers_in_place_of_an_interval(fa
     kinds = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
     named = {"full_attention_interval": None, "attention.recurrent_layers": [True, False, False, True]}
     write_family(tmp_path / "x.gguf", family, random_model(family, layer_types=kinds), changes=named)
-    describe(read_gguf(tmp_path / "x.gguf", "model=x"), tmp_path, family, "")
-    GgufSource.of(tmp_path / "x.gguf", "x.gguf").write(tmp_path)
-    target = Target.load(str(tmp_path), kv_memory=1 << 22)
+    target = Target.load(described_gguf(tmp_path / "x.gguf"), kv_memory=1 << 22)
     assert isinstance(target.forward, LeanDecoder) and [*target.forward.structure.attending] == [1, 2]

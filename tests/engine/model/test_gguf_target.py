@@ -25,13 +25,10 @@ from engine.model.target import Target
 from engine.model.trial import forward_choice
 from engine.model.trial import proof as proofs
 from engine.model.trial.stock_logits import LayeredStock, WholeStock
-from engine.model.windows import short_windows
-from engine.weights.gguf.describe_process import describe
-from engine.weights.gguf.file import read_gguf
-from engine.weights.gguf.source import GgufSource, open_gguf
+from engine.weights.gguf.source import open_gguf
 from engine.weights.gguf.weights import GgufWeights
 from engine.weights.stored_weights import StoredWeights
-from tests.engine.weights.tiny_gguf import TOKENS, write_gguf
+from tests.engine.weights.tiny_gguf import TOKENS, described_gguf, write_gguf
 
 pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
 TEXT = list(range(5, 45))
@@ -41,12 +38,7 @@ TEXT = list(range(5, 45))
 def directory(tmp_path: Path) -> Callable[..., str]:
     def make(**changes: Any) -> str:
         write_gguf(tmp_path / "tiny.gguf", **changes)
-        path = min(tmp_path.glob("tiny*.gguf"))
-        folder = tmp_path / f"described {path.stem}"
-        folder.mkdir()
-        describe(read_gguf(path, "model=tiny"), folder, "tiny", "")
-        GgufSource.of(path, f"../{path.name}").write(folder)
-        return str(folder)
+        return described_gguf(min(tmp_path.glob("tiny*.gguf")))
 
     return make
 
@@ -89,20 +81,6 @@ def test_the_stock_forward_layer_by_layer_has_the_bits_of_the_whole(directory: C
     assert all(parameter.is_meta for parameter in model.parameters() if parameter.dim() == 2), "nothing stays"
 
 
-@torch.inference_mode()
-def test_windows_are_seen_as_the_stock_forward_passes_them(directory: Callable[..., str]) -> None:
-    folder = directory(kind=Kind.Q8_0, values={"general.name": "mistral"})
-    model, weights = unfilled(folder)
-    layered = LayeredStock(model, weights)
-    model.config.sliding_window = 300
-    if model.config.model_type != "mistral":
-        pytest.skip("transformers takes this file for another family")
-    layered(TEXT, [0])
-    with short_windows(model.config):
-        layered(TEXT, [0])
-    assert [{rule.window for rule in rules.values()} for rules in layered.passed] == [{300}, {8}]
-
-
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0, Kind.Q4_0])
 def test_a_file_gives_the_bits_of_its_dequantised_weights(
     directory: Callable[..., str], monkeypatch: pytest.MonkeyPatch, kind: Kind
@@ -142,21 +120,28 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return noted
 
 
-def test_a_pass_is_remembered_until_a_version_changes(
+def test_a_pass_is_remembered_until_a_version_or_the_configuration_changes(
     directory: Callable[..., str], trials: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """For each kind of activations by itself."""
     folder = directory(kind=Kind.Q8_0)
-    first, second = Target.load(folder), Target.load(folder)
-    assert len(trials) == 1 and torch.equal(logits(first), logits(second))
+    found = [logits(Target.load(folder)) for _ in range(2)]
+    assert len(trials) == 1 and torch.equal(*found)
+    for _ in range(2):
+        Target.load(folder, activations="int8")
+        Target.load(folder)
+    assert len(trials) == 2
     with monkeypatch.context() as patch:
         patch.setattr(proofs, "_versions", lambda: ["transformers 0.1"])
         Target.load(folder)
-    assert len(trials) == 2
     Target.load(folder)
-    assert len(trials) == 3, "what the other version found is replaced"
-    (Path(folder) / "proof-bfloat16.msgpack").write_bytes(b"{")
-    Target.load(folder)
-    assert len(trials) == 4
+    assert len(trials) == 4, "what the other version found is replaced"
+    config = Path(folder) / "config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps(values | {"rms_norm_eps": 0.5}))
+    assert not torch.equal(logits(Target.load(folder)), found[0]) and len(trials) == 5
+    config.write_text(json.dumps(values))
+    assert torch.equal(logits(Target.load(folder)), found[0])
 
 
 def test_a_later_start_needs_no_transformers_and_has_the_same_bits(directory: Callable[..., str]) -> None:
@@ -170,25 +155,6 @@ def test_a_later_start_needs_no_transformers_and_has_the_same_bits(directory: Ca
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert [*map(float, done.stdout.split())] == expected.tolist()
-
-
-def test_an_edited_configuration_is_tried_again(directory: Callable[..., str], trials: list[int]) -> None:
-    folder = directory(kind=Kind.Q8_0)
-    first = logits(Target.load(folder))
-    config = Path(folder) / "config.json"
-    values = json.loads(config.read_text())
-    config.write_text(json.dumps(values | {"rms_norm_eps": 0.5}))
-    assert not torch.equal(logits(Target.load(folder)), first) and len(trials) == 2
-    config.write_text(json.dumps(values))
-    assert torch.equal(logits(Target.load(folder)), first)
-
-
-def test_a_pass_is_remembered_for_each_kind_of_activations(directory: Callable[..., str], trials: list[int]) -> None:
-    folder = directory(kind=Kind.Q8_0)
-    for _ in range(2):
-        Target.load(folder)
-        Target.load(folder, activations="int8")
-    assert len(trials) == 2
 
 
 def test_rows_in_a_wrong_order_are_not_taken(directory: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,41 +179,25 @@ def test_rows_in_a_wrong_order_are_not_taken(directory: Callable[..., str], monk
     assert torch.equal(logits(target), expected), "the stock weights are read instead"
 
 
-def test_families_beyond_the_lean_decoder_run_the_stock_forward(
+def test_families_beyond_the_lean_decoder_run_the_stock_forward_where_it_fits(
     directory: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Else Linux would end the process, which says nothing."""
     folder = directory(kind=Kind.Q8_0)
     expected = logits(Target.load(folder))
-
-    def refuse(*_: Any) -> None:
-        raise forward_choice.OtherStructure
-
-    monkeypatch.setattr(LeanDecoder, "__init__", refuse)
-    (Path(folder) / "proof-bfloat16.msgpack").unlink()
-    target = Target.load(folder)
-    assert not isinstance(target.forward, LeanDecoder)
-    assert (logits(target) - expected).pow(2).mean().sqrt() < 0.1 * expected.std()
-
-
-def test_a_family_beyond_the_lean_decoder_is_refused_where_the_stock_forward_does_not_fit(
-    directory: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is not tried: Linux would end the process, which says nothing."""
-    folder = directory(kind=Kind.Q4_0)
 
     def refuse(*_: Any) -> None:
         raise forward_choice.OtherStructure("another norm")
 
     monkeypatch.setattr(LeanDecoder, "__init__", refuse)
+    (Path(folder) / "proof-bfloat16.msgpack").unlink()
+    for dtype in ("auto", "float32"):
+        target = Target.load(folder, dtype)
+        assert not isinstance(target.forward, LeanDecoder)
+        assert target.dtype == (torch.bfloat16 if dtype == "auto" else torch.float32)
+        assert (logits(target) - expected).pow(2).mean().sqrt() < 0.1 * expected.std()
     stored = open_gguf(Path(folder))
     assert stored is not None
     monkeypatch.setattr(targets, "free_memory", lambda: memory._BESIDE + int(1.5 * stored.elements))
     with pytest.raises(ModelError, match="another norm"):
         Target.load(folder)
-
-
-def test_a_file_computes_in_another_type_with_its_own_weights(directory: Callable[..., str]) -> None:
-    folder = directory(kind=Kind.Q8_0)
-    target, expected = Target.load(folder, "float32"), logits(Target.load(folder))
-    assert target.dtype == torch.float32
-    assert (logits(target) - expected).pow(2).mean().sqrt() < 0.1 * expected.std()

@@ -23,11 +23,8 @@ from engine.kernels.quant.layouts import STEP, bits_in_memory, layout_of
 from engine.kernels.quant.stored import StoredMatrix
 from engine.model.decoder import LeanDecoder
 from engine.model.target import Target
-from engine.weights.gguf.describe_process import describe
-from engine.weights.gguf.file import read_gguf
-from engine.weights.gguf.source import GgufSource
 from tests.engine.kernels.quant.random_blocks import CODED, expected_values, random_blocks, read_apart
-from tests.engine.weights.tiny_gguf import HEADS, KEY_HEADS, TOKENS, tiny_llama, write_gguf
+from tests.engine.weights.tiny_gguf import HEADS, KEY_HEADS, TOKENS, described_gguf, tiny_llama, write_gguf
 
 pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
 TEXT = list(range(5, 45))
@@ -81,13 +78,9 @@ def of_every_type(embedding: str) -> dict[str, StoredMatrix]:
 
 def loaded(folder: Path, tensors: Mapping[str, StoredMatrix], activations: Activations = "bfloat16") -> Target:
     """A target of a file with these matrices."""
-    described = folder / "described"
-    described.mkdir(parents=True)
-    path = folder / "tiny.gguf"
-    write_gguf(path, tensors=tensors, model=tiny_llama(*_SIZES, layers=_LAYERS))
-    describe(read_gguf(path, "model=tiny"), described, "tiny", "")
-    GgufSource.of(path, f"../{path.name}").write(described)
-    return Target.load(str(described), activations=activations)
+    folder.mkdir(exist_ok=True)
+    write_gguf(folder / "tiny.gguf", tensors=tensors, model=tiny_llama(*_SIZES, layers=_LAYERS))
+    return Target.load(described_gguf(folder / "tiny.gguf"), activations=activations)
 
 
 @pytest.mark.skipif(units()[:1] == (Unit.VECTORS,), reason="AVX512-BF16 does not round weights to bfloat16")

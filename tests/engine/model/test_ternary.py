@@ -23,12 +23,11 @@ from engine.model.decoder import LeanDecoder
 from engine.model.loading import load_config, skeleton, weights_of
 from engine.model.target import Target
 from engine.weights.gguf.damage import DamagedTensors, check_tensors
-from engine.weights.gguf.describe_process import describe
 from engine.weights.gguf.file import GgufFile, read_gguf
-from engine.weights.gguf.source import GgufSource
 from tests.engine.model.test_gguf_families import TEXT
 from tests.engine.test_exact import decoded, read
 from tests.engine.weights.family_gguf import random_model, stored_as_i2_s, write_family
+from tests.engine.weights.tiny_gguf import described_gguf
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512}
 MATRIX = "blk.1.ffn_down.weight"
@@ -43,12 +42,6 @@ def model_and_file(folder: Path) -> tuple[Any, GgufFile]:
             parameter.data = (parameter / scale).round().clamp(-1, 1) * scale
     write_family(folder / "x.gguf", "bitnet b1.58", model, i2_s=True)
     return model, read_gguf(folder / "x.gguf", "model=x")
-
-
-def described(folder: Path, file: GgufFile) -> str:
-    describe(file, folder, "x", "")
-    GgufSource.of(folder / "x.gguf", "x.gguf").write(folder)
-    return str(folder)
 
 
 def packed_checkpoint(folder: Path, linear: str, mode: str) -> Path:
@@ -82,7 +75,7 @@ def test_numbers_are_those_of_the_matrix_whole_and_by_rows(tmp_path: Path) -> No
 @torch.inference_mode()
 def test_the_model_runs_lean_in_two_bits_and_drafts_change_no_text(tmp_path: Path) -> None:
     model, file = model_and_file(tmp_path)
-    folder = described(tmp_path, file)
+    folder = described_gguf(tmp_path / "x.gguf")
     weights = weights_of(file, skeleton(folder, load_config(folder)))
     for name, value in model.state_dict().items():
         assert torch.equal(weights.values(name).float(), value)
