@@ -1,5 +1,5 @@
-"""Logits of models with states or latent attention beside those of transformers, which runs states a token at a time and
-makes keys and values of every head.
+"""Logits of models with states or latent attention beside those of transformers, which runs states a token at a time
+and makes keys and values of every head.
 """
 
 from __future__ import annotations
