@@ -1,6 +1,7 @@
 """Compares Talon's methods with other engines: the same prompts, greedy, the same cores, in turn.
 
-Talon takes part with both kinds of activations, so that each engine finds one that multiplies as it does.
+Talon takes part with both kinds of activations, so that each engine finds one that multiplies as it does, or with the
+one that the configuration names.
 
 Prompts are token ids, so every engine reads the same text. A contestant answers all prompts of a turn, several at once;
 tokens a second count the time from the first prompt to the last token, prompts included.
@@ -167,11 +168,7 @@ async def run_baselines(plan: MeasurementPlan, levels: Sequence[int], rivals: Ri
     prompts = [one.prompt for one in asked]
     warn_of_repeats(len(prompts), levels, console)
     order = turns(levels, prompts, plan.repeats, Budget(plan.minutes), lambda level: _ratios(found, level))
-    ours = [
-        Own(name, weights_of(plan.config), load(settings_of(name, plan.config, plan.heads), {"activations": kind}))
-        for kind in _ACTIVATIONS
-        for name in plan.contestants
-    ]
+    ours = own_contestants(plan)
     first = await ours[0].start()
     try:
         check_prompts(asked, plan.sampling.max_tokens, first.engine.target.context)
@@ -187,6 +184,16 @@ async def run_baselines(plan: MeasurementPlan, levels: Sequence[int], rivals: Ri
                     found.append(turn)
                     file.write(turn)
     return found
+
+
+def own_contestants(plan: MeasurementPlan) -> list[Own]:
+    """Return Talon's methods, with both kinds of activations unless the configuration names one."""
+    kinds = _ACTIVATIONS if plan.config.activations == "auto" else (plan.config.activations,)
+    return [
+        Own(name, weights_of(plan.config), load(settings_of(name, plan.config, plan.heads), {"activations": kind}))
+        for kind in kinds
+        for name in plan.contestants
+    ]
 
 
 async def compare(

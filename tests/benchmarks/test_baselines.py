@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.baselines import compare as comparison
 from benchmarks.baselines import engines
-from benchmarks.baselines.compare import compare, turns, warn_of_repeats
+from benchmarks.baselines.compare import compare, own_contestants, turns, warn_of_repeats
 from benchmarks.baselines.engines import INSTALL, Baseline, Given, Missing, Process, baselines
 from benchmarks.baselines.gguf import retype
 from benchmarks.measure.budget import Budget
+from benchmarks.measure.plan import MeasurementPlan
 from benchmarks.report.engine_figures import Turn, table
+from engine.config import Config, load
 from engine.core.errors import ConfigError
+from engine.core.params import SamplingParams
 from engine.weights.gguf.file import read_gguf
 
 ECHO = """
@@ -51,6 +55,18 @@ async def test_an_engine_answers_all_prompts_what_else_it_prints_is_passed_over_
 async def test_an_engine_that_cannot_start_is_named() -> None:
     with pytest.raises(ConfigError, match="engine=broken"):
         await Process.start(engine("broken", "raise SystemExit('no model')"))
+
+
+@pytest.mark.parametrize(("asked_for", "kinds"), [("auto", ["bfloat16", "int8"]), ("int8", ["int8"])])
+def test_talon_takes_part_with_both_kinds_of_activations_or_with_the_one_that_is_named(
+    asked_for: str, kinds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "weights_of", lambda config: "Q4_K")
+    config = load(Config(), {"activations": asked_for})
+    plan = MeasurementPlan(config, ["suffix"], [], tmp_path, [SamplingParams()])
+    assert [(one.name, one.activations) for one in own_contestants(plan)] == [
+        (name, kind) for kind in kinds for name in ("none", "suffix")
+    ]
 
 
 async def compared(

@@ -21,7 +21,6 @@ from engine.model.trial.stock_logits import StockLogits
 from engine.model.windows import short_windows
 
 _TOKENS = 24
-_SPLIT = _TOKENS // 2  # what comes before is read as text, the rest as a tree
 _ACCEPTED = 3  # nodes of the tree that are committed
 _FAR_ERROR = 5.0  # a far text's error may be so many times the near text's
 _TOLERANCE, _TOLERANCE_OF_8_BITS = 0.1, 0.3
@@ -35,7 +34,8 @@ class ModelProbe:
     expected: [tokens, vocab] float32, the logits of the stock forward; beyond: those with short windows, None if the
     model names no windows; far: the logits where the text begins at a later position, by that position.
 
-    rounds: whether the model itself rounds rows to 8 bits. routes: whether it has experts.
+    rounds: whether the model itself rounds rows to 8 bits. routes: whether it has experts. split: the tokens
+    before it are read as text, the rest as a tree.
 
     stock: the forward of the model as it was loaded. context: the positions that will be served.
     """
@@ -44,6 +44,7 @@ class ModelProbe:
         self.config = model.config.get_text_config()
         self.rounds = any(is_ternary(module) for module in model.modules())
         self.routes = any(hasattr(module, "experts") for module in model.modules())
+        self.split = _TOKENS // 2
         self.tokens = [(7 + 31 * i) % self.config.vocab_size for i in range(_TOKENS)]
         with short_windows(self.config) as windowed:
             self.beyond = stock(self.tokens, [0])[0] if windowed else None
@@ -89,13 +90,13 @@ class ModelProbe:
         """
         cache = target.new_cache(_TOKENS * 3)
         try:
-            target.run([replace(Segment.of_text(self.tokens[:_SPLIT], cache), offset=start)])
-            cache.commit(range(_SPLIT))
-            tree, spine = self._with_siblings(_SPLIT)
+            target.run([replace(Segment.of_text(self.tokens[: self.split], cache), offset=start)])
+            cache.commit(range(self.split))
+            tree, spine = self._with_siblings(self.split)
             logits, _ = target.run([replace(Segment.of_tree(tree, cache), offset=start)])
         finally:
             target.release(cache)
-        return self._difference(logits[spine].float(), expected[_SPLIT:])
+        return self._difference(logits[spine].float(), expected[self.split :])
 
     def _difference(self, found: Tensor, expected: Tensor) -> float:
         """Return how far logits [rows, vocab] are apart, as `_error` says."""
@@ -115,8 +116,8 @@ class ModelProbe:
         """Return how far the stock forward's logits of the text are from its own where the text begins elsewhere. If
         positions matter only by their distance, the two are rounded in other ways and choose other experts, no more.
         """
-        expected = self.expected[_SPLIT:]
-        return max((self._difference(far[_SPLIT:], expected) for far in self.far.values()), default=0.0)
+        expected = self.expected[self.split :]
+        return max((self._difference(far[self.split :], expected) for far in self.far.values()), default=0.0)
 
     def equal_bits(self, target: Runner) -> bool:
         """Return whether a token's logits are the same bits read with others, alone, in a tree with wrong siblings, and
@@ -133,15 +134,15 @@ class ModelProbe:
             alone.commit([0])
             equal &= torch.equal(logits[0], whole[i])
         target.release(alone)
-        tree, spine = self._with_siblings(_SPLIT)
+        tree, spine = self._with_siblings(self.split)
         drafted = target.new_cache(_TOKENS * 3)
-        target.prefill(drafted, tokens[:_SPLIT])
+        target.prefill(drafted, tokens[: self.split])
         logits, _ = target.run([Segment.of_tree(tree, drafted)])
-        equal &= torch.equal(logits[spine], whole[_SPLIT:])
+        equal &= torch.equal(logits[spine], whole[self.split :])
         target.commit([(drafted, spine[:_ACCEPTED])])
-        logits, _ = target.run([Segment.of_text(tokens[_SPLIT + _ACCEPTED :], drafted, wanted="all")])
+        logits, _ = target.run([Segment.of_text(tokens[self.split + _ACCEPTED :], drafted, wanted="all")])
         target.release(drafted)
-        equal &= torch.equal(logits, whole[_SPLIT + _ACCEPTED :])
+        equal &= torch.equal(logits, whole[self.split + _ACCEPTED :])
         return bool(equal)
 
     def _with_siblings(self, split: int) -> tuple[TokenTree, list[int]]:

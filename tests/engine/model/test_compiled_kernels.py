@@ -18,7 +18,7 @@ _LEAST_SHARED = 99 << 10  # bytes that a program may use on every GPU from compu
 
 @pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.slow)])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Compile all shapes for the newest capability and some for the older, or all for both."""
+    """Compile some shapes for the newest capability and fewer for the older, or all for both."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.model.compile_kernels", request.param],
@@ -33,8 +33,8 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def test_every_shape_compiles_for_compute_capability_8_and_9(kernels: list[dict[str, Any]]) -> None:
     compiled = {(one["name"], one["dtype"], one["capability"], one["kernel"]) for one in kernels}
-    newest, older = 7 * 2 + 2 * 17, 3 * 2 + 17
-    assert len(compiled) == len(kernels) in (newest + older, 2 * newest)
+    some, every = 5 * 2 + 2 * 17 + 2 * 2 + 17, 2 * (7 * 2 + 2 * 17)
+    assert len(compiled) == len(kernels) in (some, every)
     assert {one["capability"] for one in kernels} == {80, 90}
     assert max(one["shared"] for one in kernels) <= _LEAST_SHARED
 

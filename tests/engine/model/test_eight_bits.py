@@ -84,11 +84,6 @@ def test_a_tokens_logits_are_near_and_the_same_bits_however_it_is_forwarded(
         target.release(cache)
 
 
-def test_nearly_twice_as_many_positions_fit_into_the_same_memory(tiny: str) -> None:
-    usual, blocks = (loaded(tiny, kv_type=kv_type).pool.blocks for kv_type in ("auto", "q8_0"))
-    assert 1.8 * usual < blocks < 2 * usual
-
-
 def test_what_cannot_be_had_is_refused_in_one_line(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"^activations=int8: .*take a GGUF file.*activations=bfloat16$"):
         Target.of_config(Config(model=tiny, device="cpu", activations="int8"))

@@ -99,6 +99,12 @@ def test_what_a_whole_model_needs_is_said_with_the_reason_why_it_is_needed(dtype
     assert f"needs {needed} GB of memory, where {needed - 0.1:.1f} GB are free" in told
 
 
+def test_nearly_twice_as_many_positions_of_8_bits_fit_into_the_same_memory() -> None:
+    parts, cpu = [(2, 2, 64)], torch.device("cpu")
+    usual, blocks = (pool_of(parts, torch.bfloat16, kind, 1 << 20, cpu).blocks for kind in ("auto", "q8_0"))
+    assert 1.8 * usual < blocks < 2 * usual
+
+
 def test_a_file_that_is_too_large_for_transformers_forward_is_refused_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

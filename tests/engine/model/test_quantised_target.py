@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 
 from engine.config import Config
+from engine.core.batch import Segment
 from engine.core.errors import ConfigError, ModelError
 from engine.core.params import SamplingParams
 from engine.kernels.gemm.int8.dots import instruction_sets
@@ -59,13 +60,14 @@ def loaded(checkpoint: str, weights: str = "q8_0", **options: Any) -> Target:
 
 
 def logits(target: Target) -> torch.Tensor:
-    return target.prefill(target.new_cache(len(TEXT)), TEXT)[0].float()
+    """Return [tokens, vocab]: how far rows of 8 bits take a single row is another matter on each processor."""
+    return target.run([Segment.of_text(TEXT, target.new_cache(len(TEXT)), wanted="all")])[0].float()
 
 
 def stock_logits(path: str) -> torch.Tensor:
-    """Return the logits of transformers' forward in float32."""
+    """Return the logits of transformers' forward in float32, [tokens, vocab]."""
     with torch.inference_mode():
-        found: torch.Tensor = load_model(path, "float32", CPU)(torch.tensor([TEXT])).logits[0, -1]
+        found: torch.Tensor = load_model(path, "float32", CPU)(torch.tensor([TEXT])).logits[0]
     return found
 
 

@@ -30,11 +30,6 @@ print(keep(home() / "models" / "m", "model=m", 0, build, lambda stage, *_: print
 """
 
 
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TALON_HOME", str(tmp_path / "home"))
-
-
 def nothing(*_: Any) -> None:
     """Nobody watches the progress."""
 

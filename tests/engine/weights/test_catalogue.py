@@ -37,12 +37,6 @@ EXECUTED = "import pathlib; pathlib.Path(r'{}').write_text('executed')"
 
 
 @pytest.fixture
-def empty_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TALON_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-@pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of packages in place of the index on the network."""
     folder = tmp_path / "index"
@@ -247,9 +241,7 @@ def test_a_head_that_was_made_for_a_file_is_found_for_its_directory_of_any_type(
 @pytest.mark.parametrize(
     "family", ["llama", "gemma2", "gemma3", "gemma4", "qwen3.5", "qwen3-next", "lfm2", "nemotron-h", "falcon-h1"]
 )
-def test_a_file_and_the_directory_that_it_was_made_from_are_known_as_one_model(
-    family: str, tmp_path: Path, empty_home: Path
-) -> None:
+def test_a_file_and_the_directory_that_it_was_made_from_are_known_as_one_model(family: str, tmp_path: Path) -> None:
     """Each name that a final norm has, and norms with 1 added to them and without."""
     model = random_model(family)
     write_family(tmp_path / "x.gguf", family, model)
@@ -259,7 +251,7 @@ def test_a_file_and_the_directory_that_it_was_made_from_are_known_as_one_model(
     assert own_of(tmp_path / "saved") == (None, None), "nothing is there for other weights"
 
 
-def test_a_model_whose_norm_is_of_equal_numbers_is_not_known(tmp_path: Path, empty_home: Path) -> None:
+def test_a_model_whose_norm_is_of_equal_numbers_is_not_known(tmp_path: Path) -> None:
     write_gguf(tmp_path / "x.gguf", tensors={"output_norm.weight": np.full(64, 1.5, np.float32)})
     assert trained.trained_for(tmp_path / "x.gguf") is None
 

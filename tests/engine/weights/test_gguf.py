@@ -27,44 +27,30 @@ from engine.kernels.quant.stored import StoredMatrix
 from engine.model.loading import load_config, load_model, skeleton
 from engine.model.target import Target
 from engine.weights.gguf import header, source, weights
-from engine.weights.gguf.describe_process import describe, main
+from engine.weights.gguf.describe_process import main
 from engine.weights.gguf.described_folder import described
 from engine.weights.gguf.families import llama3_factors
 from engine.weights.gguf.file import read_gguf
-from engine.weights.gguf.source import SOURCE, GgufSource, open_gguf
+from engine.weights.gguf.source import SOURCE, open_gguf
 from engine.weights.gguf.splits import split_of
-from tests.engine.weights.tiny_gguf import TOKENS, change_last_byte, write_gguf
-
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TALON_HOME", str(tmp_path / "home"))
+from tests.engine.weights.tiny_gguf import TOKENS, change_last_byte, described_gguf, write_gguf
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
-    """Write a GGUF file; returns its path and the model in it."""
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Write a GGUF file."""
 
-    def write(**changes: Any) -> tuple[Path, Any]:
-        path = tmp_path / "tiny.gguf"
-        return path, write_gguf(path, **changes)
+    def write(**changes: Any) -> Path:
+        write_gguf(tmp_path / "tiny.gguf", **changes)
+        return tmp_path / "tiny.gguf"
 
     return write
 
 
 @pytest.fixture
-def directory(tmp_path: Path, write: Callable[..., tuple[Path, Any]]) -> Callable[..., Path]:
-    """Write a GGUF file and describe it in this process, which saves the imports of another."""
-
-    def directory(**changes: Any) -> Path:
-        folder = tmp_path / "described"
-        folder.mkdir()
-        path, _ = write(**changes)
-        describe(read_gguf(path, "model=tiny"), folder, "tiny", "Made for a test.")
-        GgufSource.of(path, str(path)).write(folder)
-        return folder
-
-    return directory
+def directory(write: Callable[..., Path]) -> Callable[..., Path]:
+    """Write a GGUF file and describe it."""
+    return lambda **changes: Path(described_gguf(write(**changes)))
 
 
 def nothing(*_: Any) -> None:
@@ -201,12 +187,10 @@ def test_llama_3s_factors_become_its_scaling_of_positions(directory: Callable[..
     assert torch.allclose(turned, torch.tensor(plain / factors, dtype=torch.float32))
 
 
-def test_a_file_is_described_once_until_it_changes(
-    write: Callable[..., tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_described_once_until_it_changes(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Path] = []
     monkeypatch.setattr("engine.weights.gguf.described_folder.describe", lambda file, folder, *_: runs.append(folder))
-    path, _ = write()
+    path = write()
     first = described(path, f"model={path}", nothing)
     assert described(path, f"model={path}", nothing) == first
     os.utime(path, ns=(0, 0))
@@ -217,12 +201,12 @@ def test_a_file_is_described_once_until_it_changes(
 
 
 def test_a_file_is_read_again_only_when_it_may_have_changed(
-    write: Callable[..., tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual, reads = source._hash, []
     monkeypatch.setattr(source, "_hash", lambda content, size: reads.append(size) or usual(content, size))
     monkeypatch.setattr("engine.weights.gguf.described_folder.describe", lambda *_: None)
-    path, _ = write()
+    path = write()
     time.sleep(2 * source._TICK_NS / 1e9)
 
     def used() -> None:
@@ -237,8 +221,8 @@ def test_a_file_is_read_again_only_when_it_may_have_changed(
     assert reads == [path.stat().st_size] * 2
 
 
-def test_a_file_cut_short_anywhere_is_one_line(write: Callable[..., tuple[Path, Any]]) -> None:
-    path, _ = write()
+def test_a_file_cut_short_anywhere_is_one_line(write: Callable[..., Path]) -> None:
+    path = write()
     content = path.read_bytes()
     start = read_gguf(path, "model=x").parts[0].start
     for length in [*range(4, start, 97), start, len(content) - 1]:
@@ -248,8 +232,8 @@ def test_a_file_cut_short_anywhere_is_one_line(write: Callable[..., tuple[Path, 
         assert "\n" not in str(caught.value) and "model=x" in str(caught.value)
 
 
-def test_damage_to_the_head_is_either_harmless_or_told(write: Callable[..., tuple[Path, Any]]) -> None:
-    path, _ = write()
+def test_damage_to_the_head_is_either_harmless_or_told(write: Callable[..., Path]) -> None:
+    path = write()
     content, prob = path.read_bytes(), random.Random(0)
     start = read_gguf(path, "model=x").parts[0].start
     for _ in range(400):
@@ -291,9 +275,9 @@ def test_an_alignment_that_is_no_whole_number_is_one_line(tmp_path: Path, kind: 
 
 
 def test_an_unknown_architecture_is_one_printable_line_and_leaves_nothing(
-    write: Callable[..., tuple[Path, Any]], tmp_path: Path
+    write: Callable[..., Path], tmp_path: Path
 ) -> None:
-    path, _ = write(architecture="mars\x1b]0;gotcha\x07" + "a" * 9999)
+    path = write(architecture="mars\x1b]0;gotcha\x07" + "a" * 9999)
     with pytest.raises(ModelError) as caught:
         described(path, f"model={path}", nothing)
     told = str(caught.value)
@@ -303,15 +287,24 @@ def test_an_unknown_architecture_is_one_printable_line_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("end", "told"), [("KILL", "killed by signal 9"), ("BUS", "the file was cut short while it was read; use")]
+    ("end", "told"),
+    [
+        (
+            "kill -KILL $$",
+            r"cannot be read from GGUF \(llama\): killed by signal 9, .*; use the Hugging Face directory.*",
+        ),
+        ("kill -BUS $$", r"cannot be read from GGUF \(llama\): the file was cut short while it was read; use .*"),
+        (f"echo 'talon: it ends in zeros'; exit {errno.EBADMSG}", "it ends in zeros"),
+    ],
+    ids=["killed", "finds a cut file", "finds damage"],
 )
-def test_a_reader_that_is_killed_or_finds_a_cut_file_is_told_and_leaves_nothing(
-    write: Callable[..., tuple[Path, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, told: str
+def test_a_reader_that_is_killed_or_finds_damage_is_told_and_leaves_nothing(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, told: str
 ) -> None:
-    path, _ = write()
+    path = write()
     popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: popen(["sh", "-c", f"kill -{end} $$"], **options))
-    with pytest.raises(ModelError, match=told):
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: popen(["sh", "-c", end], **options))
+    with pytest.raises(ModelError, match=f"^model={path}: {told}$"):
         described(path, f"model={path}", nothing)
     assert left_in(tmp_path / "home") == []
 
@@ -320,23 +313,23 @@ def test_a_reader_that_is_killed_or_finds_a_cut_file_is_told_and_leaves_nothing(
     "error", [OSError(errno.ENOSPC, "No space left on device"), Exception("No space left on device (os error 28)")]
 )
 def test_a_reader_that_finds_the_disk_full_ends_with_that_number(
-    write: Callable[..., tuple[Path, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def full(*_: Any) -> None:
         raise error
 
     monkeypatch.setattr("engine.weights.gguf.describe_process.describe", full)
     monkeypatch.setattr("threading.Thread.start", nothing)  # which would read this process's standard input
-    monkeypatch.setattr(sys, "argv", ["describe", str(write()[0]), str(tmp_path), "tiny", "made"])
+    monkeypatch.setattr(sys, "argv", ["describe", str(write()), str(tmp_path), "tiny", "made"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == errno.ENOSPC
 
 
 async def test_a_gguf_file_answers_as_its_directory(
-    write: Callable[..., tuple[Path, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    write: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], describes_here: None
 ) -> None:
-    path, _ = write(kind=Kind.Q8_0, values={"tokenizer.ggml.eos_token_id": 0})
+    path = write(kind=Kind.Q8_0, values={"tokenizer.ggml.eos_token_id": 0})
     options: dict[str, Any] = {"method": "suffix", "transport": "inproc"}
     sampling = SamplingParams(max_tokens=16)
     async with await Engine.start({"model": str(path)}, **options) as engine:
@@ -355,10 +348,8 @@ def test_a_directory_of_another_version_describes_no_file(directory: Callable[..
     assert open_gguf(folder) is None
 
 
-def test_a_file_replaced_while_it_is_read_stays_what_it_was(
-    write: Callable[..., tuple[Path, Any]], tmp_path: Path
-) -> None:
-    path, _ = write()
+def test_a_file_replaced_while_it_is_read_stays_what_it_was(write: Callable[..., Path], tmp_path: Path) -> None:
+    path = write()
     opened = read_gguf(path, "model=x")
     before = [opened.read(tensor) for tensor in opened.tensors]
     (tmp_path / "other").write_bytes(bytes(path.stat().st_size))
@@ -368,9 +359,9 @@ def test_a_file_replaced_while_it_is_read_stays_what_it_was(
 
 @pytest.mark.parametrize("field", ["model=x", "drafter.path=x", "model"])
 def test_a_file_cut_while_it_is_read_is_one_line_with_the_key_that_names_it(
-    field: str, write: Callable[..., tuple[Path, Any]]
+    field: str, write: Callable[..., Path]
 ) -> None:
-    path, _ = write()
+    path = write()
     opened = read_gguf(path, field)
     matrix = next(tensor for tensor in opened.tensors if len(tensor.shape) == 2)
     os.truncate(path, opened.parts[0].start)
@@ -380,8 +371,8 @@ def test_a_file_cut_while_it_is_read_is_one_line_with_the_key_that_names_it(
             read()
 
 
-def test_a_shape_that_is_not_whole_blocks_is_told(write: Callable[..., tuple[Path, Any]]) -> None:
-    path, _ = write(kind=Kind.Q8_0)
+def test_a_shape_that_is_not_whole_blocks_is_told(write: Callable[..., Path]) -> None:
+    path = write(kind=Kind.Q8_0)
     tensor = next(tensor for tensor in read_gguf(path, "model=x").tensors if tensor.kind is Kind.Q8_0)
     name, content = tensor.name.encode(), path.read_bytes()
     at = content.index(name) + len(name) + 4
@@ -406,9 +397,9 @@ def test_a_shape_that_is_not_whole_blocks_is_told(write: Callable[..., tuple[Pat
     ],
 )
 def test_numbers_that_no_model_has_are_told_before_one_is_made(
-    write: Callable[..., tuple[Path, Any]], key: str, wrong: float, told: str
+    write: Callable[..., Path], key: str, wrong: float, told: str
 ) -> None:
-    path, _ = write(values={key: wrong})
+    path = write(values={key: wrong})
     with pytest.raises(ModelError, match=rf"^model=x: .*{re.escape(f'{key} is {wrong}, and {told}')}"):
         read_gguf(path, "model=x")
 
@@ -431,17 +422,17 @@ def test_what_would_not_be_followed_or_read_in_all_is_refused(
         load_model(str(directory(**changes)), "auto", torch.device("cpu"))
 
 
-def test_a_name_that_two_tensors_have_is_told(write: Callable[..., tuple[Path, Any]]) -> None:
-    path, _ = write()
+def test_a_name_that_two_tensors_have_is_told(write: Callable[..., Path]) -> None:
+    path = write()
     path.write_bytes(path.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.0.ffn_up.weight"))
     with pytest.raises(ModelError, match="20 tensors have 19 names"):
         read_gguf(path, "model=x")
 
 
 def test_a_string_as_long_as_the_file_is_told_before_it_is_read(
-    write: Callable[..., tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, _ = write()
+    path = write()
     monkeypatch.setattr(header, "_LARGEST", 1000)
     monkeypatch.setattr(header, "_CHUNK", 64)
     with pytest.raises(ModelError, match=r"damaged or newer than Talon \(its head has "):

@@ -17,17 +17,11 @@ from engine.core.errors import ModelError
 from engine.model.target import Target
 from engine.weights.gguf.damage import DamagedTensors, check_tensors
 from engine.weights.gguf.describe_process import main
-from engine.weights.gguf.described_folder import described
 from engine.weights.gguf.file import GgufFile, read_gguf
 from tests.engine.kernels.quant.random_blocks import random_blocks
 from tests.engine.weights.tiny_gguf import tiny_llama, write_gguf
 
 KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1]
-
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TALON_HOME", str(tmp_path / "home"))
 
 
 def written(folder: Path, **changes: object) -> GgufFile:
@@ -97,17 +91,6 @@ def test_other_tensors_of_zeros_are_named_and_biases_are_not(tmp_path: Path) -> 
     zeros = {"blk.0.attn_q.weight": np.zeros((64, 64), np.float32), "blk.0.attn_q.bias": np.zeros(64, np.float32)}
     file = written(tmp_path, tensors={**zeros, "z": np.ones(4, np.float32)})
     assert check_tensors(file) == ["blk.0.attn_q.weight"]
-
-
-def test_a_download_that_was_not_finished_is_refused_for_what_it_is(tmp_path: Path) -> None:
-    file = written(tmp_path, kind=Kind.Q8_0)
-    half = file.path.stat().st_size // 2
-    overwrite(file.path, half, bytes(file.path.stat().st_size - half))
-    with pytest.raises(ModelError) as caught:
-        described(file.path, f"model={file.path}", lambda *_: None)
-    told = str(caught.value)
-    assert told.startswith(f"model={file.path}: tiny.gguf ends in zeros: ") and told.endswith("; get the file again")
-    assert "\n" not in told and "use another" not in told
 
 
 def test_the_reader_ends_with_a_number_of_its_own_for_damage_and_tells_of_zeros(

@@ -17,11 +17,6 @@ from engine.weights.gguf.source import GgufSource, open_gguf
 from tests.engine.weights.tiny_gguf import change_last_byte, write_gguf
 
 
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TALON_HOME", str(tmp_path / "home"))
-
-
 @pytest.fixture
 def parts(tmp_path: Path) -> list[Path]:
     """A tiny Llama in three files."""

@@ -7,22 +7,12 @@ from pathlib import Path
 from engine.weights.identity import model_identity
 
 
-def test_another_file_is_another_model(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    one = model_identity(str(tmp_path))
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    assert model_identity(str(tmp_path)) != one
-
-
-def test_the_proof_that_a_first_start_writes_makes_no_other_model(tmp_path: Path) -> None:
+def test_another_file_is_another_model_but_for_proofs_and_directories(tmp_path: Path) -> None:
+    """A first start writes proofs, and a directory may be in the place of a file."""
     (tmp_path / "config.json").write_text("{}")
     one = model_identity(str(tmp_path))
     (tmp_path / "proof-bfloat16.json").write_text("{}")
+    (tmp_path / "tokenizer.json" / "within").mkdir(parents=True)
     assert model_identity(str(tmp_path)) == one
-
-
-def test_a_directory_in_the_place_of_a_file_is_no_part_of_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
-    before = model_identity(str(tmp_path))
-    (tmp_path / "config.json" / "within").mkdir(parents=True)
-    assert model_identity(str(tmp_path)) == before
+    assert model_identity(str(tmp_path)) != one

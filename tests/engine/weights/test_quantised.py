@@ -23,11 +23,6 @@ from tests.conftest import save_tiny_llama
 from tests.engine.weights.tiny_gguf import write_gguf
 
 
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TALON_HOME", str(tmp_path / "home"))
-
-
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     return Path(save_tiny_llama(tmp_path / "tiny-llama", hidden_size=64))
