@@ -73,7 +73,7 @@ def _parts(config: Config) -> Iterator[Config]:
 def _check_path(key: str, path: str, or_else: str = "") -> None:
     """Raise ModelError if a path does not exist. or_else: what to do instead, for the error."""
     if path.startswith(("/", "./", "../")) and not Path(path).exists():
-        raise ModelError(f"{key}={path}: no such directory; check the path, or name a hub id{or_else}")
+        raise ModelError(f"{key}={path}: no such file or directory; check the path, or name a hub id{or_else}")
 
 
 def check_weights(path: str, method: str) -> None:

@@ -32,7 +32,7 @@ def load_tokenizer(model: str) -> Any:
     the model has none.
     """
     if not is_hub_id(model) and not Path(model).is_dir():
-        raise ModelError(f"model={model}: no such directory; name a model directory, a hub id or a GGUF file")
+        raise ModelError(f"model={model}: no such file or directory; name a model directory, a hub id or a GGUF file")
     kept = KeptTokenizer(Path(model)) if (Path(model) / SOURCE).is_file() else None
     if kept is not None and (state := kept.read()) is not None:
         return Tokenizer(state)

@@ -37,8 +37,8 @@ def broken(tmp_path: Path, tiny: str, tiny_draft: str) -> Path:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"method": "eagle3"}, "drafter.path: method eagle3 needs a head"),
     ({"method": "sps"}, "drafter.path: method sps needs the directory"),
-    ({"method": "medusa", "drafter.path": "{broken}/nowhere"}, "drafter.path={broken}/nowhere: no such directory"),
-    ({"method": "hybrid", "drafter.path": "{broken}/{method}"}, "drafter.path={broken}/eagle3: no such directory"),
+    ({"method": "medusa", "drafter.path": "{broken}/nowhere"}, "drafter.path={broken}/nowhere: no such file or directory"),
+    ({"method": "hybrid", "drafter.path": "{broken}/{method}"}, "drafter.path={broken}/eagle3: no such file or directory"),
     ({"method": "eagle", "drafter.path": "{broken}/empty"}, "drafter.path={broken}/empty: config.json cannot be read"),
     ({"method": "sps", "drafter.path": "{broken}/no_weights"}, "drafter.path={broken}/no_weights: holds no weights"),
     ({"method": "datastore"}, "drafter.datastore: method datastore needs"),
@@ -109,7 +109,7 @@ def test_the_heads_that_ship_pass(method: str, smollm2: str) -> None:
 def test_no_path_is_looked_at_of_a_drafter_on_another_machine_or_that_the_method_does_not_read(tiny: str) -> None:
     far = {"transport": "tcp", "tcp.remote": True, "tcp.insecure": True, "drafter.path": "/only/there", "model": tiny}
     check_paths(load(DEMO, far | {"method": "eagle3"}))
-    with pytest.raises(ModelError, match=r"drafter\.path=/only/there: no such directory"):
+    with pytest.raises(ModelError, match=r"drafter\.path=/only/there: no such file or directory"):
         check_paths(load(DEMO, {"method": "eagle3", "drafter.path": "/only/there", "model": tiny}))
     for method in ("none", "pld"):
         check_paths(load(DEMO, {"method": method, "drafter.path": "/only/there", "model": tiny}))
