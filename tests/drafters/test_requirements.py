@@ -37,8 +37,8 @@ def broken(tmp_path: Path, tiny: str, tiny_draft: str) -> Path:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"method": "eagle3"}, "drafter.path: method eagle3 needs a head"),
     ({"method": "sps"}, "drafter.path: method sps needs the directory"),
-    ({"method": "medusa", "drafter.path": "{broken}/nowhere"}, "drafter.path={broken}/nowhere: no such file or directory"),
-    ({"method": "hybrid", "drafter.path": "{broken}/{method}"}, "drafter.path={broken}/eagle3: no such file or directory"),
+    ({"method": "medusa", "drafter.path": "{broken}/nowhere"}, "drafter.path={broken}/nowhere: no such directory"),
+    ({"method": "hybrid", "drafter.path": "{broken}/{method}"}, "drafter.path={broken}/eagle3: no such directory"),
     ({"method": "eagle", "drafter.path": "{broken}/empty"}, "drafter.path={broken}/empty: config.json cannot be read"),
     ({"method": "sps", "drafter.path": "{broken}/no_weights"}, "drafter.path={broken}/no_weights: holds no weights"),
     ({"method": "datastore"}, "drafter.datastore: method datastore needs"),
