@@ -24,7 +24,7 @@ def private(folder: Path) -> bool:
 
 async def test_removing_the_sockets_folder_changes_no_text_whoever_is_killed_then(tiny: str) -> None:
     expected = await expected_text(tiny)
-    options = {"verifier.cut": False, "verifier.threads": 1}
+    options = {"verifier.cut": False, "verifier.threads": 1, "verifier.simulated_latency_ms": 1}
     async with await Engine.start({"model": tiny}, method="pld", mode="async", **options) as engine:
         folder = engine._workers.folder
         assert folder is not None
