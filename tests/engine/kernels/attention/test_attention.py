@@ -165,51 +165,72 @@ def test_it_is_softmax_attention_for_any_head_size_and_group(head_dim: int, grou
     past=[0, 3, 16, 45],
 )
 def test_a_row_sees_its_window_of_positions_and_no_more(past: int, rule: Rule, kernel: Kernel) -> None:
-    assert_right([Request(3, past, BUSHY), Request(4, past, None, 21)], rule, kernel, unseen=float("nan"))
+    assert_right([Request(3, past, BUSHY), Request(4, past, None, 21)], rule, kernel)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("softcap", [0.0, 2.0, 50.0])
 def test_soft_caps_and_sinks_are_those_of_the_definition(softcap: float, kernel: Kernel) -> None:
     sinks = torch.linspace(-2, 4, 6)
-    rule = Rule(0.125, 0, softcap, sinks)
-    assert_right([Request(5, 40, BUSHY), Request(6, 33, None, 5)], rule, kernel, unseen=float("nan"))
+    assert_right([Request(5, 40, BUSHY), Request(6, 33, None, 5)], Rule(0.125, 0, softcap, sinks), kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("rule", [Rule(0.125), Rule(0.125, 5), Rule(0.125, 20, 30.0)])
+def test_what_nobody_sees_may_be_nan(rule: Rule, kernel: Kernel) -> None:
+    requests = [Request(7, 30, BUSHY), Request(8, 5, None, 6)]
+    clean, dirty = attend(requests, rule, kernel), attend(requests, rule, kernel, unseen=float("nan"))
+    assert all(torch.equal(one, other) for one, other in zip(clean, dirty, strict=True))
 
 
 RULES = [Rule(0.125), Rule(0.125, 0, 30.0), Rule(0.125, 5), Rule(0.125, 17)]
+NUMBERS = [float("nan"), float("inf")]
 
 
-NAN, INF = float("nan"), float("inf")
+def readers(request: Request, rule: Rule, slot: int) -> list[bool]:
+    """Whether each row of the request sees that slot."""
+    return [slot in request.seen(row)[-rule.window :] for row in range(request.rows)]
 
 
-@pairs(kernel=KERNELS, rule=RULES, past=[0, 14, 45], part=["values", "keys", "queries"], number=[NAN, INF])
-def test_what_is_no_number_reaches_the_rows_that_see_it_and_no_others(
-    kernel: Kernel, rule: Rule, past: int, part: str, number: float
+@pairs(kernel=KERNELS, rule=RULES, number=NUMBERS, past=[0, 14, 45])
+def test_a_value_that_is_no_number_reaches_the_rows_that_see_it_and_no_others(
+    past: int, number: float, rule: Rule, kernel: Kernel
 ) -> None:
     """In a tree and in a text, at every place; a row that does not see it keeps its bits."""
-    number = number if part == "values" else NAN
     for tree, rows in ((BUSHY, 0), (None, 20)):
         request = Request(9, past, tree, rows)
         (clean,) = attend([request], rule, kernel)
-        held = getattr(request, part)
         for slot in {0, past // 2, past - 1, past + 1, past + 5} & set(range(past + request.rows)):
-            if part == "queries" and slot < past:
-                continue
-            setattr(request, part, held.clone())
-            getattr(request, part)[slot - past if part == "queries" else slot] = number
-            (found,) = attend([request], rule, kernel)
-            for row in range(request.rows):
-                if row == slot - past if part == "queries" else slot in request.seen(row)[-rule.window :]:
+            values, request.values = request.values, request.values.clone()
+            request.values[slot] = number
+            (found,), request.values = attend([request], rule, kernel), values
+            for row, sees in enumerate(readers(request, rule, slot)):
+                if sees:
                     assert not found[row].isfinite().any()
                 else:
                     assert torch.equal(found[row], clean[row])
-        setattr(request, part, held)
+
+
+@pairs(kernel=KERNELS, rule=RULES, part=["keys", "queries"])
+def test_a_key_or_query_that_is_no_number_reaches_the_rows_that_score_it_and_no_others(
+    part: str, rule: Rule, kernel: Kernel
+) -> None:
+    request = Request(9, 30, BUSHY)
+    (clean,) = attend([request], rule, kernel)
+    at = 1 if part == "queries" else request.past + 1
+    getattr(request, part)[at] = float("nan")
+    (found,) = attend([request], rule, kernel)
+    for row, sees in enumerate(readers(request, rule, request.past + 1)):
+        if sees if part == "keys" else row == 1:
+            assert found[row].isnan().all()
+        else:
+            assert torch.equal(found[row], clean[row])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("rule", RULES)
 def test_rows_that_see_what_is_no_number_have_the_same_bits_alone_and_beside_others(rule: Rule, kernel: Kernel) -> None:
-    """A node has those of its path read as a text. In one dimension of two values there is none; the others count."""
+    """One dimension of one value is infinite: the others are those of the definition, whichever rows share a block."""
     request = Request(15, 45, BUSHY)
     request.values[40, :, 3], request.values[request.past, :, 7] = float("inf"), float("nan")
     (together,) = attend([request], rule, kernel)
@@ -238,13 +259,26 @@ def test_bits_depend_neither_on_neighbours_nor_on_the_order_of_blocks_nor_on_thr
             assert all(torch.equal(one, other) for other in others)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("rule", [Rule(0.125), Rule(0.125, 20)])
+def test_a_node_has_the_bits_of_its_path_read_as_text(rule: Rule, kernel: Kernel) -> None:
+    request = Request(14, 45, BUSHY)
+    (out,) = attend([request], rule, kernel)
+    for node in range(len(BUSHY)):
+        path = BUSHY.path(node)
+        text = Request(0, request.past, None, len(path))
+        slots = [*range(request.past), *(request.past + other for other in path)]
+        text.keys, text.values, text.queries = request.keys[slots], request.values[slots], request.queries[path]
+        assert torch.equal(attend([text], rule, kernel)[0][-1], out[node])
+
+
 PAIRED = [param for param, kernel in zip(KERNELS, every_attention_kernel(), strict=True) if kernel.vnni]
 
 
 @pairs(
     kernel=PAIRED,
     rule=[*RULES, Rule(0.125, 0, 2.0, torch.linspace(-2, 4, 6))],
-    number=[0.5, NAN, INF],
+    number=[0.5, *NUMBERS],
     chunk=[1, 2, 5],
     tile_rows=[1, 3, 16],
 )
