@@ -83,9 +83,10 @@ def _cases() -> Iterator[_Case]:
                 name = f"product, {layout.kind} by bfloat16"
                 yield _Case(name, unit.title, unit in units(), partial(_codes, unit, layout.kind))
     for used in InstructionSet:
-        for layout in (layout for layout in LAYOUTS if layout.coded):
-            name, runs = f"product, {layout.kind} by int8", used in instruction_sets()
-            yield _Case(name, used.title, runs, partial(_integers, used, layout.kind))
+        for layout in LAYOUTS:
+            if layout.coded:
+                name, runs = f"product, {layout.kind} by int8", used in instruction_sets()
+                yield _Case(name, used.title, runs, partial(_integers, used, layout.kind))
 
 
 def _numbers(unit: Unit, dtype: torch.dtype) -> str:

@@ -92,7 +92,7 @@ class ModelProbe:
         try:
             target.run([replace(Segment.of_text(self.tokens[: self.split], cache), offset=start)])
             cache.commit(range(self.split))
-            tree, spine = self._with_siblings(self.split)
+            tree, spine = self._with_siblings()
             logits, _ = target.run([replace(Segment.of_tree(tree, cache), offset=start)])
         finally:
             target.release(cache)
@@ -134,7 +134,7 @@ class ModelProbe:
             alone.commit([0])
             equal &= torch.equal(logits[0], whole[i])
         target.release(alone)
-        tree, spine = self._with_siblings(self.split)
+        tree, spine = self._with_siblings()
         drafted = target.new_cache(_TOKENS * 3)
         target.prefill(drafted, tokens[: self.split])
         logits, _ = target.run([Segment.of_tree(tree, drafted)])
@@ -145,12 +145,14 @@ class ModelProbe:
         equal &= torch.equal(logits, whole[self.split + _ACCEPTED :])
         return bool(equal)
 
-    def _with_siblings(self, split: int) -> tuple[TokenTree, list[int]]:
-        """Return the text from `split` on as a tree, with two wrong siblings beside every node; and the right nodes."""
+    def _with_siblings(self) -> tuple[TokenTree, list[int]]:
+        """Return the text after its first part as a tree with two wrong siblings beside each node, and the right
+        nodes.
+        """
         nodes: list[int] = []
         parents: list[int] = []
         spine: list[int] = []
-        for token in self.tokens[split:]:
+        for token in self.tokens[self.split :]:
             parent = spine[-1] if spine else -1
             spine.append(len(nodes))
             wrong = [(token + 1 + i) % self.config.vocab_size for i in range(2)]

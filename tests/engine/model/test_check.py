@@ -14,7 +14,7 @@ from engine.model.loading import load_model
 from engine.model.trial import check
 from engine.model.trial.check import lines_of
 from engine.model.trial.families import FAMILIES, table
-from tests.engine.weights import gguf_families
+from tests.engine.weights import family_table
 from tests.engine.weights.family_gguf import draft_head, random_model, write_family
 
 ROOT = Path(__file__).parents[3]
@@ -25,7 +25,7 @@ def test_the_table_of_the_documents_is_that_of_the_command() -> None:
 
 
 def test_every_architecture_that_the_table_names_is_read_from_a_file_by_a_test_and_no_other_is() -> None:
-    tested = {family.architecture for family in gguf_families.FAMILIES.values()}
+    tested = {family.architecture for family in family_table.FAMILIES.values()}
     assert {name for family in FAMILIES for name in family.gguf} == tested
 
 

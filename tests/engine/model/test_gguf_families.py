@@ -27,7 +27,7 @@ from engine.weights.gguf.source import open_gguf
 from engine.weights.gguf.weights import GgufWeights
 from tests.engine.test_exact import decoded, read, with_siblings
 from tests.engine.weights.family_gguf import random_model, write_family
-from tests.engine.weights.gguf_families import FAMILIES
+from tests.engine.weights.family_table import FAMILIES
 from tests.engine.weights.tiny_gguf import TOKENS, described_gguf
 
 pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")

@@ -11,11 +11,9 @@ from engine.core.state_shape import StateShape
 from engine.model import loading
 from engine.model.loading import load_model
 from engine.model.memory import check_memory, check_whole_memory, free_memory, pool_of
-from engine.weights.gguf.describe_process import describe
-from engine.weights.gguf.file import GgufFile, read_gguf
+from engine.weights.gguf.file import GgufFile
 from engine.weights.gguf.header import GgufHeader, GgufTensor
-from engine.weights.gguf.source import GgufSource
-from tests.engine.weights.tiny_gguf import write_gguf
+from tests.engine.weights.tiny_gguf import described_gguf, write_gguf
 
 MEMINFO = (
     "MemTotal:       24684000 kB\nMemFree:          300000 kB\nMemAvailable:   20000000 kB\nCached:  19000000 kB\n"
@@ -109,12 +107,10 @@ def test_a_file_that_is_too_large_for_transformers_forward_is_refused_before_it_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf")
-    (folder := tmp_path / "made").mkdir()
-    describe(read_gguf(tmp_path / "tiny.gguf", "model=tiny"), folder, "tiny", "")
-    GgufSource.of(tmp_path / "tiny.gguf", "../tiny.gguf").write(folder)
+    folder = described_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setattr(loading, "free_memory", lambda: 1_000_000)
     with pytest.raises(ModelError, match=r"transformers' own forward reads it as float32, which needs 0\.\d GB"):
-        load_model(str(folder), "float32", torch.device("cpu"))
+        load_model(folder, "float32", torch.device("cpu"))
 
 
 def test_too_little_room_for_states_and_keys_is_refused_with_what_is_needed() -> None:

@@ -59,7 +59,7 @@ def telling(model: object, context: object = 32768) -> Answer:
 
 @pytest.fixture
 def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    """Those of the clients that are started, each of which ends at once."""
+    """Return the environments of the clients that are started, each of which ends at once."""
     found: list[dict[str, str]] = []
 
     def end(program: str, command: list[str], environment: dict[str, str]) -> None:

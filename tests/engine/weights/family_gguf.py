@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from engine.weights.gguf.ternary import I2_S
-from tests.engine.weights.gguf_families import COMMON, FAMILIES, LONG_FACTORS
+from tests.engine.weights.family_table import COMMON, FAMILIES, LONG_FACTORS
 from tests.engine.weights.tiny_gguf import add_tokenizer, add_values, write_all
 
 NEIGHBOURS = ("llama", "granite", "olmo", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")

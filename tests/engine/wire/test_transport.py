@@ -209,7 +209,7 @@ def test_a_link_whose_ends_hold_different_keys_is_told_instead_of_tried_for_ever
 
 
 def open_to_all(folder: Path) -> None:
-    """As if a cleaner of temporary files had removed it, and others could write to it since."""
+    """Make the folder again as others could, once a cleaner of temporary files has removed it: all may write to it."""
     folder.mkdir()
     folder.chmod(0o777)
 

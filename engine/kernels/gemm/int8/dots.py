@@ -52,14 +52,15 @@ class InstructionSet(IntEnum):
         return 16 if self is InstructionSet.AVX512_VNNI else 4
 
 
-def unsigned_codes(layout: QuantLayout) -> tuple[int, int]:
-    """Return the bits of a layout's codes, or of the values that they stand for, as they are multiplied, and the number
-    that they count from.
+def multiplied_codes(layout: QuantLayout, instructions: InstructionSet) -> tuple[int, int]:
+    """Return the bits of a layout's codes, or of the values that they stand for, as `dot` takes them, and the number
+    that they count from: 0 for the signed codes of 8 bits that AVX2 takes.
     """
-    if layout.values is None:
-        return layout.bits, layout.bias
-    least = min(layout.values)
-    return (5, -least) if max(layout.values) - least < 1 << 5 else (8, 128)
+    bits, bias = layout.bits, layout.bias
+    if layout.values is not None:
+        least = min(layout.values)
+        bits, bias = (5, -least) if max(layout.values) - least < 1 << 5 else (8, 128)
+    return bits, 0 if bits == 8 and instructions is InstructionSet.AVX2 else bias
 
 
 @cache
@@ -95,13 +96,11 @@ def spread_word(builder: ir.IRBuilder, address: ir.Value, element: ir.Type, lane
 def looked_up(
     builder: ir.IRBuilder,
     instructions: InstructionSet,
-    bits: int,
     bias: int,
     values: Sequence[int],
     codes: Sequence[ir.Value],
 ) -> list[ir.Value]:
-    """Look up the values of codes of up to 4 bits, as codes of `bits` bits that count from `bias`: see `dot`."""
-    bias = 0 if instructions is InstructionSet.AVX2 and bits == 8 else bias
+    """Look up the values of codes of up to 4 bits, as codes that count from `bias`: see `dot`."""
     name = "llvm.x86.avx512.pshuf.b.512" if instructions.lanes == 16 else "llvm.x86.avx2.pshuf.b"
     bytes_ = ir.VectorType(_BYTE, 4 * instructions.lanes)
     repeated = [value + bias for value in values] * (bytes_.count // len(values))

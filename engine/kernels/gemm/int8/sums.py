@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.kernels.amx import LINE_BYTES, fetch_line, fetch_panel_line, opaque
-from engine.kernels.gemm.int8.dots import InstructionSet, dot, looked_up, same, spread_word, unsigned_codes, words
+from engine.kernels.gemm.int8.dots import InstructionSet, dot, looked_up, multiplied_codes, same, spread_word, words
 from engine.kernels.gemm.int8.layout import OFFSET_AT, ROW_GROUP_BYTES, SCALE_AT, SUMS_AT, VECTORS
 from engine.kernels.gemm.matmul_sums import PANELS, row_counts
 from engine.kernels.quant.layouts import LAYOUTS, QuantLayout
@@ -67,7 +67,7 @@ class _Block:
         self.builder, self.used, self.of, self.count, self.part = builder, used, of, count, part
         self.ahead = ahead * of.tile_bytes // of.steps
         self.offsets, self.values = of.offset is not None, of.values
-        self.bits, self.bias = unsigned_codes(of)
+        self.bits, self.bias = multiplied_codes(of, used)
         self.floats, self.ints = ir.VectorType(FLOAT, used.lanes), words(used.lanes)
 
     def sum(self, x: ir.Value, tiles: ir.Value, blocks: ir.Value, scratch: ir.Value, scratch_stride: ir.Value) -> None:
@@ -120,7 +120,7 @@ class _Block:
             numbers = [builder.fmul(numbers[i // of.halves], factor) for i, factor in enumerate(factors)]
         codes = self._codes(codes_at)
         if self.values is not None:
-            codes = looked_up(builder, self.used, self.bits, self.bias, self.values, codes)
+            codes = looked_up(builder, self.used, self.bias, self.values, codes)
         x = opaque(builder, x)
         for row, cell in enumerate(sums):
             total = builder.load(cell)
@@ -144,7 +144,7 @@ class _Block:
         for half in range(halves):
             some = codes[half * VECTORS // halves : (half + 1) * VECTORS // halves]
             start = same(self.ints, 0)
-            if self.bias and not (self.bits == 8 and used is InstructionSet.AVX2):
+            if self.bias:
                 sums = word(SUMS_AT + 4 * (1 + half if halves == 2 else 0), _INT)
                 start = builder.mul(sums, same(self.ints, self.bias))
             whole = dot(builder, used, self.bits, some, x, at + half * BLOCK_INPUTS // 2, start)
