@@ -156,9 +156,8 @@ async def test_a_wall_clock_that_jumps_changes_nothing(tiny: str, monkeypatch: p
     expected = await expected_text(tiny)
     now, jumps = time.time, itertools.cycle([-1e7, 0, 1e7])
     monkeypatch.setattr(time, "time", lambda: now() + next(jumps))  # the workers are threads here: it is theirs too
-    async with await Engine.start(
-        {"model": tiny}, method="pld", mode="async", transport="inproc", **THREADS, **{"verifier.cut": False}
-    ) as engine:
+    options = THREADS | {"verifier.cut": False, "verifier.simulated_latency_ms": 1}
+    async with await Engine.start({"model": tiny}, method="pld", mode="async", transport="inproc", **options) as engine:
         await drafts_arrive(engine, expected)
         await asyncio.sleep(0.2)
         assert engine._ready["drafter"].is_set()  # nobody was taken for silent

@@ -40,13 +40,14 @@ def keys(tmp_path: Path) -> Path:
 
 @asynccontextmanager
 async def tcp_engine(model: str, keys: Path, **overrides: Any) -> AsyncIterator[Engine]:
-    """An engine whose verifier waits on a free port."""
+    """An engine whose verifier waits on a free port, with forwards long enough for drafts to arrive."""
     settings = {
         "transport": "tcp",
         "tcp.endpoint": f"tcp://127.0.0.1:{free_port()}",
         "tcp.keys": str(keys),
         "verifier.cut": False,
         "verifier.threads": 1,
+        "verifier.simulated_latency_ms": 1,
     }
     async with await Engine.start({"model": model}, **settings | overrides) as engine:
         yield engine
