@@ -6,6 +6,7 @@ inputs in one fixed order: a row of a tile has the same bits whatever the other 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,12 @@ LINE_BYTES = 64
 _BYTE, _INT = ir.IntType(8), ir.IntType(32)
 _FIRST_LEVEL, _SECOND_LEVEL = 3, 2
 """Levels of cache, as LLVM's prefetch numbers their localities."""
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+
+
+def tiles_allowed() -> bool:
+    """Ask Linux for leave to use tiles, which it denies to processes that have not asked; return whether it is given."""
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 
 
 def tile_sizes(sizes: Sequence[tuple[int | None, int]]) -> NDArray[np.uint8]:

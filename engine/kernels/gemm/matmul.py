@@ -13,7 +13,6 @@ different orders; a machine uses the same unit for all row counts.
 
 from __future__ import annotations
 
-import ctypes
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.amx import TILE_ROWS, tile_sizes
+from engine.kernels.amx import TILE_ROWS, tile_sizes, tiles_allowed
 from engine.kernels.gemm.amx_kernels import amx_kernel, block_bytes
 from engine.kernels.gemm.fma_kernels import WIDENED, float_sums, fma_kernel, half_sums
 from engine.kernels.gemm.matmul_kernels import MATMUL, PART, PartKernel, product_kernel
@@ -70,8 +69,6 @@ class Unit(Enum):
 _COMPILED = {Unit.AMX: amx_kernel, Unit.VECTORS: vector_kernel, Unit.FMA: fma_kernel}
 _KERNELS: dict[tuple[Unit, int], PartKernel] = {}
 
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
-
 
 @cache
 def units(dtype: torch.dtype = torch.bfloat16) -> tuple[Unit, ...]:
@@ -82,10 +79,8 @@ def units(dtype: torch.dtype = torch.bfloat16) -> tuple[Unit, ...]:
         return ()
     there = features()
     found = []
-    if {"+amx-tile", "+amx-bf16", "+avx512bf16"} <= there:  # blocks are unpacked in vectors
-        process = ctypes.CDLL(None)  # Linux denies tiles to processes that have not asked for them
-        if process.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0:
-            found.append(Unit.AMX)
+    if {"+amx-tile", "+amx-bf16", "+avx512bf16"} <= there and tiles_allowed():  # blocks are unpacked in vectors
+        found.append(Unit.AMX)
     if {"+avx512f", "+avx512bf16"} <= there:
         found.append(Unit.VECTORS)
     if {"+avx2", "+fma"} <= there:
