@@ -130,7 +130,7 @@ def check(
 
 def _check_kernels(told: Console, spread: bool) -> None:
     from ..kernels.every import check_kernels, counted, kernel_table
-    from ..kernels.processors import PROCESSORS, check_as, environment_as
+    from ..kernels.processors import PROCESSORS, check_as, environment_as, is_modelled
 
     out = Console(width=120, highlight=False)
     told.print("talon: each kernel is compiled the first time, which takes some minutes")
@@ -142,9 +142,10 @@ def _check_kernels(told: Console, spread: bool) -> None:
         found_as = dict(zip(able, pool.map(lambda one: check_as(one, able.index(one) % step, step), able), strict=True))
     for processor in PROCESSORS:
         if (found := found_as.get(processor)) is None:
-            out.print(f"as on one with {processor.name}: not run, this processor cannot stand for it")
+            out.print(f"as on one with {processor.name}: not run, this processor is one or cannot stand for it")
             continue
-        out.print(f"as on one with {processor.name}: {counted(found)}")
+        how = ", by models of its instructions" if is_modelled(processor) else ""
+        out.print(f"as on one with {processor.name}{how}: {counted(found)}")
         if wrong := [check for check in found if check.difference]:
             out.print(kernel_table(wrong).rich())
         checks += found

@@ -8,6 +8,7 @@ instructions, without their treatment of subnormal numbers as zero.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,20 +19,33 @@ from zlib import crc32
 
 import msgspec
 from llvmlite import ir
-from numba.core import codegen
+from numba.core import cgutils, codegen
+
+from engine.kernels.simd import fused
 
 _BYTE, _HALF, _INT, _WORD, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _OPERAND = re.compile(r"(?:(\d*)\()?\$(\d+)\)?(?:\{1to\d+\})?")
 
 
-def install(features: Sequence[str]) -> None:
-    """Let kernels of a processor with these features be compiled for this one. It must be called before kernels are
-    imported, since some of them ask for the processor's features then.
+MODELLED = "TALON_MODELLED_FEATURES"
+"""The environment variable with the features that `install_if_told` models."""
+
+
+def install_if_told() -> None:
+    """Let kernels of a processor with the features in MODELLED, if there are any, be compiled for this one. It must be
+    called before kernels are imported, since some of them ask for the processor's features then.
     """
+    if features := os.environ.get(MODELLED):
+        _install(features)
+
+
+def _install(features: str) -> None:
     from . import modelled_tiles
 
     modelled_tiles.install()
-    version = crc32(b"".join(Path(module.__file__ or "").read_bytes() for module in (sys.modules[__name__], modelled_tiles)))
+    version = crc32(
+        b"".join(Path(module.__file__ or "").read_bytes() for module in (sys.modules[__name__], modelled_tiles))
+    )
     compile_module = codegen.CPUCodeLibrary.add_ir_module
 
     def compile_modelled(library: Any, module: ir.Module) -> None:
@@ -39,7 +53,7 @@ def install(features: Sequence[str]) -> None:
         compile_module(library, module)
 
     def described(own: codegen.CPUCodegen) -> tuple[str, str, str]:
-        return own._llvm_module.triple, f"modelled {version:x}", ",".join(features)
+        return own._llvm_module.triple, f"modelled {version:x}", features
 
     codegen.CPUCodeLibrary.add_ir_module = compile_modelled
     codegen.CPUCodegen.magic_tuple = described  # the key of the cache on disk, and what `features` reads
@@ -47,16 +61,15 @@ def install(features: Sequence[str]) -> None:
 
 def _replace_instructions(module: ir.Module) -> None:
     for call in [*_calls(module)]:
-        callee, name = call.callee, ""
-        if isinstance(callee, ir.InlineAsm):
-            if callee.asm or callee.constraint.startswith("=v"):
-                name, emit = f"assembly_{crc32(str(callee).encode()):x}", partial(_assembly, callee)
-        elif callee.name in _VECTORS:
-            name, emit = callee.name.removeprefix("llvm."), _VECTORS[callee.name]
-        elif callee.name.startswith("llvm.x86.") and "tile" in callee.name or callee.name == "llvm.x86.tdpbf16ps":
-            name, emit = callee.name.removeprefix("llvm.x86."), None
-        if name:
-            call.callee = _model(module, f"modelled_{name}", callee.function_type, emit)
+        kind, name = call.callee.function_type, call.callee.name if isinstance(call.callee, ir.Function) else ""
+        if isinstance(call.callee, ir.InlineAsm):
+            if call.callee.asm or call.callee.constraint.startswith("=v"):  # else it hides an address, which all can
+                key = f"modelled_{crc32(str(call.callee).encode()):x}"
+                call.callee = _model(module, key, kind, partial(_assembly, call.callee))
+        elif name in _VECTORS:
+            call.callee = _model(module, f"modelled_{name}", kind, _VECTORS[name])
+        elif name.startswith("llvm.x86.t") or name == "llvm.x86.ldtilecfg":
+            call.callee = _model(module, name.replace("llvm.x86.", "modelled_"), kind)
 
 
 def _calls(module: ir.Module) -> Iterator[ir.CallInstr]:
@@ -65,8 +78,10 @@ def _calls(module: ir.Module) -> Iterator[ir.CallInstr]:
             yield from (one for one in block.instructions if isinstance(one, ir.CallInstr))
 
 
-def _model(module: ir.Module, name: str, kind: ir.FunctionType, emit: Callable[..., ir.Value] | None) -> ir.Function:
-    """Return the function of that name, which `emit` writes once for each module; None: it is a symbol."""
+def _model(
+    module: ir.Module, name: str, kind: ir.FunctionType, emit: Callable[..., ir.Value] | None = None
+) -> ir.Function:
+    """Return the function of that name, which `emit` writes once for each module; without it, it is a symbol."""
     if name in module.globals:
         return module.globals[name]
     function = ir.Function(module, kind, name)
@@ -92,7 +107,9 @@ def _assembly(code: ir.InlineAsm, builder: ir.IRBuilder, *args: ir.Value) -> ir.
         target = int(found[-1][2])
         kind = operands[target].type
         sources = [
-            operands[int(one[2])] if one[1] is None else _broadcast(builder, operands[int(one[2])], int(one[1] or 0), kind)
+            operands[int(one[2])]
+            if one[1] is None
+            else _broadcast(builder, operands[int(one[2])], int(one[1] or 0), kind)
             for one in found
         ]
         operands[target] = _LINES[name](builder, kind, *sources)
@@ -125,9 +142,8 @@ def _dot_of_fours(builder: ir.IRBuilder, kind: Any, x: ir.Value, codes: ir.Value
 
 def _dot_of_pairs(builder: ir.IRBuilder, kind: Any, pair: ir.Value, matrix: ir.Value, sums: ir.Value) -> ir.Value:
     """VDPBF16PS: add the product of the second numbers to each sum, then that of the first."""
-    fma = builder.module.declare_intrinsic("llvm.fma", [kind])
     for half in (1, 0):
-        sums = builder.call(fma, [_widened(builder, matrix, half, kind), _widened(builder, pair, half, kind), sums])
+        sums = fused(builder, _widened(builder, matrix, half, kind), _widened(builder, pair, half, kind), sums)
     return sums
 
 
@@ -193,9 +209,8 @@ def _of_two(builder: ir.IRBuilder, first: ir.Value, places: ir.Value, second: ir
 def _bytes_looked_up(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
     """VPSHUFB of 64 bytes is two of 32, which AVX2 has."""
     half = ir.VectorType(_BYTE, 32)
-    shuffle = ir.Function(builder.module, ir.FunctionType(half, [half] * 2), "llvm.x86.avx2.pshuf.b") if (
-        "llvm.x86.avx2.pshuf.b" not in builder.module.globals
-    ) else builder.module.globals["llvm.x86.avx2.pshuf.b"]
+    kind, name = ir.FunctionType(half, [half] * 2), "llvm.x86.avx2.pshuf.b"
+    shuffle = cgutils.get_or_insert_function(builder.module, kind, name)
     order = ir.VectorType(_INT, 32)
     parts = []
     for at in (0, 32):
@@ -225,7 +240,7 @@ def _same(kind: ir.VectorType, value: int) -> ir.Constant:
 
 
 if __name__ == "__main__":
-    install(sys.argv[1].split(","))
+    install_if_told()
     from .every import check_kernels
 
-    sys.stdout.buffer.write(msgspec.json.encode(check_kernels(*map(int, sys.argv[2:]))))
+    sys.stdout.buffer.write(msgspec.json.encode(check_kernels(*map(int, sys.argv[1:]))))

@@ -1,5 +1,6 @@
-"""Lesser processors, as far as this one can stand for them: kernels are compiled in a process that knows fewer
-instructions. A kernel's code depends on them, also where it needs none of them.
+"""Other processors, as far as this one can stand for them. For a lesser one, kernels are compiled in a process that
+knows fewer instructions: their code depends on them, also where it needs none of them. For one that has more, those
+instructions are modelled.
 """
 
 from __future__ import annotations
@@ -14,39 +15,55 @@ from engine.core.child_environment import child_environment
 from engine.core.errors import TalonError
 from engine.kernels.simd import features
 
-from .every import KernelCheck, check_kernels
+from .every import KernelCheck
+from .modelled import MODELLED
 
+_AVX2 = ("avx", "avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512vnni")
 _BEYOND_AVX512 = ("amx", "avx512bf16", "avx512fp16", "avx10", "avxvnni")
 _BEYOND_AVX2 = ("amx", "avx512", "avx10", "evex")
 
 
 class Processor(NamedTuple):
-    """A lesser processor that this one can stand for. needs: an instruction set that this processor must have to stand
-    for it. without: prefixes of the names of those that it does not have. llvm: what LLVM calls it.
+    """A processor that this one can stand for. has: the features that kernels ask for, all of which this processor must
+    have if none of them is to be modelled. without: prefixes of the names of those that it does not have. llvm: what
+    LLVM calls it.
     """
 
     name: str
-    needs: str
+    has: tuple[str, ...]
     without: tuple[str, ...]
     llvm: str
 
 
 PROCESSORS = (
-    Processor("AVX512 and VNNI, no BF16", "avx512vnni", _BEYOND_AVX512, "cascadelake"),
-    Processor("AVX2 and AVX-VNNI", "avxvnni", _BEYOND_AVX2, "alderlake"),
-    Processor("AVX2", "avx2", (*_BEYOND_AVX2, "avxvnni"), "haswell"),
+    Processor("AMX", (*_AVX512, "avx512bf16", "amx-tile", "amx-bf16"), (), "sapphirerapids"),
+    Processor("AVX512, VNNI and BF16", (*_AVX512, "avx512bf16"), ("amx", "avx512fp16", "avx10", "avxvnni"), "znver4"),
+    Processor("AVX512 and VNNI, no BF16", _AVX512, _BEYOND_AVX512, "cascadelake"),
+    Processor("AVX2 and AVX-VNNI", (*_AVX2, "avxvnni"), _BEYOND_AVX2, "alderlake"),
+    Processor("AVX2", _AVX2, (*_BEYOND_AVX2, "avxvnni"), "haswell"),
 )
 
 
 def environment_as(processor: Processor) -> dict[str, str] | None:
-    """Return the environment of a process in which this processor stands for that one; None if it cannot."""
+    """Return the environment of a process in which this processor stands for that one; None if it is that one, or has
+    not even AVX2.
+    """
     known = features()
-    if f"+{processor.needs}" not in known:
-        return None
     wanted = [
         f"-{name[1:]}" if name[0] == "+" and name[1:].startswith(processor.without) else name for name in sorted(known)
     ]
-    return child_environment() | {"NUMBA_CPU_NAME": processor.llvm, "NUMBA_CPU_FEATURES": ",".join(wanted)}
+    if not is_modelled(processor):
+        numba = {"NUMBA_CPU_NAME": processor.llvm, "NUMBA_CPU_FEATURES": ",".join(wanted)}
+        return None if set(wanted) == known else child_environment() | numba
+    if "+avx2" not in known:
+        return None
+    return child_environment() | {MODELLED: ",".join(f"+{name}" for name in processor.has)}
+
+
+def is_modelled(processor: Processor) -> bool:
+    """Return whether some of its instructions must be modelled, since this processor does not have them."""
+    return not {f"+{name}" for name in processor.has} <= features()
 
 
 def check_as(processor: Processor, first: int = 0, step: int = 1) -> list[KernelCheck] | None:
@@ -55,13 +72,9 @@ def check_as(processor: Processor, first: int = 0, step: int = 1) -> list[Kernel
     """
     if (environment := environment_as(processor)) is None:
         return None
-    command = [sys.executable, "-m", f"{__package__}.processors", str(first), str(step)]
+    command = [sys.executable, "-m", f"{__package__}.modelled", str(first), str(step)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
         raise TalonError(f"kernels as on {processor.name}: {reason}; this is a defect of Talon, please report it")
     return msgspec.json.decode(done.stdout, type=list[KernelCheck])
-
-
-if __name__ == "__main__":
-    sys.stdout.buffer.write(msgspec.json.encode(check_kernels(*map(int, sys.argv[1:]))))

@@ -30,7 +30,7 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
 def tiles_allowed() -> bool:
-    """Ask Linux for leave to use tiles, which it denies to processes that have not asked; return whether it is given."""
+    """Ask Linux for leave to use tiles, which a process does not have by itself; return whether it is given."""
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 
 
