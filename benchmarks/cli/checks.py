@@ -63,7 +63,7 @@ def check(
         typer.Option(
             "--spread",
             help="A question under one setting of each method, in turn, not under all. With --kernels: a kernel as on "
-            "one lesser processor, in turn.",
+            "one other processor, in turn.",
         ),
     ] = False,
     log: Annotated[
@@ -129,17 +129,18 @@ def check(
 
 
 def _check_kernels(told: Console, spread: bool) -> None:
-    from ..kernels.every import check_kernels, counted, kernel_table
-    from ..kernels.processors import PROCESSORS, check_as, environment_as, is_modelled
+    from ..kernels.every import check_kernels, counted, instructions_of_kernels, kernel_table
+    from ..kernels.processors import PROCESSORS, check_as, environment_as, is_modelled, shares_of
 
     out = Console(width=120, highlight=False)
     told.print("talon: each kernel is compiled the first time, which takes some minutes")
     checks = check_kernels()
     out.print(kernel_table(checks).rich(), f"\non this processor: {counted(checks)}")
     able = [one for one in PROCESSORS if environment_as(one) is not None]
-    step = len(able) if spread else 1
+    everything = [*range(len(instructions_of_kernels()))]
+    shares = shares_of(able) if spread else dict.fromkeys(able, everything)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each check is a process, which compiles on one core
-        found_as = dict(zip(able, pool.map(lambda one: check_as(one, able.index(one) % step, step), able), strict=True))
+        found_as = dict(zip(able, pool.map(check_as, able, shares.values()), strict=True))
     for processor in PROCESSORS:
         if (found := found_as.get(processor)) is None:
             out.print(f"as on one with {processor.name}: not run, this processor is one or cannot stand for it")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -37,12 +36,18 @@ class _Case(NamedTuple):
     difference: Callable[[], str]
 
 
-def check_kernels(first: int = 0, step: int = 1) -> list[KernelCheck]:
-    """Run all kernels that this processor can run, or every `step`-th of the list from `first` on; the first time, they
+def check_kernels(numbers: Sequence[int] | None = None) -> list[KernelCheck]:
+    """Run all kernels that this processor can run, or those of these numbers in the list of all; the first time, they
     are compiled.
     """
-    cases = islice(_cases(), first, None, step)
-    return [KernelCheck(case.kernel, case.instructions, _difference(case)) for case in cases]
+    cases = [*_cases()]
+    chosen = cases if numbers is None else [cases[number] for number in numbers]
+    return [KernelCheck(case.kernel, case.instructions, _difference(case)) for case in chosen]
+
+
+def instructions_of_kernels() -> list[str]:
+    """Return what each kernel of the list of all needs."""
+    return [case.instructions for case in _cases()]
 
 
 def _difference(case: _Case) -> str | None:

@@ -243,4 +243,4 @@ if __name__ == "__main__":
     install_if_told()
     from .every import check_kernels
 
-    sys.stdout.buffer.write(msgspec.json.encode(check_kernels(*map(int, sys.argv[1:]))))
+    sys.stdout.buffer.write(msgspec.json.encode(check_kernels([int(number) for number in sys.argv[1:]])))

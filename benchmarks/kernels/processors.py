@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -15,34 +16,47 @@ from engine.core.child_environment import child_environment
 from engine.core.errors import TalonError
 from engine.kernels.simd import features
 
-from .every import KernelCheck
+from .every import KernelCheck, instructions_of_kernels
 from .modelled import MODELLED
 
 _AVX2 = ("avx", "avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512vnni")
-_BEYOND_AVX512 = ("amx", "avx512bf16", "avx512fp16", "avx10", "avxvnni")
+_BEYOND_AVX512_BF16 = ("amx", "avx512fp16", "avx10", "avxvnni")
 _BEYOND_AVX2 = ("amx", "avx512", "avx10", "evex")
+_ANY = ("any", "AVX2")
+_WHOLE = ("AVX512-VNNI", "AVX-VNNI", *_ANY)
+_PAIRS = ("AVX512-BF16", *_WHOLE)
 
 
 class Processor(NamedTuple):
-    """A processor that this one can stand for. has: the features that kernels ask for, all of which this processor must
-    have if none of them is to be modelled. without: prefixes of the names of those that it does not have. llvm: what
-    LLVM calls it.
+    """A processor that this one can stand for. runs: what kernels may need to run there. has: the features that kernels
+    ask for, all of which this processor must have if none of them is to be modelled. without: prefixes of the names of
+    those that it does not have. llvm: what LLVM calls it.
     """
 
     name: str
+    runs: tuple[str, ...]
     has: tuple[str, ...]
     without: tuple[str, ...]
     llvm: str
 
 
 PROCESSORS = (
-    Processor("AMX", (*_AVX512, "avx512bf16", "amx-tile", "amx-bf16"), (), "sapphirerapids"),
-    Processor("AVX512, VNNI and BF16", (*_AVX512, "avx512bf16"), ("amx", "avx512fp16", "avx10", "avxvnni"), "znver4"),
-    Processor("AVX512 and VNNI, no BF16", _AVX512, _BEYOND_AVX512, "cascadelake"),
-    Processor("AVX2 and AVX-VNNI", (*_AVX2, "avxvnni"), _BEYOND_AVX2, "alderlake"),
-    Processor("AVX2", _AVX2, (*_BEYOND_AVX2, "avxvnni"), "haswell"),
+    Processor("AMX", ("AMX", *_PAIRS), (*_AVX512, "avx512bf16", "amx-tile", "amx-bf16"), (), "sapphirerapids"),
+    Processor("AVX512, VNNI and BF16", _PAIRS, (*_AVX512, "avx512bf16"), _BEYOND_AVX512_BF16, "znver4"),
+    Processor("AVX512 and VNNI, no BF16", _WHOLE, _AVX512, (*_BEYOND_AVX512_BF16, "avx512bf16"), "cascadelake"),
+    Processor("AVX2 and AVX-VNNI", ("AVX-VNNI", *_ANY), (*_AVX2, "avxvnni"), _BEYOND_AVX2, "alderlake"),
+    Processor("AVX2", _ANY, _AVX2, (*_BEYOND_AVX2, "avxvnni"), "haswell"),
 )
+
+
+def shares_of(able: Sequence[Processor]) -> dict[Processor, list[int]]:
+    """Share all kernels out: each to one of the processors that run it, to all of these in turn."""
+    shares: dict[Processor, list[int]] = {processor: [] for processor in able}
+    for number, needed in enumerate(instructions_of_kernels()):
+        if running := [processor for processor in able if needed in processor.runs]:
+            shares[running[number % len(running)]].append(number)
+    return shares
 
 
 def environment_as(processor: Processor) -> dict[str, str] | None:
@@ -66,13 +80,11 @@ def is_modelled(processor: Processor) -> bool:
     return not {f"+{name}" for name in processor.has} <= features()
 
 
-def check_as(processor: Processor, first: int = 0, step: int = 1) -> list[KernelCheck] | None:
-    """Check the kernels that this processor runs when it stands for that one, or some of them (`check_kernels`); None
-    if it cannot.
-    """
-    if (environment := environment_as(processor)) is None:
-        return None
-    command = [sys.executable, "-m", f"{__package__}.modelled", str(first), str(step)]
+def check_as(processor: Processor, numbers: Sequence[int]) -> list[KernelCheck]:
+    """Check kernels (`check_kernels`) while this processor stands for that one, as it must be able to."""
+    environment = environment_as(processor)
+    assert environment is not None
+    command = [sys.executable, "-m", f"{__package__}.modelled", *map(str, numbers)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"

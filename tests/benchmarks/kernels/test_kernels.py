@@ -13,11 +13,11 @@ from torch import Tensor
 
 from benchmarks.kernels import attention, every, processors, products
 from benchmarks.kernels.every import KernelCheck, _Case
-from benchmarks.kernels.processors import PROCESSORS, Processor, check_as
+from benchmarks.kernels.modelled import MODELLED
+from benchmarks.kernels.processors import PROCESSORS, Processor, check_as, environment_as, is_modelled
 from engine.core.errors import TalonError
 from engine.kernels.attention.every_kernel import every_attention_kernel
 from engine.kernels.gemm.matmul import Matmul, units
-from engine.kernels.simd import features
 from tests.command import talon
 
 LANES = next(kernel for kernel in every_attention_kernel() if kernel.name == "lanes")
@@ -107,14 +107,16 @@ def test_the_command_lists_what_ran_and_what_did_not_and_fails_if_a_kernel_diffe
     lines = [" ".join(line.split()) for line in done.output.splitlines()]
     assert "one AVX2 agrees" in lines and "two AMX not run: this processor does not have these instructions" in lines
     assert f"on this processor: {len(cases) - 1} of {len(cases)} kernels ran here, {2 * code} differ" in lines
-    assert any(line.endswith("not run, this processor cannot stand for it") for line in lines)
+    assert any(line.endswith("not run, this processor is one or cannot stand for it") for line in lines)
     if code:
         assert "three AVX2 its error is 0.5" in lines
         assert "four AVX2 cannot be compiled (mask values need to be in range(0, 32))" in lines
 
 
-def test_kernels_that_are_spread_are_each_checked_as_on_one_lesser_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Processor, int, int]] = []
+def test_kernels_that_are_spread_are_each_checked_once_as_on_a_processor_that_runs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[Processor, list[int]]] = []
 
     def note(*share: Any) -> list[KernelCheck]:
         asked.append(share)
@@ -124,12 +126,22 @@ def test_kernels_that_are_spread_are_each_checked_as_on_one_lesser_processor(mon
     monkeypatch.setattr(processors, "environment_as", lambda one: None if one is PROCESSORS[1] else {})
     monkeypatch.setattr(processors, "check_as", note)
     talon("check", "--kernels", "--spread")
-    assert sorted(asked) == sorted([(PROCESSORS[0], 0, 2), (PROCESSORS[2], 1, 2)])
-    shares = [every.check_kernels(first, step) for _, first, step in asked]
-    assert sorted(check.kernel for share in shares for check in share) == sorted(case.kernel for case in CASES)
+    shares = dict(asked)
+    assert 1 in shares[PROCESSORS[0]]  # it alone has AMX
+    assert sorted(number for share in shares.values() for number in share) == [0, 1, 2, 3]
+    asked.clear()
+    talon("check", "--kernels")
+    assert dict(asked) == {one: [0, 1, 2, 3] for one in PROCESSORS if one is not PROCESSORS[1]}
 
 
-@pytest.mark.skipif("+avx2" not in features(), reason="needs AVX2")
+def test_every_kernel_runs_on_one_of_the_processors() -> None:
+    needed = set(every.instructions_of_kernels())
+    assert needed == {instructions for processor in PROCESSORS for instructions in processor.runs}
+
+
+KNOWN = frozenset(["+amx-tile", "+avx", "+avx2", "+fma", "+f16c", "+avx512f", "+avx512vnni", "-avx512bf16"])
+
+
 def test_a_lesser_processor_is_stood_for_by_a_process_that_knows_fewer_instructions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -137,16 +149,30 @@ def test_a_lesser_processor_is_stood_for_by_a_process_that_knows_fewer_instructi
 
     def run(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
         given.update(env)
-        assert command[1:] == ["-m", "benchmarks.kernels.processors", "1", "2"]
+        assert command[1:] == ["-m", "benchmarks.kernels.modelled", "1", "5"]
         return SimpleNamespace(returncode=0, stdout=msgspec.json.encode(checks).decode(), stderr="")
 
+    monkeypatch.setattr(processors, "features", lambda: KNOWN)
     monkeypatch.setattr(subprocess, "run", run)
-    assert check_as(PROCESSORS[-1], 1, 2) == checks
+    assert check_as(PROCESSORS[-1], [1, 5]) == checks
     known = given["NUMBA_CPU_FEATURES"].split(",")
-    assert {name[1:] for name in known} == {name[1:] for name in features()}
-    assert "+avx2" in known and not any(name.startswith(("+avx512", "+amx", "+avxvnni")) for name in known)
+    assert {name[1:] for name in known} == {name[1:] for name in KNOWN}
+    assert {name for name in known if name[0] == "+"} == {"+avx", "+avx2", "+fma", "+f16c"}
     failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nIndexError: mask")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(TalonError, match="kernels as on AVX2: IndexError: mask; this is a defect"):
-        check_as(PROCESSORS[-1])
-    assert check_as(PROCESSORS[-1]._replace(needs="none such")) is None
+        check_as(PROCESSORS[-1], [])
+
+
+def test_a_greater_processor_s_instructions_are_modelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processors, "features", lambda: KNOWN)
+    given = environment_as(PROCESSORS[0])
+    assert given is not None and "NUMBA_CPU_FEATURES" not in given and is_modelled(PROCESSORS[0])
+    assert set(given[MODELLED].split(",")) > {"+amx-tile", "+amx-bf16", "+avx512bf16", "+avx2"}
+
+
+def test_a_processor_does_not_stand_for_itself_nor_without_avx2_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processors, "features", lambda: frozenset(f"+{name}" for name in PROCESSORS[-1].has))
+    assert environment_as(PROCESSORS[-1]) is None
+    monkeypatch.setattr(processors, "features", lambda: frozenset(["+sse2"]))
+    assert all(environment_as(one) is None for one in PROCESSORS)
