@@ -25,7 +25,7 @@ LINES, MARKERS = ("-", "--", "-.", ":"), "os^Dv"
 HATCHES = ("", "//", "..", "xx", "\\\\")
 """Patterns that are used besides colours, so that bars differ in black and white too."""
 _OURS = ("talon", "hybrid", "+")  # prefixes of our own methods' names
-_METHODS = {OURS: "Talon", PUBLISHED: "as published", OTHERS: "transformers"}
+_METHODS = {OURS: "Talon", PUBLISHED: "plain, or as published", OTHERS: "transformers"}
 _ENGINES = {OURS: "Talon", OTHERS: "others"}
 
 
@@ -58,7 +58,7 @@ def bars(shown: Mapping[str, Sequence[Bar]], xlabel: str, kinds: Mapping[str, st
         axis.set(title=title, xlabel=xlabel, xlim=(0, 1.2 * max(bar.high for bar in panel)))
     used = {bar.colour for panel in shown.values() for bar in panel}
     patches = [Patch(color=colour, label=kind) for colour, kind in kinds.items() if colour in used]
-    axes[0][-1].legend(handles=patches, loc="lower right", fontsize=8)
+    figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), fontsize=8, frameon=False)
     save(figure, path)
 
 
@@ -101,7 +101,7 @@ def stacked(axis: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float
 
 def panels(lines: int, columns: int, width: float, height: float) -> tuple[Figure, Any]:
     """Return a figure, and its axes, [lines, columns]."""
-    return plt.subplots(lines, columns, figsize=(width, height), squeeze=False)
+    return plt.subplots(lines, columns, figsize=(width, height), squeeze=False, layout="constrained")
 
 
 def _looks(place: int) -> dict[str, Any]:
@@ -109,7 +109,6 @@ def _looks(place: int) -> dict[str, Any]:
 
 
 def save(figure: Figure, path: Path) -> None:
-    figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

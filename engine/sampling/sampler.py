@@ -185,16 +185,18 @@ class Sampler:
         """Return [vocab] bool: the tokens that may come next, on the device of `logits`."""
         assert self._matcher is not None
         allowed, complete = self._matcher.allowed(), self._matcher.complete
-        stops = (allowed[self._stop] | complete) & self._is_long_enough  # those of the grammar's own text come before
+        stops = allowed[self._stop] | complete  # some may be in the grammar's own text
         allowed[self._eos] = complete and self._may_end
-        allowed[self._stop] = stops
+        allowed[self._stop] = stops & self._is_long_enough
         if not allowed.any():  # nothing can follow, so the answer may end before min_tokens
-            if not (self._eos and complete):
-                raise RequestFailed(
-                    f"the grammar lets none of the model's tokens come at position {self._position}: "
-                    f"{self._matcher.trouble or 'write it for text that the tokenizer can spell'}"
-                )
-            allowed[self._eos] = True
+            allowed[self._eos] = complete
+        if not allowed.any():
+            allowed[self._stop] = stops
+        if not allowed.any():
+            raise RequestFailed(
+                f"the grammar lets none of the model's tokens come at position {self._position}: "
+                f"{self._matcher.trouble or 'write it for text that the tokenizer can spell'}"
+            )
         return torch.from_numpy(allowed).to(logits.device)
 
     @property

@@ -194,6 +194,17 @@ def test_under_a_grammar_a_stop_token_comes_where_the_grammar_lets_it_or_is_comp
     assert drawn == ([token] if first == token else [first, token]) and sampler.finish_reason == "stop"
 
 
+def test_a_stop_token_that_alone_may_come_under_a_grammar_comes_before_min_tokens() -> None:
+    pytest.importorskip("llguidance")
+    matchers = Matchers(tiny_tokenizer, VOCABULARY, [END])
+    guide = matchers.begin(Grammar(regex="bc"), []).result(30)
+    matchers.close()
+    (token,) = tiny_tokenizer()("b")["input_ids"]
+    sampler = Sampler(SamplingParams(stop_token_ids=(token,), min_tokens=3), [7, 8], [END], VOCABULARY, (), guide)
+    assert verify(TokenTree.root_only(0), torch.zeros(1, VOCABULARY), sampler)[1] == [token]
+    assert sampler.finish_reason == "stop"
+
+
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(1, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 1.0)])
 def test_truncation_is_that_of_transformers_at_its_limits(top_k: int, top_p: float, min_p: float) -> None:
     """There are eight equal logits and eight smaller ones."""
