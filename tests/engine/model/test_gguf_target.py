@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Kind
 from engine.core.errors import ModelError
 from engine.kernels.gemm.matmul import Unit, units
 from engine.kernels.gemm.product import multiplies
-from engine.model import memory
+from engine.model import loading, memory
 from engine.model import target as targets
 from engine.model.decoder import LeanDecoder
 from engine.model.loading import load_config, load_model, skeleton, weights_of
@@ -198,6 +198,6 @@ def test_families_beyond_the_lean_decoder_run_the_stock_forward_where_it_fits(
         assert (logits(target) - expected).pow(2).mean().sqrt() < 0.1 * expected.std()
     stored = open_gguf(Path(folder))
     assert stored is not None
-    monkeypatch.setattr(targets, "free_memory", lambda: memory._BESIDE + int(1.5 * stored.elements))
+    monkeypatch.setattr(loading, "free_memory", lambda: memory._BESIDE + int(1.5 * stored.elements))
     with pytest.raises(ModelError, match="another norm"):
         Target.load(folder)
