@@ -1,4 +1,4 @@
-"""Products of bfloat16 in the stock forward, where the processor has no instructions for them.
+"""Products of bfloat16 in the stock forward of a file's layers, where the processor has no instructions for them.
 
 torch multiplies bfloat16 there six times as slowly as float32. Here a part of a matrix at a time becomes float32,
 which changes no number; sums are float32 and are rounded once, as in torch's own products.
@@ -22,9 +22,9 @@ _AT_ONCE = 1 << 20  # numbers of a matrix that are float32 at a time
 _FEW = 8  # rows, which torch multiplies as fast itself
 
 
-def stock_products(device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which stock code multiplies fast on that device."""
-    return Float32Products() if device.type == "cpu" and not has_native_bfloat16() else nullcontext()
+def stock_products() -> AbstractContextManager[object]:
+    """Return the context in which stock code multiplies fast on this CPU."""
+    return nullcontext() if has_native_bfloat16() else Float32Products()
 
 
 class Float32Products(TorchFunctionMode):
@@ -44,7 +44,7 @@ def _linear(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     if prod(counts) <= _FEW:
         return F.linear(rows, matrix, bias)
     columns = rows.float().reshape(-1, inputs).T
-    sums = torch.cat([part.float() @ columns for part in matrix.split(max(1, _AT_ONCE // inputs))]).T
+    sums = torch.cat([part.float() @ columns for part in matrix.split(max(1, _AT_ONCE // inputs))]).T.contiguous()
     return (sums if bias is None else sums + bias).to(torch.bfloat16).unflatten(0, counts)
 
 

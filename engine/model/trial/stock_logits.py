@@ -45,11 +45,10 @@ class WholeStock:
         self.model, self.name = model, name
 
     def __call__(self, tokens: list[int], starts: Sequence[int], first: int = 0, beyond: bool = False) -> list[Tensor]:
-        with stock_products(self.model.device):
-            found = [self._logits(tokens, start)[first:] for start in starts]
-            if beyond:
-                with short_windows(self.model.config.get_text_config()):
-                    found.append(self._logits(tokens, 0)[first:])
+        found = [self._logits(tokens, start)[first:] for start in starts]
+        if beyond:
+            with short_windows(self.model.config.get_text_config()):
+                found.append(self._logits(tokens, 0)[first:])
         return found
 
     def _logits(self, tokens: list[int], start: int) -> Tensor:
@@ -104,7 +103,7 @@ class LayeredStock:
         self._several = False  # whether layers return a tuple
 
     def __call__(self, tokens: list[int], starts: Sequence[int], first: int = 0, beyond: bool = False) -> list[Tensor]:
-        with stock_products(torch.device("cpu")), self._embeddings_of(tokens):
+        with stock_products(), self._embeddings_of(tokens):
             readings = [self._reading(tokens, starts)]
             if beyond:
                 readings.append(self._reading(tokens, [0], short=True))
