@@ -57,4 +57,6 @@ def _grouped(rows: Tensor, matrices: Tensor, *, offs: Tensor) -> Tensor:
     return torch.cat([_linear(rows[start:end], matrix.T) for matrix, start, end in groups if end > start])
 
 
-_PRODUCTS: dict[Callable[..., Any], Callable[..., Tensor]] = {F.linear: _linear, F.grouped_mm: _grouped}
+_PRODUCTS: dict[Callable[..., Any], Callable[..., Tensor]] = {F.linear: _linear}
+if hasattr(F, "grouped_mm"):  # torch 2.10
+    _PRODUCTS[F.grouped_mm] = _grouped
