@@ -14,8 +14,10 @@ from engine.kernels.quant.codes import read_codes
 from engine.kernels.quant.layouts import Bytes, QuantLayout
 
 
-def dequantised(layout: QuantLayout, raw: Bytes) -> NDArray[np.uint16]:
-    """Return [rows, inputs] bits of bfloat16. layout: of codes. raw: [rows, row bytes]."""
+def dequantise(layout: QuantLayout, raw: Bytes, numbers: NDArray[np.uint16]) -> None:
+    """Fill `numbers` [rows, inputs], which lie together, with bits of bfloat16. layout: of codes. raw: [rows, row
+    bytes].
+    """
     size = GGML_QUANT_SIZES[GGMLQuantizationType[layout.kind]][1]
     blocks = layout.whole(np.ascontiguousarray(raw).reshape(-1, size))
     groups = layout.inputs // layout.group
@@ -28,11 +30,9 @@ def dequantised(layout: QuantLayout, raw: Bytes) -> NDArray[np.uint16]:
         factors = 2 * factors + 1 if layout.odd else factors
         scales = scales * factors[:, :groups]
         offsets = -(offsets * factors[:, groups:]) if layout.offset is not None else np.full_like(scales, -0.0)
-    numbers = np.empty((len(blocks), layout.inputs), np.uint16)
     planes, values = np.array(layout.planes, np.int64), np.array(layout.table if layout.values else (), np.float32)
     bias, flipped = np.float32(layout.bias), np.uint8(128 if layout.signed else 0)
-    _numbers(blocks, planes, values, bias, flipped, scales, offsets, numbers)
-    return numbers.reshape(len(raw), -1)
+    _numbers(blocks, planes, values, bias, flipped, scales, offsets, numbers.reshape(len(blocks), -1))
 
 
 def _half(blocks: Bytes, at: int) -> NDArray[np.float32]:
