@@ -234,7 +234,7 @@ class _Call(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """Texts on their way through the layers. short: whether windows are. calls: for each batch, of each layer. marked:
+    """Texts on their way through the layers. short: whether all windows are short. calls: for each batch, of each layer. marked:
     of one row, for the rules. states: of each batch, after the layers so far.
     """
 
@@ -252,6 +252,8 @@ class _Apart(Exception):
 def _batch(values: Sequence[Any]) -> Any:
     """Return an argument for a batch of texts, given that of each one. Raises _Apart."""
     one = values[0]
+    if any(type(value) is not type(one) for value in values):
+        raise _Apart
     if isinstance(one, Tensor):
         if one.dim() < 2 or not all(len(value) == 1 and value.shape == one.shape for value in values):
             raise _Apart
@@ -260,7 +262,7 @@ def _batch(values: Sequence[Any]) -> Any:
         return tuple(map(_batch, zip(*values, strict=True)))
     if isinstance(one, dict):
         return {name: _batch([value[name] for value in values]) for name in one}
-    if any(value is not one and value != one for value in values):
+    if any(value != one for value in values):
         raise _Apart
     return one
 
