@@ -234,8 +234,8 @@ class _Call(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """Texts on their way through the layers. short: whether all windows are short. calls: for each batch, of each layer. marked:
-    of one row, for the rules. states: of each batch, after the layers so far.
+    """Texts on their way through the layers. short: whether all windows are short. calls: for each batch, of each
+    layer. marked: of one row, for the rules. states: of each batch, after the layers so far.
     """
 
     short: bool
