@@ -35,8 +35,10 @@ _WITH_STATE = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
-def load_model(path: str, dtype: str, device: torch.device) -> Any:
-    """Load the model of a directory or hub id, with all of its weights present and finite."""
+def load_model(path: str, dtype: str, device: torch.device, not_lean: str = "") -> Any:
+    """Load the model of a directory or hub id, with all of its weights present and finite. not_lean: why the lean
+    decoder does not run a GGUF file, if it was tried.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -48,6 +50,7 @@ def load_model(path: str, dtype: str, device: torch.device) -> Any:
     check_quantisation(path, config)
     if isinstance(stored, GgufFile):
         why = f"transformers' own forward reads it as {name_of(wanted)}"
+        why = f"the lean decoder does not run it ({not_lean}), and {why}" if not_lean else why
         check_whole_memory(stored, wanted, f"model={path}", why, free_memory())
     try:
         with _LOADING:

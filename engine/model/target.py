@@ -34,7 +34,7 @@ from engine.model.loading import (
     skeleton,
     weights_of,
 )
-from engine.model.memory import check_memory, check_whole_memory, free_memory, kept_as, kv_room, pool_of
+from engine.model.memory import check_memory, free_memory, kept_as, kv_room, pool_of
 from engine.model.reader.parts import text_part
 from engine.model.runner import Chosen, Runner
 from engine.model.structure import OtherStructure
@@ -91,8 +91,9 @@ class Target(Runner):
         draft: whether it is a draft model, which need not be exact.
         """
         target = cls._load_stored(path, dtype, find_device(device), kv_memory, activations, kv_type)
-        if target is None:
-            target = cls.of_model(load_model(path, dtype, find_device(device)), path, kv_memory, kv_type, draft)
+        if isinstance(target, str):
+            model = load_model(path, dtype, find_device(device), not_lean=target)
+            target = cls.of_model(model, path, kv_memory, kv_type, draft)
         if target.model is None:
             return target
         if isinstance(target.forward, LeanDecoder):  # which has copies in its own layout
@@ -141,12 +142,13 @@ class Target(Runner):
         kv_memory: int | None,
         activations: ActivationsOption,
         kv_type: KVType,
-    ) -> Target | None:
+    ) -> Target | str:
         """Return the target of a directory whose weights lie in blocks or are quantised, with nothing in memory but the
-        decoder's own layout; None if the stock forward has to be loaded for it.
+        decoder's own layout. If a whole model has to be loaded for it, return why the lean decoder does not run the
+        file; "" if there is no file, or it is asked for in another type.
         """
         if device.type != "cpu" or (stored := open_stored(Path(path))) is None:
-            return None
+            return ""
         taken = activations_of(Path(path), stored) if activations == "auto" else activations
         proof = Proof(Path(path), dtype, taken, kv_type)
         proved = proof.read()
@@ -156,7 +158,7 @@ class Target(Runner):
                 return cls._of_proved(path, proved, stored, kv_memory, taken, kv_type)
         config = load_config(path)
         if find_dtype(dtype, config, device) != torch.bfloat16 or not multiplies(torch.bfloat16):
-            return None
+            return ""
         check_memory(stored, f"model={path}", free_memory())
         from engine.model.trial.forward_choice import ForwardChoice
 
@@ -168,9 +170,7 @@ class Target(Runner):
             return cls(path, facts, choice.of_file(weights, taken, facts, proof), device, weights.kind, model)
         except (Unreadable, OtherStructure, AttributeError) as error:  # a part of the structure is missing
             if isinstance(stored, GgufFile):
-                why = f"the lean decoder does not run it ({first_line(error)}), but transformers' own forward"
-                check_whole_memory(stored, torch.bfloat16, f"model={path}", why, free_memory())
-                return None
+                return first_line(error)
             raise ModelError(
                 f"weights={stored.kind.lower()}: this model cannot be run with quantised weights "
                 f"({first_line(error)}); leave weights out"

@@ -97,11 +97,11 @@ class StoredWeights(ABC):
             whole = torch.cat([self.rows(tensor).values() for tensor in place.tensors])
             whole = whole[torch.frombuffer(bytearray(place.order), dtype=torch.int64)] if place.order else whole
             return whole[:, torch.frombuffer(bytearray(place.columns), dtype=torch.int64)] if place.columns else whole
-        each = [[part.values() for part in parts] for parts in self.experts(name)]
+        each = [self.rows(tensor).values().unflatten(0, (place.shape[0], -1)) for tensor in place.tensors]
         if place.in_turn:
             # A view: with AVX2 alone torch multiplies bfloat16 fifty times as fast if the inputs lie side by side.
-            return torch.stack([torch.stack(parts, dim=1).flatten(0, 1) for parts in each]).transpose(1, 2)
-        return torch.stack([torch.cat(parts) for parts in each])
+            return (each[0] if len(each) == 1 else torch.stack(each, dim=2).flatten(1, 2)).transpose(1, 2)
+        return each[0] if len(each) == 1 else torch.cat(each, dim=1)
 
     def fill_small(self, model: nn.Module) -> None:
         """Put every parameter but matrices into a model on the meta device."""

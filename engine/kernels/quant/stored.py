@@ -12,7 +12,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.quant.dequantise import dequantised
+from engine.kernels.quant.dequantise import dequantise
 from engine.kernels.quant.layouts import Bytes, QuantLayout, has_layout, layout_of
 
 _AT_ONCE = 1 << 20  # weights that a thread dequantises together, which bounds the memory
@@ -73,8 +73,9 @@ class StoredMatrix:
     def rows(self, indices: NDArray[np.int64] | Tensor) -> Tensor:
         """Return [indices, inputs] bfloat16: these outputs, rounded once from the file's numbers."""
         at = np.asarray(indices)
-        raw = self.raw[at if self.order is None else self.order[at]]
-        return _values(raw, self.kind)
+        made = np.empty((len(at), self.shape[1]), np.uint16)
+        _fill(made, self.raw[at if self.order is None else self.order[at]], self.kind)
+        return torch.from_numpy(made).view(torch.bfloat16)
 
     def values(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Return [outputs, inputs] bfloat16, or the file's numbers as float32."""
@@ -85,8 +86,7 @@ class StoredMatrix:
         made = np.empty((outputs, inputs), np.float32 if wide else np.uint16)
 
         def make_some(start: int) -> None:
-            part = _values(self.row_slice(start, start + step).bytes_of_rows(), self.kind, dtype)
-            made[start : start + step] = (part if wide else part.view(torch.uint16)).numpy()
+            _fill(made[start : start + step], self.row_slice(start, start + step).bytes_of_rows(), self.kind)
 
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             for _ in threads.map(make_some, range(0, outputs, step)):
@@ -103,10 +103,14 @@ def row_bytes(kind: str, inputs: int) -> int:
     return size_of_row
 
 
-def _values(raw: Bytes, kind: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return [rows, inputs]."""
+def _fill(made: NDArray[Any], raw: Bytes, kind: str) -> None:
+    """Fill `made` [rows, inputs] with the numbers of these rows: float32, or uint16, the bits of bfloat16."""
+    wide = made.dtype == np.float32
     if kind == "BF16":
-        return torch.from_numpy(np.array(raw)).view(torch.bfloat16).to(dtype)
-    if dtype == torch.bfloat16 and has_layout(kind) and (layout := layout_of(kind)).coded:
-        return torch.from_numpy(dequantised(layout, raw)).view(torch.bfloat16)
-    return torch.from_numpy(dequantize(np.ascontiguousarray(raw), GGMLQuantizationType[kind])).to(dtype)
+        bits = np.ascontiguousarray(raw).view(np.uint16)
+        made[:] = (bits.astype(np.uint32) << 16).view(np.float32) if wide else bits
+    elif not wide and has_layout(kind) and (layout := layout_of(kind)).coded:
+        dequantise(layout, raw, made)
+    else:
+        numbers = torch.from_numpy(dequantize(np.ascontiguousarray(raw), GGMLQuantizationType[kind]))
+        made[:] = (numbers if wide else numbers.to(torch.bfloat16).view(torch.uint16)).numpy()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -97,17 +98,17 @@ class ForwardChoice:
         Raises OtherStructure if the lean decoder cannot run the model, or differs from the stock forward.
         """
         weights.fill_small(self.model)
-        self._check_parts()
+        held = deepcopy(self.model)
+        hold_frequencies(held)
+        structure = self.structure = describe(held, weights)
         stock = LayeredStock(self.model, weights)
         trial = ModelProbe(self.model, self.name, self.context, stock)
-        rules = stock.passed[-1]
-        hold_frequencies(self.model)
-        structure = self.structure = describe(self.model, weights)
+        rules = stock.passed[0]
         pool = self._make_pool(weights=weights.size)
         lean = LeanDecoder(structure, pool, rules, weights, activations)
         runner = self._runner(lean, pool)
         if trial.beyond is not None:
-            lean.take_rules(stock.passed[0])
+            lean.take_rules(stock.passed[1])
             agrees = trial.agrees(runner, trial.beyond)
             lean.take_rules(rules)
         if (trial.beyond is not None and not agrees) or not trial.agrees_anywhere(runner):

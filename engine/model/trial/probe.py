@@ -18,7 +18,7 @@ from engine.model.loading import name_of
 from engine.model.reader.ternary import is_ternary
 from engine.model.runner import Runner
 from engine.model.trial.stock_logits import StockLogits
-from engine.model.windows import short_windows
+from engine.model.windows import has_windows
 
 _TOKENS = 24
 _ACCEPTED = 3  # nodes of the tree that are committed
@@ -31,8 +31,9 @@ _LIMITS = ("original_max_position_embeddings", "sliding_window", "attention_chun
 class ModelProbe:
     """Tries whether a forward agrees with that of transformers, and a token's bits alone with those in a batch.
 
-    expected: [tokens, vocab] float32, the logits of the stock forward; beyond: those with short windows, None if the
-    model names no windows; far: the logits where the text begins at a later position, by that position.
+    expected: [tokens from `split` on, vocab] float32, the logits of the stock forward; beyond: those with short
+    windows, None if the model names no windows; far: the logits where the text begins at a later position, by that
+    position.
 
     rounds: whether the model itself rounds rows to 8 bits. routes: whether it has experts. split: the tokens
     before it are read as text, the rest as a tree.
@@ -46,10 +47,9 @@ class ModelProbe:
         self.routes = any(hasattr(module, "experts") for module in model.modules())
         self.split = _TOKENS // 2
         self.tokens = [(7 + 31 * i) % self.config.vocab_size for i in range(_TOKENS)]
-        with short_windows(self.config) as windowed:
-            self.beyond = stock(self.tokens, [0])[0] if windowed else None
-        far = far_positions(self.config, context)
-        self.expected, *logits = stock(self.tokens, [0, *far])
+        far, windowed = far_positions(self.config, context), has_windows(self.config)
+        self.expected, *logits = stock(self.tokens, [0, *far], self.split, windowed)
+        self.beyond = logits.pop() if windowed else None
         self.far = dict(zip(far, logits, strict=True))
         if self.expected.isnan().any():
             raise ModelError(
@@ -96,7 +96,7 @@ class ModelProbe:
             logits, _ = target.run([replace(Segment.of_tree(tree, cache), offset=start)])
         finally:
             target.release(cache)
-        return self._difference(logits[spine].float(), expected[self.split :])
+        return self._difference(logits[spine].float(), expected)
 
     def _difference(self, found: Tensor, expected: Tensor) -> float:
         """Return how far logits [rows, vocab] are apart, as `_error` says."""
@@ -116,8 +116,7 @@ class ModelProbe:
         """Return how far the stock forward's logits of the text are from its own where the text begins elsewhere. If
         positions matter only by their distance, the two are rounded in other ways and choose other experts, no more.
         """
-        expected = self.expected[self.split :]
-        return max((self._difference(far[self.split :], expected) for far in self.far.values()), default=0.0)
+        return max((self._difference(far, self.expected) for far in self.far.values()), default=0.0)
 
     def equal_bits(self, target: Runner) -> bool:
         """Return whether a token's logits are the same bits read with others, alone, in a tree with wrong siblings, and

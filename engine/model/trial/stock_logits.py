@@ -8,7 +8,7 @@ a last forward, whose layers give what the last one made, ends as the stock forw
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +22,8 @@ from engine.kernels.quant.stored import StoredMatrix
 from engine.model.reader.parts import text_part
 from engine.model.stock import NAME, attending
 from engine.model.structure import OtherStructure
+from engine.model.trial.float32_products import stock_products
+from engine.model.windows import short_windows
 
 _HEAD_ROWS = 1 << 14  # outputs of the last matrix that are in memory together
 
@@ -29,8 +31,10 @@ _HEAD_ROWS = 1 << 14  # outputs of the last matrix that are in memory together
 class StockLogits(Protocol):
     """The forward that a trial compares with."""
 
-    def __call__(self, tokens: list[int], starts: Sequence[int]) -> list[Tensor]:
-        """Return [tokens, vocab] float32, the logits of the text at each of these first positions."""
+    def __call__(self, tokens: list[int], starts: Sequence[int], first: int = 0, beyond: bool = False) -> list[Tensor]:
+        """Return [tokens - first, vocab] float32, the logits of the text's tokens from `first` on, at each of these
+        first positions; then, if `beyond`, those at the first position of all with short windows.
+        """
         ...
 
 
@@ -40,8 +44,12 @@ class WholeStock:
     def __init__(self, model: Any, name: str):
         self.model, self.name = model, name
 
-    def __call__(self, tokens: list[int], starts: Sequence[int]) -> list[Tensor]:
-        return [self._logits(tokens, start) for start in starts]
+    def __call__(self, tokens: list[int], starts: Sequence[int], first: int = 0, beyond: bool = False) -> list[Tensor]:
+        found = [self._logits(tokens, start)[first:] for start in starts]
+        if beyond:
+            with short_windows(self.model.config.get_text_config()):
+                found.append(self._logits(tokens, 0)[first:])
+        return found
 
     def _logits(self, tokens: list[int], start: int) -> Tensor:
         device = self.model.device
@@ -85,7 +93,7 @@ class ReadsParameters(Protocol):
 class LayeredStock:
     """The forward of a model of the common structure whose matrices are on the meta device.
 
-    passed: for each call, the attention rule of each layer.
+    passed: the attention rule of each layer; then, if those were asked for, the rules with short windows.
     """
 
     def __init__(self, model: Any, weights: ReadsParameters):
@@ -94,25 +102,42 @@ class LayeredStock:
         self.passed: list[dict[int, Rule]] = []
         self._several = False  # whether layers return a tuple
 
-    def __call__(self, tokens: list[int], starts: Sequence[int]) -> list[Tensor]:
-        with self._embeddings_of(tokens):
+    def __call__(self, tokens: list[int], starts: Sequence[int], first: int = 0, beyond: bool = False) -> list[Tensor]:
+        with stock_products(), self._embeddings_of(tokens):
+            readings = [self._reading(tokens, starts)]
+            if beyond:
+                readings.append(self._reading(tokens, [0], short=True))
+            for index, layer in enumerate(self.base.layers):
+                at = f"{self.prefix}layers.{index}."
+                weights = {name: self.weights.values(f"{at}{name}") for name, _ in layer.named_parameters()}
+                for reading in readings:
+                    self._run_layer(layer, weights, index, reading)
+            self.passed = [reading.rules for reading in readings]
+            last = torch.cat([state for reading in readings for state in reading.states])
+            ids = torch.arange(len(tokens)).expand(len(last), -1)
+            with self._layers(lambda *_, **__: self._made(last)), self._head_in_slices(first):
+                return [*self.model(ids, use_cache=False).logits.float()]
+
+    def _reading(self, tokens: list[int], starts: Sequence[int], short: bool = False) -> _Reading:
+        """Record the layers' calls for the text at these first positions; they are one batch, if the calls allow it."""
+        with self._windows(short):
             calls = [self._calls(len(tokens), start) for start in starts]
             with _talons_attention(self.model):
-                marked = self._calls(len(tokens), 0)
-        states = [call[0].args[0] for call in calls]
-        rules: dict[int, Rule] = {}
-        for index, layer in enumerate(self.base.layers):
-            weights = {
-                name: self.weights.values(f"{self.prefix}layers.{index}.{name}") for name, _ in layer.named_parameters()
-            }
-            with _talons_attention(self.model), attending(_Observer(rules)):
-                _run(layer, weights, marked[index], states[0])
-            states = [_run(layer, weights, call[index], state) for call, state in zip(calls, states, strict=True)]
-        self.passed.append(rules)
-        last = self._made(torch.cat(states))
-        with self._embeddings_of(tokens), self._layers(lambda *_, **__: last), self._head_in_slices():
-            ids = torch.arange(len(tokens)).expand(len(starts), -1)
-            return [*self.model(ids, use_cache=False).logits.float()]
+                marked = self._calls(1, 0)
+        with suppress(_Apart):
+            calls = [[_Call(*map(_batch, zip(*of_layer, strict=True))) for of_layer in zip(*calls, strict=True)]]
+        return _Reading(short, calls, marked, [call[0].args[0] for call in calls], {})
+
+    def _run_layer(self, layer: nn.Module, weights: dict[str, Tensor], index: int, reading: _Reading) -> None:
+        """Take the reading's states through a layer, and note its attention rule, for which one row is enough."""
+        with self._windows(reading.short):
+            with _talons_attention(self.model), attending(_Observer(reading.rules)):
+                _run(layer, weights, reading.marked[index], reading.states[0][:1, :1])
+            for number, call in enumerate(reading.calls):
+                reading.states[number] = _run(layer, weights, call[index], reading.states[number])
+
+    def _windows(self, short: bool) -> AbstractContextManager[object]:
+        return short_windows(self.model.config.get_text_config()) if short else nullcontext()
 
     def _calls(self, rows: int, start: int) -> list[_Call]:
         """Return the arguments of each layer's call for a text that begins at this position."""
@@ -178,14 +203,15 @@ class LayeredStock:
                     one.padding_idx = padding
 
     @contextmanager
-    def _head_in_slices(self) -> Iterator[None]:
-        """Multiply by the output matrix in slices within this context, so that few of its rows are in memory at
-        once.
+    def _head_in_slices(self, first: int) -> Iterator[None]:
+        """Multiply a text's rows from `first` on by the output matrix within this context, in slices, so that few of
+        its rows are in memory at once.
         """
         head = self.model.lm_head
         matrix = self.weights.matrix("lm_head.weight")
 
         def multiply(state: Tensor) -> Tensor:
+            state = state[:, first:]
             starts = range(0, len(head.weight), _HEAD_ROWS)
             parts = [F.linear(state, matrix.row_slice(at, at + _HEAD_ROWS).values()) for at in starts]
             logits = torch.cat(parts, dim=-1)
@@ -205,6 +231,40 @@ class _TakesFirst(Exception):
 class _Call(NamedTuple):
     args: tuple[Any, ...]
     options: dict[str, Any]
+
+
+class _Reading(NamedTuple):
+    """Texts on their way through the layers. short: whether all windows are short. calls: for each batch, of each
+    layer. marked: of one row, for the rules. states: of each batch, after the layers so far.
+    """
+
+    short: bool
+    calls: list[list[_Call]]
+    marked: list[_Call]
+    states: list[Tensor]
+    rules: dict[int, Rule]
+
+
+class _Apart(Exception):
+    """Texts that cannot be a batch."""
+
+
+def _batch(values: Sequence[Any]) -> Any:
+    """Return an argument for a batch of texts, given that of each one. Raises _Apart."""
+    one = values[0]
+    if any(type(value) is not type(one) for value in values):
+        raise _Apart
+    if isinstance(one, Tensor):
+        if one.dim() < 2 or not all(len(value) == 1 and value.shape == one.shape for value in values):
+            raise _Apart
+        return torch.cat(values)
+    if isinstance(one, tuple):
+        return tuple(map(_batch, zip(*values, strict=True)))
+    if isinstance(one, dict):
+        return {name: _batch([value[name] for value in values]) for name in one}
+    if any(value != one for value in values):
+        raise _Apart
+    return one
 
 
 def _run(layer: nn.Module, weights: dict[str, Tensor], call: _Call, state: Tensor) -> Tensor:

@@ -21,8 +21,10 @@ from engine.kernels.gemm.matmul import Unit, units
 from engine.kernels.gemm.product import multiplies
 from engine.kernels.layer.weights import ExpertMlp
 from engine.model.decoder import LeanDecoder
-from engine.model.loading import load_config, skeleton, weights_of
+from engine.model.loading import load_config, load_model, skeleton, weights_of
 from engine.model.target import Target
+from engine.model.trial.stock_logits import LayeredStock, WholeStock, passed_rules
+from engine.model.windows import short_windows
 from engine.weights.gguf.source import open_gguf
 from engine.weights.gguf.weights import GgufWeights
 from tests.engine.test_exact import decoded, read, with_siblings
@@ -93,6 +95,37 @@ def test_the_described_model_computes_what_the_original_does(described: Callable
         places = torch.arange(start, start + len(TEXT))[None]
         ours, expected = (each(torch.tensor([TEXT]), position_ids=places).logits for each in (copy, original))
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4 * float(expected.std()))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss"])
+def test_the_stock_forward_of_a_file_reads_a_weight_once_for_all_texts(
+    described: Callable[..., str], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short windows and far positions included, with the logits and rules of the model in memory."""
+    folder = described(family)
+    gguf, model = open_gguf(Path(folder)), skeleton(folder, load_config(folder))
+    assert gguf is not None
+    weights = weights_of(gguf, model)
+    weights.fill_small(model)
+    layered, read_names, usual = LayeredStock(model, weights), list[str](), weights.values
+    monkeypatch.setattr(weights, "values", lambda name: read_names.append(name) or usual(name))
+    text = random.Random(1).choices(range(len(TOKENS)), k=48)
+    found = layered(text, [0, 200, 400], 20, beyond=True)
+    assert sorted(read_names) == [name for name, _ in sorted(model.named_parameters()) if ".layers." in name]
+    whole = load_model(folder, "auto", torch.device("cpu"))
+    expected = WholeStock(whole, family)(text, [0, 200, 400], 20, beyond=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape == (28, len(TOKENS))
+        error = (ours - theirs).pow(2).mean(1).median().sqrt()  # rounding may choose other experts
+        assert error <= 0.05 * theirs.std()
+    assert (found[-1] - found[0]).pow(2).mean(1).median().sqrt() > 0.1 * found[0].std(), "windows matter"
+    rules = [passed_rules(whole)]
+    with short_windows(whole.config):
+        rules.append(passed_rules(whole))
+    for ours_of, theirs_of in zip(layered.passed, rules, strict=True):
+        for layer, rule in theirs_of.items():
+            assert (ours_of[layer].scale, ours_of[layer].window) == (rule.scale, rule.window)
+    assert layered.passed[0][0].window != layered.passed[1][0].window
 
 
 @every_family

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Kind
 from engine.core.errors import ModelError
 from engine.kernels.gemm.matmul import Unit, units
 from engine.kernels.gemm.product import multiplies
-from engine.model import memory
+from engine.model import loading, memory
 from engine.model import target as targets
 from engine.model.decoder import LeanDecoder
 from engine.model.loading import load_config, load_model, skeleton, weights_of
@@ -179,6 +179,18 @@ def test_rows_in_a_wrong_order_are_not_taken(directory: Callable[..., str], monk
     assert torch.equal(logits(target), expected), "the stock weights are read instead"
 
 
+def test_a_file_of_an_unknown_structure_is_refused_before_the_stock_forward_reads_it(
+    directory: Callable[..., str], trials: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise forward_choice.OtherStructure("another norm")
+
+    folder = directory(kind=Kind.Q8_0)
+    monkeypatch.setattr(forward_choice, "describe", refuse)
+    assert not isinstance(Target.load(folder).forward, LeanDecoder)
+    assert len(trials) == 1, "that of the whole model"
+
+
 def test_families_beyond_the_lean_decoder_run_the_stock_forward_where_it_fits(
     directory: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +210,6 @@ def test_families_beyond_the_lean_decoder_run_the_stock_forward_where_it_fits(
         assert (logits(target) - expected).pow(2).mean().sqrt() < 0.1 * expected.std()
     stored = open_gguf(Path(folder))
     assert stored is not None
-    monkeypatch.setattr(targets, "free_memory", lambda: memory._BESIDE + int(1.5 * stored.elements))
+    monkeypatch.setattr(loading, "free_memory", lambda: memory._BESIDE + int(1.5 * stored.elements))
     with pytest.raises(ModelError, match="another norm"):
         Target.load(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,8 +52,8 @@ def test_what_may_differ_in_bfloat16(
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     right = WholeStock.__call__
 
-    def changed(self: WholeStock, tokens: list[int], starts: list[int]) -> list[Tensor]:
-        found = right(self, tokens, starts)
+    def changed(self: WholeStock, tokens: list[int], starts: list[int], *options: Any) -> list[Tensor]:
+        found = right(self, tokens, starts, *options)
         noise = torch.randn(found[0].shape, generator=torch.Generator().manual_seed(1)) * found[0].std() * by
         for start, logits in zip(starts, found, strict=True):
             if far_too or not start:
