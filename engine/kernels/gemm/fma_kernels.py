@@ -17,7 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.kernels.amx import LINE_BYTES
-from engine.kernels.gemm.fma_sums import CODE_ROWS, sum_fused_codes, totals_of_step, widen_rows
+from engine.kernels.gemm.fma_sums import sum_fused_codes, totals_of_step, widen_rows
 from engine.kernels.gemm.matmul_kernels import (
     PartKernel,
     call_sums,
@@ -111,16 +111,12 @@ def _codes_kernel(layout: QuantLayout) -> PartKernel:
             widen_rows(number, totals_of, bias, source, rows, work.inputs, x, totals)
             while panel < end:
                 width = min(end - panel, PANELS)
-                weights, apart, place = part.weights + panel * part.panel_bytes, part.panel_bytes, sums + BUFFER
-                if rows == 1 and width == PANELS:
-                    sum_fused_codes(number, 1, PANELS, 0, 1, x, totals, weights, apart, steps, sums, place)
-                else:
-                    for i in range(width):
-                        at, goal = weights + i * apart, sums + i * LINE_BYTES
-                        if rows < SHARING:
-                            sum_fused_codes(number, CODE_ROWS, 1, 0, rows, x, totals, at, apart, steps, goal, place)
-                        else:
-                            sum_fused_codes(number, CODE_ROWS, 1, 1, rows, x, totals, at, apart, steps, goal, place)
+                for i in range(width):
+                    weights, place = part.weights + (panel + i) * part.panel_bytes, sums + i * LINE_BYTES
+                    if rows < SHARING:
+                        sum_fused_codes(number, 0, rows, x, totals, weights, steps, place, sums + BUFFER)
+                    else:
+                        sum_fused_codes(number, 1, rows, x, totals, weights, steps, place, sums + BUFFER)
                 put_sums(work, first, rows, part.first + panel, width, sums, ROW_BYTES, LINE_BYTES)
                 panel += width
 

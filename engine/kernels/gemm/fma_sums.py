@@ -17,7 +17,7 @@ from numba import literally, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.amx import LINE_BYTES, opaque
+from engine.kernels.amx import opaque
 from engine.kernels.gemm.code_sums import fetch_codes, group_numbers, tile_numbers
 from engine.kernels.gemm.matmul_sums import ROW_BYTES, row_counts
 from engine.kernels.quant.layouts import LAYOUTS, STEP, QuantLayout
@@ -88,128 +88,105 @@ def _place_scales(context: Any, layout: Any, half: Any) -> Any:
 def sum_fused_codes(
     context: Any,
     layout: Any,
-    most: Any,
-    panels: Any,
     shared: Any,
     rows: Any,
     x: Any,
     totals: Any,
     weights: Any,
-    panel_bytes: Any,
     steps: Any,
     sums: Any,
     place: Any,
 ) -> Any:
-    """Write the products of rows with `panels` panels to `sums`, [rows, 2 * 16] float32.
+    """Write the products of rows with a panel to `sums`: 16 float32 each, one row every ROW_BYTES bytes.
 
-    layout, most, panels, shared: compile-time constants. most: rows multiplied at a time. shared: whether the codes of
-    a step become floats once, at `place`. x, totals: as `widen_rows` writes them. weights: address of the first panel,
-    one every `panel_bytes`.
+    layout, shared: compile-time constants, the second whether the codes of a step become floats once, at `place`. x,
+    totals: as `widen_rows` writes them. weights: address of the panel.
     """
-    of, at_once, width, once = LAYOUTS[layout.literal_value], most.literal_value, panels.literal_value, shared.literal_value
+    of, once = LAYOUTS[layout.literal_value], bool(shared.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _Panels(builder, of, at_once, width, once == 1, *args[4:]).sum()
+        _Panel(builder, of, once, *args[2:]).sum()
         return context.get_dummy_value()
 
-    return types.void(layout, most, panels, shared, *[types.int64] * 8), generate
+    return types.void(layout, shared, *[types.int64] * 7), generate
 
 
-class _Panels:
-    """Emits the sums of rows with some panels. Arguments are as for `sum_fused_codes`."""
+class _Panel:
+    """Emits the sums of rows with a panel. Arguments are as for `sum_fused_codes`."""
 
-    def __init__(self, builder: ir.IRBuilder, of: QuantLayout, most: int, width: int, shared: bool, *args: ir.Value):
-        self.builder, self.of, self.most, self.shared = builder, of, most, shared
-        self.rows, self.x, self.totals, weights, panel_bytes, self.steps, self.sums, self.place = args
-        self.panels = [builder.add(weights, builder.mul(panel_bytes, _WORD(i))) for i in range(width)]
+    def __init__(self, builder: ir.IRBuilder, of: QuantLayout, shared: bool, *args: ir.Value):
+        self.builder, self.of, self.shared = builder, of, shared
+        self.rows, self.x, self.totals, self.weights, self.steps, self.sums, self.place = args
 
     def sum(self) -> None:
         builder, of = self.builder, self.of
         with cgutils.for_range(builder, self.rows) as loop:
-            for panel in range(len(self.panels)):
-                write(builder, constant(0.0), self._after(self.sums, loop.index, ROW_BYTES, panel * LINE_BYTES), FLOAT32)
+            write(builder, constant(0.0), self._after(self.sums, loop.index, ROW_BYTES), FLOAT32)
         with cgutils.for_range(builder, builder.udiv(self.steps, _WORD(of.steps))) as loop:
-            tiles = [self._after(panel, loop.index, of.tile_bytes) for panel in self.panels]
-            heads = [tile_numbers(builder, of, tile) for tile in tiles]
-            for head in heads:
-                head[0] = builder.fmul(head[0], constant(of.unit))
+            tile = self._after(self.weights, loop.index, of.tile_bytes)
+            head = tile_numbers(builder, of, tile)
+            head[0] = builder.fmul(head[0], constant(of.unit))
             with cgutils.for_range(builder, _WORD(of.steps)) as inner:
                 step = builder.add(builder.mul(loop.index, _WORD(of.steps)), inner.index)
-                self._add_step(tiles, heads, inner.index, builder.mul(step, self.rows))
+                self._add_step(tile, head, inner.index, builder.mul(step, self.rows))
 
-    def _add_step(
-        self, tiles: list[ir.Value], heads: list[list[ir.Value]], inside: ir.Value, first: ir.Value
-    ) -> None:
+    def _add_step(self, tile: ir.Value, head: list[ir.Value], inside: ir.Value, first: ir.Value) -> None:
         """Add the products of a step. inside: its number in its tile. first: of its first row in x."""
         builder, of = self.builder, self.of
-        for tile in tiles:
-            fetch_codes(builder, of, tile, inside)
-        numbers = [group_numbers(builder, of, tile, head, inside) for tile, head in zip(tiles, heads, strict=True)]
-        codes = [opaque(builder, self._after(tile, inside, of.code_bytes, of.codes_at)) for tile in tiles]
+        fetch_codes(builder, of, tile, inside)
+        numbers = group_numbers(builder, of, tile, head, inside)
+        codes = opaque(builder, self._after(builder.add(tile, _WORD(of.codes_at)), inside, of.code_bytes))
         if self.shared:
-            code = word_floats(builder, of, codes[0])
+            code = word_floats(builder, of, codes)
             for i in range(STEP):
-                write(builder, code(i), builder.add(self.place, _WORD(i * LINE_BYTES)), FLOAT32)
-        blocks = builder.udiv(builder.add(self.rows, _WORD(self.most - 1)), _WORD(self.most))
+                write(builder, code(i), builder.add(self.place, _WORD(i * LANES * FLOAT32)), FLOAT32)
+        blocks = builder.udiv(builder.add(self.rows, _WORD(CODE_ROWS - 1)), _WORD(CODE_ROWS))
         with cgutils.for_range(builder, blocks) as loop:
-            row = builder.mul(loop.index, _WORD(self.most))
+            row = builder.mul(loop.index, _WORD(CODE_ROWS))
             left, place = builder.sub(self.rows, row), builder.add(first, row)
             x = opaque(builder, self._after(self.x, place, STEP_BYTES))
             totals = self._after(self.totals, place, totals_of_step(of) * FLOAT32)
             sums = self._after(self.sums, row, ROW_BYTES)
-            for count in row_counts(builder, left, self.most):
+            for count in row_counts(builder, left, CODE_ROWS):
                 self._add_rows(count, codes, numbers, x, totals, sums)
 
     def _add_rows(
-        self,
-        count: int,
-        codes: list[ir.Value],
-        numbers: list[list[ir.Value]],
-        x: ir.Value,
-        totals: ir.Value,
-        sums: ir.Value,
+        self, count: int, codes: ir.Value, numbers: list[ir.Value], x: ir.Value, totals: ir.Value, sums: ir.Value
     ) -> None:
-        """Add the products of `count` rows. numbers: the step's scales and offsets, of each panel."""
+        """Add the products of `count` rows. numbers: the step's scales and offsets."""
         builder, of, kinds = self.builder, self.of, totals_of_step(self.of)
-        makers = [word_floats(builder, of, address) for address in codes]
+        code = word_floats(builder, of, codes)
 
-        def values(index: int) -> list[ir.Value]:
+        def number(index: int) -> ir.Value:
             if self.shared:
-                return [read(builder, builder.add(self.place, _WORD(index * LINE_BYTES)), FLOAT32)]
-            return [number(index) for number in makers]
+                return read(builder, builder.add(self.place, _WORD(index * LANES * FLOAT32)), FLOAT32)
+            return code(index)
 
         def spread_at(address: ir.Value, at: int) -> ir.Value:
-            return spread(builder, builder.load(pointer(builder, builder.add(address, _WORD(at)), FLOAT), align=4))
+            number = builder.load(pointer(builder, builder.add(address, _WORD(at)), FLOAT), align=4)
+            return spread(builder, number)
 
         def total_of(row: int, which: int) -> ir.Value:
             return spread_at(totals, (row * kinds + which) * FLOAT32)
 
-        panels = range(len(codes))
-        products = {
-            (half, row, panel): total_of(row, half) if code_bias(of) else None
-            for half in range(2)
-            for row in range(count)
-            for panel in panels
-        }
-        alternating = [half * _HALF + i for i in range(_HALF) for half in range(2)]
-        for index in alternating if 2 * count * len(codes) <= CODE_ROWS else range(STEP):
-            weights = values(index)
-            for row in range(count):
+        halves: list[list[ir.Value | None]] = [
+            [total_of(row, half) if code_bias(of) else None for row in range(count)] for half in range(2)
+        ]
+        order = [half * _HALF + i for i in range(_HALF) for half in range(2)]
+        for index in order if 2 * count <= CODE_ROWS else range(STEP):
+            value, products = number(index), halves[index // _HALF]
+            for row, product in enumerate(products):
                 one = spread_at(x, row * STEP_BYTES + index * FLOAT32)
-                for panel, value in enumerate(weights):
-                    key = index // _HALF, row, panel
-                    before = products[key]
-                    products[key] = builder.fmul(value, one) if before is None else fused(builder, value, one, before)
+                products[row] = builder.fmul(value, one) if product is None else fused(builder, value, one, product)
         for row in range(count):
-            for panel, of_panel in enumerate(numbers):
-                place = builder.add(sums, _WORD(row * ROW_BYTES + panel * LINE_BYTES))
-                found = read(builder, place, FLOAT32)
-                for half in range(2):
-                    found = fused(builder, products[half, row, panel], of_panel[half * of.halves // 2], found)
-                for group in range(0 if of.offset is None else of.halves):
-                    found = fused(builder, of_panel[of.halves + group], total_of(row, group), found)
-                write(builder, found, place, FLOAT32)
+            place = builder.add(sums, _WORD(row * ROW_BYTES))
+            found = read(builder, place, FLOAT32)
+            for half, products in enumerate(halves):
+                found = fused(builder, products[row], numbers[half * of.halves // 2], found)
+            for group in range(0 if of.offset is None else of.halves):
+                found = fused(builder, numbers[of.halves + group], total_of(row, group), found)
+            write(builder, found, place, FLOAT32)
 
-    def _after(self, address: ir.Value, index: ir.Value, size: int, by: int = 0) -> ir.Value:
-        """Return the address of an element of that size, and `by` bytes further."""
-        return self.builder.add(self.builder.add(address, self.builder.mul(index, _WORD(size))), _WORD(by))
+    def _after(self, address: ir.Value, index: ir.Value, size: int) -> ir.Value:
+        """Return the address of an element of that size."""
+        return self.builder.add(address, self.builder.mul(index, _WORD(size)))
