@@ -181,8 +181,11 @@ class _Panel:
         for row in range(count):
             place = builder.add(sums, _WORD(row * ROW_BYTES))
             found = read(builder, place, FLOAT32)
-            for half, products in enumerate(halves):
-                found = fused(builder, products[row], numbers[half * of.halves // 2], found)
+            products = [half[row] for half in halves]
+            if of.halves == 1:
+                products = [builder.fadd(*products)]
+            for product, scale in zip(products, numbers, strict=False):
+                found = fused(builder, product, scale, found)
             for group in range(0 if of.offset is None else of.halves):
                 found = fused(builder, numbers[of.halves + group], total_of(row, group), found)
             write(builder, found, place, FLOAT32)
