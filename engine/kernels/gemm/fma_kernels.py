@@ -57,7 +57,9 @@ from engine.kernels.threads import thread_id
 WIDENED = 64
 """Rows that a thread widens at once: with 1,536 inputs they fit into a core's L2 cache."""
 SHARING = 12
-"""Rows from which on they share the floats of a step's codes."""
+"""Rows from which on they share the floats of a step's codes. Cycles of a Zen 3 for 8 weights of Q4_K, each block for
+itself or shared: 8 rows 4.9 and 5.6, 12 rows 8.0 and 7.8.
+"""
 _WORD = ir.IntType(64)
 _ROWS, _ROWS_OF_TWO = (8, 8) if "+avx512f" in features() else (4, 2)
 """Rows whose sums of one panel, and of two, fit into the vector registers."""

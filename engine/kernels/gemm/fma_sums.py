@@ -1,10 +1,11 @@
 """The sums of a product of bfloat16 rows with codes in words, for AVX2: see `engine.kernels.quant.layouts`.
 
 A code is a small whole number, which float32 holds exactly wherever it lies in a word. So codes are multiplied as they
-are, with inputs widened to float32. For each group of 16 inputs, or half a group of 32, sum(code * input) begins at
-zero, or at -bias * the sum of the inputs; scale * that sum is added to the row's sum with one rounding, and then offset
-* the sum of a group's inputs is. Weights are not rounded to bfloat16, and a row's sums are the same whatever rows are
-beside it. Of few rows, each block makes floats of the codes in registers; of many, all share those of a step.
+are, with inputs widened to float32. For each group of 16 inputs, or half of one of 32, sum(code * input) begins at
+zero, or at -bias * the sum of the inputs; halves are added. Scale * that sum is added to the row's sum with one
+rounding, and then offset * the sum of the group's inputs is. Weights are not rounded to bfloat16, and a row's sums are
+the same whatever rows are beside it. Of few rows, each block makes floats of the codes in registers; of many, all share
+those of a step.
 """
 
 from __future__ import annotations
@@ -53,14 +54,18 @@ STEP_BYTES = STEP * FLOAT32
 
 
 def totals_of_step(layout: QuantLayout) -> int:
-    """Return how many sums of inputs a step of a row has: of its halves, of the whole, or none."""
+    """Return how many sums of inputs a step of a row has: of its halves, of the whole, or none. No layout has both a
+    bias and offsets.
+    """
     return 2 if code_bias(layout) else 0 if layout.offset is None else layout.halves
 
 
 @njit
-def widen_rows(layout: int, totals_of: int, bias: int, source: int, rows: int, inputs: int, x: int, totals: int) -> None:
-    """Write rows of bfloat16 to x [steps, rows, 32], as `word_floats` wants them, and the sums of their groups' inputs,
-    times -bias if there is one, to `totals` [steps, rows, totals_of]. layout, totals_of: compile-time constants.
+def widen_rows(
+    layout: int, totals_of: int, bias: int, source: int, rows: int, inputs: int, x: int, totals: int
+) -> None:
+    """Write rows of bfloat16 to x [steps, rows, 32], times `place_scales`, and the sums of their groups' inputs, times
+    -bias if there is one, to `totals` [steps, rows, totals_of]. layout: its number, a compile-time constant.
     """
     layout, factor = literally(layout), np.float32(-bias if bias else 1)
     for row in range(rows):
