@@ -35,11 +35,10 @@ def word_floats(builder: ir.IRBuilder, layout: QuantLayout, address: ir.Value) -
     """Return a function of an input's number in a step at that address: its codes times 2**place, as 16 float32. Codes
     count from `code_bias`.
     """
-    of = _Words(builder, layout, address)
-    width = 8 if layout.values is not None else layout.bits
+    of, width = _Words(builder, layout, address), _width(layout)
 
     def number(index: int) -> ir.Value:
-        words, place = builder.bitcast(of.placed(index // 2), _INTS), _place(layout, index // 2) + 16 * (index % 2)
+        words, place = builder.bitcast(of.placed(index // 2), _INTS), _place(layout, index)
         if place + width == 32:  # as a whole number it would be negative
             return builder.sitofp(builder.lshr(words, integers(place)), VECTOR)
         return builder.sitofp(builder.and_(words, integers(((1 << width) - 1) << place)), VECTOR)
@@ -49,9 +48,8 @@ def word_floats(builder: ir.IRBuilder, layout: QuantLayout, address: ir.Value) -
 
 def place_scales(layout: QuantLayout) -> list[float]:
     """Return what the inputs of a step are multiplied by: 2**-place for each."""
-    width = 8 if layout.values is not None else layout.bits
-    places = [_place(layout, index // 2) + 16 * (index % 2) for index in range(STEP)]
-    return [2.0**-place if place + width < 32 else 1.0 for place in places]
+    places = [_place(layout, index) for index in range(STEP)]
+    return [2.0**-place if place + _width(layout) < 32 else 1.0 for place in places]
 
 
 def code_bias(layout: QuantLayout) -> int:
@@ -59,10 +57,16 @@ def code_bias(layout: QuantLayout) -> int:
     return layout.bias if layout.values is None else -min(layout.values)
 
 
-def _place(layout: QuantLayout, pair: int) -> int:
-    """Return the lowest bit of a pair's even code in a word of `_Words.placed`."""
-    together = 16 // layout.bits
-    return 0 if layout.values is not None or pair >= layout.bits * together else layout.bits * (pair % together)
+def _width(layout: QuantLayout) -> int:
+    """Return the bits of a code, or of the value that was looked up, in a word."""
+    return layout.bits if layout.values is None else 8
+
+
+def _place(layout: QuantLayout, index: int) -> int:
+    """Return the lowest bit of an input's code in a word of `_Words.placed`."""
+    pair, together = index // 2, 16 // layout.bits
+    alone = layout.values is not None or pair >= layout.bits * together
+    return 16 * (index % 2) + (0 if alone else layout.bits * (pair % together))
 
 
 class _Words:
@@ -75,15 +79,15 @@ class _Words:
         return self._converted(pair) if self.layout.bits == 8 else self._looked_up(self._codes(pair))
 
     def placed(self, pair: int) -> ir.Value:
-        """Return words with a pair's codes from `_place` on, and any other bits around them; of values, less their
-        least.
+        """Return words with a pair's codes from `_place` on, and any other bits around them; of types with values,
+        these less their least.
         """
         layout = self.layout
         if layout.bits == 8:
             return self.builder.xor(self._word(pair // 2), _same(0x8080 if layout.signed else 0))
         if layout.values is not None:
             return self._values(self._masked(self._codes(pair), (1 << layout.bits) - 1), layout.values)
-        return self._word(pair // (16 // layout.bits)) if _place(layout, pair) else self._codes(pair)
+        return self._word(pair // (16 // layout.bits)) if _place(layout, 2 * pair) else self._codes(pair)
 
     def _values(self, codes: ir.Value, values: Sequence[int]) -> ir.Value:
         """Look up values, less their least, by the codes in the lower byte of each word."""
