@@ -87,22 +87,13 @@ class _Block:
         ):
             offset = builder.mul(loop.index, _WORD(of.tile_bytes))
             tiles = [builder.add(panel, offset) for panel in self.panels]
-            heads = [self._head(tile) for tile in tiles]
+            heads = [tile_numbers(builder, of, tile) for tile in tiles]
             first = builder.mul(loop.index, _WORD(of.steps))
             if of.steps == 1:
                 self._add_group(starts, sums, tiles, heads, _WORD(0), first)
             else:
                 with cgutils.for_range(builder, _WORD(of.steps)) as inner:
                     self._add_group(starts, sums, tiles, heads, inner.index, builder.add(first, inner.index))
-
-    def _head(self, tile: ir.Value) -> list[ir.Value]:
-        """Return a tile's scales and, if it has any, offsets, with the sign that they are added with."""
-        builder, of = self.builder, self.of
-        numbers = [exponents(builder, tile) if of.exponents else half_floats(builder, tile)]
-        if of.offset is not None:
-            offsets = half_floats(builder, builder.add(tile, _WORD(2 * LANES)))
-            numbers.append(offsets if of.factors is None else builder.fneg(offsets))
-        return numbers
 
     def _add_group(
         self,
@@ -115,8 +106,9 @@ class _Block:
     ) -> None:
         """Add a group's products. inside: its number in its tile; step: in the row."""
         builder, of = self.builder, self.of
-        self._fetch(tiles, inside)
-        numbers = [self._of_group(tile, head, inside) for tile, head in zip(tiles, heads, strict=True)]
+        for tile in tiles:
+            fetch_codes(builder, of, tile, inside)
+        numbers = [group_numbers(builder, of, tile, head, inside) for tile, head in zip(tiles, heads, strict=True)]
         here = [builder.add(start, builder.mul(step, _WORD(2 * STEP))) for start in starts]
         matrices = _unpacked(builder, of, tiles, inside)
         halves = of.halves
@@ -146,27 +138,39 @@ class _Block:
             for cell, offset in zip(cells, offsets, strict=True):
                 builder.store(fused(builder, offset, total, builder.load(cell)), cell)
 
-    def _of_group(self, tile: ir.Value, head: list[ir.Value], inside: ir.Value) -> list[ir.Value]:
-        """Return the scale of a group or the scales of its halves, and then the same of its offsets."""
-        builder, of = self.builder, self.of
-        if of.factors is None:
-            return head
-        stored, found = factor_bytes(builder, of, tile, inside), []
-        for i in range(of.step_factors):
-            order = ir.Constant(_INTS, [i * LANES + lane for lane in range(LANES)])
-            some = builder.zext(builder.shuffle_vector(stored, stored, order), _INTS)
-            factor = builder.sub(some, ir.Constant(_INTS, [of.factor_bias] * LANES))
-            found.append(builder.fmul(builder.sitofp(factor, SUMS), head[i // of.halves]))
-        return found
 
-    def _fetch(self, tiles: list[ir.Value], inside: ir.Value) -> None:
-        """Prefetch codes some groups ahead."""
-        builder, of = self.builder, self.of
-        share = of.tile_bytes // of.steps
-        for tile in tiles:
-            at = builder.add(tile, builder.add(builder.mul(inside, _WORD(share)), _WORD(_AHEAD * share)))
-            for line in range(0, share, LINE_BYTES):
-                fetch_line(builder, builder.add(at, _WORD(line)))
+def tile_numbers(builder: ir.IRBuilder, of: QuantLayout, tile: ir.Value) -> list[ir.Value]:
+    """Return a tile's scales and, if it has any, offsets, with the sign that they are added with."""
+    numbers = [exponents(builder, tile) if of.exponents else half_floats(builder, tile)]
+    if of.offset is not None:
+        offsets = half_floats(builder, builder.add(tile, _WORD(2 * LANES)))
+        numbers.append(offsets if of.factors is None else builder.fneg(offsets))
+    return numbers
+
+
+def group_numbers(
+    builder: ir.IRBuilder, of: QuantLayout, tile: ir.Value, head: list[ir.Value], inside: ir.Value
+) -> list[ir.Value]:
+    """Return the scale of a group or the scales of its halves, and then the same of its offsets. head: the tile's
+    numbers. inside: the group's number in its tile.
+    """
+    if of.factors is None:
+        return head
+    stored, found = factor_bytes(builder, of, tile, inside), []
+    for i in range(of.step_factors):
+        order = ir.Constant(_INTS, [i * LANES + lane for lane in range(LANES)])
+        some = builder.zext(builder.shuffle_vector(stored, stored, order), _INTS)
+        factor = builder.sub(some, ir.Constant(_INTS, [of.factor_bias] * LANES))
+        found.append(builder.fmul(builder.sitofp(factor, SUMS), head[i // of.halves]))
+    return found
+
+
+def fetch_codes(builder: ir.IRBuilder, of: QuantLayout, tile: ir.Value, inside: ir.Value) -> None:
+    """Prefetch codes some groups ahead."""
+    share = of.tile_bytes // of.steps
+    at = builder.add(tile, builder.add(builder.mul(inside, _WORD(share)), _WORD(_AHEAD * share)))
+    for line in range(0, share, LINE_BYTES):
+        fetch_line(builder, builder.add(at, _WORD(line)))
 
 
 @njit

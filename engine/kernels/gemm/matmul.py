@@ -31,7 +31,6 @@ from engine.kernels.amx import TILE_ROWS, tile_sizes, tiles_allowed
 from engine.kernels.gemm.amx_kernels import amx_kernel, block_bytes
 from engine.kernels.gemm.fma_kernels import WIDENED, float_sums, fma_kernel, half_sums
 from engine.kernels.gemm.matmul_kernels import MATMUL, PART, PartKernel, product_kernel
-from engine.kernels.gemm.matmul_sums import PANELS
 from engine.kernels.gemm.vector_kernels import OWN_TOTALS, number_sums, vector_kernel
 from engine.kernels.large_pages import in_large_pages
 from engine.kernels.quant.layouts import BFLOAT16_LAYOUT, STEP, CodeLayout, QuantLayout
@@ -134,7 +133,7 @@ class Matmul:
             self._tiles = _float_tiles(weight, gated)
         else:
             stored = [StoredMatrix.of_numbers(weight)] if isinstance(weight, Tensor) else in_panels(weight)
-            code_layout = CodeLayout.WORDS if self.unit is Unit.VECTORS else CodeLayout.PAIRS
+            code_layout = CodeLayout.PAIRS if self.unit is Unit.AMX else CodeLayout.WORDS
             self.tiled = tiled_parts(stored, gated and not self.in_turn, code_layout)
         self._parts = self._records()
         self.kernel = product_kernel()
@@ -175,8 +174,8 @@ class Matmul:
             return block_bytes(rows)
         if self.unit is Unit.VECTORS:
             return OWN_TOTALS
-        widened = 0 if self._itemsize == 4 else WIDENED * self.padded * 4
-        return widened + (PANELS * self.padded * LANES * 2 if self.coded else 0)
+        totals = self.padded // LANES if self.coded else 0
+        return 0 if self._itemsize == 4 else 4 * WIDENED * (self.padded + totals)
 
     def shared_bytes(self, rows: int) -> int:
         """Return the bytes of scratch that all threads together need for so many rows."""

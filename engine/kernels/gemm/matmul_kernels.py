@@ -10,14 +10,11 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, literally, njit, types
+from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
-from engine.kernels.amx import TILE_BYTES
 from engine.kernels.exponential import exp
 from engine.kernels.jit_cache import versioned
-from engine.kernels.quant.layouts import STEP
-from engine.kernels.quant.unpack import unpack_steps
 from engine.kernels.simd import (
     FLOAT32,
     LANES,
@@ -139,17 +136,6 @@ def share_of(units: int, before: int, thread: int, threads: int) -> tuple[int, i
         return min(max(below - first, 0), over) + min(below, max(first + over - threads, 0))
 
     return thread * least + more(thread), (thread + 1) * least + more(thread + 1)
-
-
-@njit
-def unpack_panels(layout: int, work: Any, weights: int, panel_bytes: int, width: int, place: int) -> int:
-    """Unpack `width` panels as bfloat16 at `place`, which is returned. layout: its number, a constant."""
-    layout = literally(layout)
-    steps = work.inputs // STEP
-    for i in range(width):
-        at = weights + i * panel_bytes
-        unpack_steps(layout, at, steps, place + i * steps * TILE_BYTES, at + panel_bytes)
-    return place
 
 
 @intrinsic

@@ -32,7 +32,8 @@ step. So one vector with all but a few bits masked out has 8 outputs of a pair. 
          half 0, 8-11 and 12-15 of half 1. Bits 5 and 6 of words 3 and 4 are the upper two of the first two of these,
          and bit 7 of words 3 and 4 those of the third
 
-In words of 16 bits, for AVX512-BF16, a vector has the same pairs of all outputs, in words `2 * output + input % 2`.
+In words of 16 bits, for AVX512-BF16 and AVX2, a vector has the same pairs of all outputs, in words `2 * output +
+input % 2`.
 
     2    vector pair // 8 holds eight pairs, from the lowest bits on
     3    vector pair // 5 holds five; bit i of the last pair is the upper bit of vector i
@@ -72,8 +73,8 @@ STEP = 32
 
 
 class CodeLayout(IntEnum):
-    """How codes lie in a tile: to be unpacked as bfloat16, multiplied as integers, or multiplied as bfloat16. A
-    compile-time constant of kernels.
+    """How codes lie in a tile: to be unpacked as bfloat16, multiplied as integers, or as floats. A compile-time
+    constant of kernels.
     """
 
     PAIRS = 0

@@ -1,20 +1,25 @@
-"""Codes in words, looked up as bfloat16 with AVX512: see `engine.kernels.quant.layouts`."""
+"""Codes in words: looked up as bfloat16 with AVX512, or as float32 with AVX2. See `engine.kernels.quant.layouts`.
+
+With AVX2 one instruction leaves a code's bits alone in its word of 32, where they are, and another makes a float32 of
+the word: the code, times 2**place. Inputs are divided by that power of two beforehand.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
 from engine.kernels.quant.layouts import STEP, QuantLayout
-from engine.kernels.simd import LANES, pointer
+from engine.kernels.simd import LANES, VECTOR, integers, pointer
 
 _PAIRS = STEP // 2
 _LINE = 64
 _HALF, _INT, _WORD = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _WORDS, _INTS = ir.VectorType(_HALF, 2 * LANES), ir.VectorType(_INT, LANES)
+_HALF_BYTES, _HALF_WORDS = ir.VectorType(ir.IntType(8), 2 * LANES), ir.VectorType(_HALF, LANES)
 
 
 def word_pairs(builder: ir.IRBuilder, layout: QuantLayout, address: ir.Value) -> Iterator[ir.Value]:
@@ -26,6 +31,44 @@ def word_pairs(builder: ir.IRBuilder, layout: QuantLayout, address: ir.Value) ->
         yield builder.bitcast(of.numbers(pair), _INTS)
 
 
+def word_floats(builder: ir.IRBuilder, layout: QuantLayout, address: ir.Value) -> Callable[[int], ir.Value]:
+    """Return a function of an input's number in a step at that address: its codes times 2**place, as 16 float32. Codes
+    count from `code_bias`.
+    """
+    of, width = _Words(builder, layout, address), _width(layout)
+
+    def number(index: int) -> ir.Value:
+        words, place = builder.bitcast(of.placed(index // 2), _INTS), _place(layout, index)
+        if place + width == 32:  # as a whole number it would be negative
+            return builder.sitofp(builder.lshr(words, integers(place)), VECTOR)
+        return builder.sitofp(builder.and_(words, integers(((1 << width) - 1) << place)), VECTOR)
+
+    return number
+
+
+def place_scales(layout: QuantLayout) -> list[float]:
+    """Return what the inputs of a step are multiplied by: 2**-place for each."""
+    places = [_place(layout, index) for index in range(STEP)]
+    return [2.0**-place if place + _width(layout) < 32 else 1.0 for place in places]
+
+
+def code_bias(layout: QuantLayout) -> int:
+    """Return what `word_floats` has added to each code or value."""
+    return layout.bias if layout.values is None else -min(layout.values)
+
+
+def _width(layout: QuantLayout) -> int:
+    """Return the bits of a code, or of the value that was looked up, in a word."""
+    return layout.bits if layout.values is None else 8
+
+
+def _place(layout: QuantLayout, index: int) -> int:
+    """Return the lowest bit of an input's code in a word of `_Words.placed`."""
+    pair, together = index // 2, 16 // layout.bits
+    alone = layout.values is not None or pair >= layout.bits * together
+    return 16 * (index % 2) + (0 if alone else layout.bits * (pair % together))
+
+
 class _Words:
     def __init__(self, builder: ir.IRBuilder, layout: QuantLayout, address: ir.Value):
         self.builder, self.layout, self.address = builder, layout, address
@@ -34,6 +77,28 @@ class _Words:
     def numbers(self, pair: int) -> ir.Value:
         """Return 32 bfloat16 numbers: of the 16 outputs, both inputs of the pair."""
         return self._converted(pair) if self.layout.bits == 8 else self._looked_up(self._codes(pair))
+
+    def placed(self, pair: int) -> ir.Value:
+        """Return words with a pair's codes from `_place` on, and any other bits around them; of types with values,
+        these less their least.
+        """
+        layout = self.layout
+        if layout.bits == 8:
+            return self.builder.xor(self._word(pair // 2), _same(0x8080 if layout.signed else 0))
+        if layout.values is not None:
+            return self._values(self._masked(self._codes(pair), (1 << layout.bits) - 1), layout.values)
+        return self._word(pair // (16 // layout.bits)) if _place(layout, 2 * pair) else self._codes(pair)
+
+    def _values(self, codes: ir.Value, values: Sequence[int]) -> ir.Value:
+        """Look up values, less their least, by the codes in the lower byte of each word."""
+        table = ir.Constant(_HALF_BYTES, [value - min(values) for value in values] * (_HALF_BYTES.count // len(values)))
+        kind, parts = ir.FunctionType(_HALF_BYTES, [_HALF_BYTES] * 2), []
+        look_up = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.x86.avx2.pshuf.b")
+        for half in range(2):
+            order = ir.Constant(ir.VectorType(_INT, LANES), [half * LANES + i for i in range(LANES)])
+            some = self.builder.bitcast(self.builder.shuffle_vector(codes, codes, order), _HALF_BYTES)
+            parts.append(self.builder.bitcast(self.builder.call(look_up, [table, some]), _HALF_WORDS))
+        return self.builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(_INT, 2 * LANES), [*range(2 * LANES)]))
 
     def _codes(self, pair: int) -> ir.Value:
         """Return words with the code in their lowest bits, and any other bits above those that are looked up."""

@@ -48,6 +48,14 @@ def in_eights(matrix: StoredMatrix) -> StoredMatrix:
     return StoredMatrix("Q8_0", raw.reshape(len(raw), -1))
 
 
+def in_fives(matrix: StoredMatrix) -> StoredMatrix:
+    """A matrix of Q4_1 or Q5_1 as Q5_1: with the same scales, offsets and codes, whose fifth bits are zeros."""
+    if matrix.kind == "Q5_1":
+        return matrix
+    scales, codes = np.split(matrix.bytes_of_rows().reshape(matrix.shape[0], -1, 20), [4], axis=2)
+    return StoredMatrix("Q5_1", np.concatenate([scales, np.zeros_like(scales), codes], axis=2).reshape(len(scales), -1))
+
+
 class Parts(NamedTuple):
     """A number is scale * code + offset. codes: [outputs, inputs] int64, or the whole numbers that they stand for;
     around 0 where there are no offsets. scales, offsets: [outputs, steps of 32, 1 or 2 groups] float32; offsets: if

@@ -21,7 +21,7 @@ from engine.kernels.quant.layouts import CodeLayout, layout_of
 from engine.kernels.quant.pack import panels_of
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.quant.tiled import TiledMatrix
-from tests.engine.kernels.quant.random_blocks import CODED, expected_values, in_eights, random_blocks, read_apart
+from tests.engine.kernels.quant.random_blocks import CODED, expected_values, in_fives, random_blocks, read_apart
 
 pytestmark = pytest.mark.skipif(not units(), reason="this processor has none of our products")
 BITS = {
@@ -72,13 +72,14 @@ EVERY_UNIT = [
     pytest.param(unit, id=unit.value, marks=pytest.mark.skipif(unit not in units(), reason=f"no {unit.value} here"))
     for unit in Unit
 ]
-ROUNDING = [unit for unit in EVERY_UNIT if unit.id != Unit.VECTORS.value]
-"""The units that round weights to bfloat16."""
-WORDS = pytest.mark.skipif(Unit.VECTORS not in units(), reason="this processor has no AVX512-BF16")
+ROUNDING = pytest.mark.parametrize("unit", [unit for unit in EVERY_UNIT if unit.id == Unit.AMX.value])
+"""The unit that rounds weights to bfloat16."""
+WHOLE = pytest.mark.parametrize("unit", [unit for unit in EVERY_UNIT if unit.id != Unit.AMX.value])
+"""The units that multiply codes as they are."""
 
 
 @pytest.mark.parametrize("kind", CODED)
-@pytest.mark.parametrize("unit", ROUNDING)
+@ROUNDING
 def test_a_product_has_the_bits_of_the_bfloat16_product(unit: Unit, kind: str, threads: int) -> None:
     matrix, bias = random_blocks(kind, 112, 512), torch.randn(112).bfloat16()
     found, expected = (Matmul(weight, bias, unit=unit) for weight in ([matrix], expected_values(matrix)))
@@ -99,7 +100,7 @@ def test_a_row_of_no_numbers_spoils_no_other(rows: int, unit: Unit, kind: str) -
     assert found[1].isnan().all() and not found[-1].isfinite().any()
 
 
-@pytest.mark.parametrize("unit", ROUNDING)
+@ROUNDING
 @given(data=st.data())
 @settings(deadline=None, max_examples=25)
 def test_any_shape_has_the_bits_of_the_bfloat16_product(unit: Unit, data: st.DataObject) -> None:
@@ -126,20 +127,20 @@ def whole_numbers(kind: str, outputs: int, inputs: int, seed: int = 0) -> Stored
     return matrix
 
 
-@WORDS
+@WHOLE
 @pytest.mark.parametrize("kind", CODED)
-def test_codes_are_multiplied_without_rounding_them(kind: str, threads: int) -> None:
+def test_codes_are_multiplied_without_rounding_them(kind: str, unit: Unit, threads: int) -> None:
     matrix = whole_numbers(kind, 112, 512)
-    product, weight = Matmul([matrix], unit=Unit.VECTORS), matrix.values(torch.float32).double()
+    product, weight = Matmul([matrix], unit=unit), matrix.values(torch.float32).double()
     for rows in (1, 2, 4, 7, 8, 9, 16, 17, 33, 65):
         x = torch.randint(-3, 4, (rows, 512)).bfloat16()
         assert torch.equal(product(x), (x.double() @ weight.T).float().bfloat16())
 
 
-@WORDS
+@WHOLE
 @given(data=st.data())
 @settings(deadline=None, max_examples=40)
-def test_products_of_codes_are_those_of_their_values_for_any_shape(data: st.DataObject) -> None:
+def test_products_of_codes_are_those_of_their_values_for_any_shape(unit: Unit, data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(CODED))
     outputs, blocks = data.draw(st.integers(1, 100)), data.draw(st.integers(1, 5))
     rows, seed = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 1 << 20))
@@ -147,36 +148,33 @@ def test_products_of_codes_are_those_of_their_values_for_any_shape(data: st.Data
     matrix, bias = whole_numbers(kind, outputs, inputs, seed), torch.randint(-9, 9, (outputs,)).bfloat16()
     x = torch.randint(-3, 4, (rows, inputs)).bfloat16()
     expected = x.double() @ matrix.values(torch.float32).double().T + bias.double()
-    assert torch.equal(Matmul([matrix], bias, unit=Unit.VECTORS)(x), expected.float().bfloat16())
+    assert torch.equal(Matmul([matrix], bias, unit=unit)(x), expected.float().bfloat16())
 
 
-@WORDS
+@WHOLE
 @pytest.mark.parametrize("kind", CODED)
-def test_a_row_has_the_same_bits_among_any_others(kind: str, threads: int) -> None:
-    product, x = (
-        Matmul([random_blocks(kind, 112, 1024)], gated=False, unit=Unit.VECTORS),
-        torch.randn(70, 1024).bfloat16(),
-    )
+def test_a_row_has_the_same_bits_among_any_others(kind: str, unit: Unit, threads: int) -> None:
+    product, x = Matmul([random_blocks(kind, 112, 1024)], unit=unit), torch.randn(70, 1024).bfloat16()
     alone = torch.cat([product(row[None]) for row in x])
     for rows in (*range(2, 22), 31, 32, 33, 64, 70):
         order = torch.randperm(70)[:rows]
         assert torch.equal(product(x[order]), alone[order])
 
 
-@WORDS
+@WHOLE
 @pytest.mark.parametrize("kind", CODED)
-def test_a_product_of_codes_is_near_that_of_the_weights(kind: str) -> None:
+def test_a_product_of_codes_is_near_that_of_the_weights(kind: str, unit: Unit) -> None:
     matrix, x = random_blocks(kind, 64, 768), torch.randn(5, 768).bfloat16()
     expected = x.double() @ matrix.values(torch.float32).double().T
-    found = Matmul([matrix], unit=Unit.VECTORS)(x).double()
+    found = Matmul([matrix], unit=unit)(x).double()
     assert (found - expected).norm() < 0.003 * expected.norm()
 
 
-@WORDS
-def test_a_gate_is_applied_to_products_of_codes() -> None:
+@WHOLE
+def test_a_gate_is_applied_to_products_of_codes(unit: Unit) -> None:
     matrix, x = random_blocks("Q4_K", 64, 256), torch.randn(9, 256).bfloat16() / 16
     gate, up = (x.double() @ matrix.values(torch.float32).double().T).chunk(2, dim=1)
-    found = Matmul([matrix], gated=True, unit=Unit.VECTORS)(x).double()
+    found = Matmul([matrix], gated=True, unit=unit)(x).double()
     expected = torch.nn.functional.silu(gate) * up
     assert (found - expected).norm() < 0.005 * expected.norm()
 
@@ -207,7 +205,7 @@ def test_parts_that_share_a_panel_are_one_product_of_their_numbers() -> None:
     assert torch.equal(product(x), Matmul(torch.cat([part.values() for part in parts]))(x))
 
 
-@pytest.mark.parametrize("unit", ROUNDING)
+@ROUNDING
 @pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("IQ3_S", "Q2_K"), ("Q8_0", "BF16")])
 def test_a_gate_and_its_up_projection_of_two_types_are_gated_at_once(
     kinds: tuple[str, str], unit: Unit, threads: int
@@ -227,9 +225,9 @@ def test_a_gate_and_its_up_projection_of_two_types_are_gated_at_once(
 @pytest.mark.parametrize("unit", EVERY_UNIT)
 @pytest.mark.parametrize("first", [True, False])
 def test_a_gate_gives_the_bits_of_another_type_with_the_same_codes(first: bool, unit: Unit, threads: int) -> None:
-    fours, eights = random_blocks("Q4_0", 80, 256), random_blocks("Q8_0", 80, 256, seed=1)
-    parts = [fours, eights] if first else [eights, fours]
-    found, expected = Matmul(parts, gated=True, unit=unit), Matmul([*map(in_eights, parts)], gated=True, unit=unit)
+    fours, fives = random_blocks("Q4_1", 80, 256), random_blocks("Q5_1", 80, 256, seed=1)
+    parts = [fours, fives] if first else [fives, fours]
+    found, expected = Matmul(parts, gated=True, unit=unit), Matmul([*map(in_fives, parts)], gated=True, unit=unit)
     for rows in (1, 9, 70):
         x = torch.randn(rows, 256).bfloat16() / 64
         assert torch.equal(found(x), expected(x))
