@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafters.heads.growth import ahead, growth_kernel
 from drafters.heads.growth.ahead import _layers_of as layers_of
+from drafters.heads.growth.policies import Dynamic, Policy
 from engine import device as device_module
 from engine.core.batch import Segment
 from engine.core.kv_shape import KVShape
@@ -73,9 +74,13 @@ def run(device: str, layers: int | str = LLAMA_8B.num_hidden_layers) -> Iterator
                     name = f"{method}, T={temperature:g}"
                     served.append(tried(name, _round, tracing, runner, config, method, requests, temperature))
                     yield served[-1]
-        for requests in REQUESTS:
-            served.append(tried("eagle3, T=0, ipc", _round, tracing, runner, config, "eagle3", requests, 0.0, False))
-            yield served[-1]
+        for name, method, stay, policy in (
+            ("eagle3, T=0, ipc", "eagle3", False, None),
+            ("eagle, dynamic, T=0", "eagle", True, Dynamic()),
+        ):
+            for requests in REQUESTS:
+                served.append(tried(name, _round, tracing, runner, config, method, requests, 0.0, stay, policy))
+                yield served[-1]
         for stay, name in ((True, "eagle3, a prompt"), (False, "eagle3, a prompt, ipc")):
             served.append(tried(name, _prompt, tracing, runner, config, stay))
             yield served[-1]
@@ -215,9 +220,10 @@ def _round(
     requests: int,
     temperature: float,
     states_stay: bool = True,
+    policy: Policy | None = None,
 ) -> Record:
     head = head_of(method, config, _weight)
-    served = Rounds(tracing.counting, runner, config, head, requests, temperature, states_stay)
+    served = Rounds(tracing.counting, runner, config, head, requests, temperature, states_stay, policy)
     for _ in range(_ROUNDS):
         steps = served.drafter.steps
         parts, rows = served.step()

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from drafters.heads.checkpoint import Checkpoint, TargetWeights
+from drafters.heads.growth.policies import Policy
 from drafters.heads.head import Head
 from drafters.heads.head_drafter import HeadDrafter
 from engine.core.batch import BLOCK_SIZE, Segment
@@ -61,8 +62,8 @@ class _Made(Checkpoint):
 
 @dataclass
 class Parts(Generic[M]):
-    """What was measured of a round's parts. forward: with the draws that are launched behind it. behind: drafts that are
-    launched behind these; draft: what is left to draft once the host has read. read: the receipt.
+    """What was measured of a round's parts. forward: with the draws behind it. behind: drafts that are launched behind
+    these; draft: what is left to draft once the host has read. read: the receipt.
     """
 
     draft: M
@@ -74,15 +75,15 @@ class Parts(Generic[M]):
 
 class Rounds(Generic[M]):
     """Requests with a tree a round. measuring: of one part of a round. states_stay: whether hidden states are taken
-    from the device, as within a process; between processes they pass the host.
+    from the device, as within a process; between processes they pass the host. policy: None: that of the head's paper.
     """
 
     def __init__(
         self, measuring: Callable[[], AbstractContextManager[M]], runner: Runner, config: LlamaConfig, head: Head,
-        requests: int, temperature: float, states_stay: bool = True,
+        requests: int, temperature: float, states_stay: bool = True, policy: Policy | None = None,
     ):  # fmt: skip
         self.measuring, self.runner, self.hidden_size = measuring, runner, config.hidden_size
-        self.drafter = HeadDrafter(head, head.published_growth)
+        self.drafter = HeadDrafter(head, policy or head.published_growth)
         self.numbers, self.states_stay = range(requests), states_stay
         self.states = [HiddenStates(shared=True) for _ in self.numbers]
         past = min(_PAST, config.max_position_embeddings // 2)

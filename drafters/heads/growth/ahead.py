@@ -102,7 +102,8 @@ class _Steps:
         self, logits: Tensor, grounds: Grounds, needed: Sequence[Tensor], keys: Tensor | None = None
     ) -> list[Tensor]:
         """Launch all layers and read nothing. logits: after each text. needed: that of `needed`, on the device. keys:
-        [trees, layers] int64, of the noise after each layer, where the host does not know their positions.
+        [layers, trees, width] int64, of the noise after each layer's nodes, where the host does not know their
+        positions.
         """
         tables, slots, *places = needed
         width, trees = self.width, len(self.tries)
@@ -132,7 +133,7 @@ class _Steps:
         ]
         if keys is None:
             return Ranking.best_of_all(asked)
-        return Ranking.best_of_all(asked, keys[:, layer].repeat_interleave(len(parts[0])))
+        return Ranking.best_of_all(asked, keys[layer, :, : len(parts[0])].flatten())
 
 
 class DraftsBehind:
@@ -199,7 +200,8 @@ def draft_behind(
     logits = reading.run(given, needed[0], last)
     if keys.numel():
         layers = torch.arange(policy.depth + 1, device=keys.device)
-        keys = keys.gather(1, (verdicts.lengths - 1).long()[:, None] + layers)
+        keys = keys.gather(1, (verdicts.lengths - 1).long()[:, None] + layers).T
+        keys = keys[..., None].expand(-1, -1, policy.top_k).contiguous()
     grounds = Grounds(prefixes, positions, places.index_select(0, last))
     return DraftsBehind(tries, verdicts, steps.launch(logits, grounds, needed, keys), logits)
 

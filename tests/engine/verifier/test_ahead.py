@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.core.batch import BLOCK_SIZE, Segment
+from engine.core.drafter_protocol import OnItsWay
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model.drawn_tree import DrawnTree
@@ -127,7 +128,7 @@ class QueuedOutput:
         self._tokens = torch.full((len(logits),), UNKNOWN, dtype=torch.int32)
         device.launch("draws", self._draw)
         self._end = len(device.queue)
-        self.read = False
+        self.read, self.on_device = False, None
 
     def _draw(self) -> None:
         self._tokens.copy_(torch.tensor(argmax(self._logits), dtype=torch.int32))
@@ -140,9 +141,10 @@ class QueuedOutput:
         alone = all(len(one.tree) == 1 and one.sampler.is_plain for one in self._trees)
         return self._tokens if alone else None
 
-    def wait(self) -> None:
+    def wait(self, behind: OnItsWay | None = None) -> float:
         self._device.wait(self._end)
         self.read = True
+        return 0.0
 
     def known(self, index: int) -> list[int] | None:
         assert self.read, "read before it was waited for"
