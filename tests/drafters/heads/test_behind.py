@@ -46,8 +46,8 @@ def target() -> Target:
     torch.manual_seed(3)
     model = LlamaForCausalLM(CONFIG).eval()
     for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.data *= 0.5
-        layer.mlp.down_proj.weight.data *= 0.1
+        layer.self_attn.o_proj.weight.data *= 0.15
+        layer.mlp.down_proj.weight.data *= 0.03
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         use_small_sizes(patch)
         multiply_by_rows(patch)
