@@ -145,7 +145,15 @@ class CudaStack:
             return work(*uploaded(given, self.first.device))[0]
         if (size, late) not in self._recorded:
             self._recorded[size, late] = Recorded(work, self.first.device, owner=self.owner, room=_LISTED)
+            # what is captured runs several times, and rows that read their own places replace what is there
+            chosen, entered, written, *rows = given
+            self._recorded[size, late](chosen, entered, torch.full_like(written, self.nowhere), *rows)
         return self._recorded[size, late](*given)[0]
+
+    @property
+    def nowhere(self) -> int:
+        """Where rows that pad a forward leave what is kept."""
+        return self.pool.blocks * BLOCK_SIZE
 
     def _run_late(self, chosen: Tensor, given: Tensor, written: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         """Run with what the device alone knows of the rows in the place of their own; given: see `NextLayer.rows`."""
@@ -188,7 +196,7 @@ class CudaStep:
         """Return the head's outputs of the rows picked, and others behind them; the next call overwrites them. given:
         where the rows find what they enter with, [size], or what the device alone knows of them.
         """
-        written = np.full(self.size, self.stack.pool.blocks * BLOCK_SIZE)  # padding writes to the end
+        written = np.full(self.size, self.stack.nowhere)
         written[: self.count] = self.batch.slots
         filled = np.zeros(self.size if self.size in SIZES else len(picked), np.int64)
         filled[: len(picked)] = picked
@@ -239,7 +247,7 @@ class CudaReader:
             size = padded_size(len(some))
             sources = np.minimum(np.arange(size), len(some) - 1)
             rows = first + sources
-            written = np.full(size, stack.pool.blocks * BLOCK_SIZE)
+            written = np.full(size, stack.nowhere)
             written[: len(some)] = places[rows[: len(some)]]
             indexes = written, np.asarray(positions)[rows], sources, *np.divmod(places[rows], BLOCK_SIZE)
             if (key := (size, some.device.type)) not in self._recorded:

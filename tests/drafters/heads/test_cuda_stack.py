@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +22,7 @@ from engine.core.drafter_protocol import DeviceVerdicts, Verdict
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.device import PackedDownload
-from engine.model.cuda import noise_kernels, triton_attention
+from engine.model.cuda import graphs, noise_kernels, triton_attention
 from engine.model.runner import bfloat16_bits
 from tests.drafters.conftest import HIDDEN
 from tests.drafters.heads.one_pass.test_block import block
@@ -173,6 +174,29 @@ def test_a_tree_that_grows_on_the_device_is_the_policys_and_the_host_waits_once(
     assert same(*(drafter.propose_many(follow)[0] for drafter in drafters))
 
 
+@pytest.mark.parametrize("build", [eagle, eagle3], ids=lambda build: build.__name__)
+def test_capturing_a_graph_changes_nothing_that_it_reads(
+    build: Build, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is captured has run several times before."""
+    usual = drafter_of(on_cuda(build, tmp_path / "a", target), list(TEXTS), POLICY).propose_many(OUTCOMES)
+
+    def captured(work: Any, inputs: Sequence[Tensor], *_: Any) -> tuple[Any, tuple[Tensor, ...]]:
+        outputs = tuple(out.clone() for out in work(*inputs))
+
+        def replay() -> None:
+            for out, found in zip(outputs, work(*inputs), strict=True):
+                out.copy_(found)
+
+        return SimpleNamespace(replay=replay), outputs
+
+    monkeypatch.setattr(graphs, "_GRAPHS", ("cpu",))
+    monkeypatch.setattr(graphs, "_warm_up", lambda work, inputs, _: work(*inputs))
+    monkeypatch.setattr(graphs, "_captured", captured)
+    trees = drafter_of(on_cuda(build, tmp_path / "b", target), list(TEXTS), POLICY).propose_many(OUTCOMES)
+    assert all(same(one, other) for one, other in zip(trees, usual, strict=True))
+
+
 def count_waits(monkeypatch: pytest.MonkeyPatch, waits: list[int]) -> None:
     """Whatever a drafter reads on the host comes by these."""
     from drafters.heads.growth import ahead, ranking
@@ -222,6 +246,8 @@ def test_trees_drafted_before_the_host_knows_what_was_accepted_are_those_drafted
     """At T > 0 apart from what the head learns of its error from the verdict itself."""
     monkeypatch.setattr("drafters.heads.growth.ranking._kernels", lambda device: noise_kernels)
     monkeypatch.setattr("drafters.heads.growth.ranking.ErrorScale.learn", lambda *_: None)
+    monkeypatch.setattr(triton_attention, "CHUNK", 16)  # so that more chunks may have been accepted than were
+    monkeypatch.setattr(triton_attention, "_TILE_BYTES", 0)
     policy, most = Dynamic(depth=2, top_k=2, budget=8), 3
     behind, usual = (drafter_of(on_cuda(build, tmp_path / name, target), [], policy) for name in ("a", "b"))
     for drafter in (behind, usual):
