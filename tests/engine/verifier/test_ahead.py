@@ -418,3 +418,24 @@ def test_texts_are_those_of_plain_decoding_whatever_happens_meanwhile(device: De
     for number, (prompt, count) in sent.items():
         found, expected = stage.tokens(number), plain_text(prompt, count)
         assert found == (expected[: len(found)] if number in cancelled else expected)
+
+
+def test_drafts_are_launched_behind_a_round_for_requests_that_go_on_and_are_drafted_for() -> None:
+    """By a drafter in the verifier's loop alone, and where the device knows what the round comes to."""
+    stage, asked = Stage(CALIBRATED), list[Any]()
+    requests = [stage.submit(number, [10, 11], max_tokens=9 if number != 2 else 1) for number in (1, 2, 3, 4)]
+    requests[2].root_only = True
+    output, verdicts, sent = SimpleNamespace(on_device=None), object(), object()
+
+    def draft_behind(*given: Any) -> Any:
+        asked.append(given)
+        return sent
+
+    def drafted() -> Any:
+        return stage.verifier._draft_behind(requests, cast(Any, output))
+
+    assert drafted() is None
+    stage.verifier.inline_drafter = cast(Any, SimpleNamespace(draft_behind=draft_behind))
+    assert drafted() is None and not asked
+    output.on_device = verdicts
+    assert drafted() is sent and asked == [({1: 0, 4: 3}, verdicts)]

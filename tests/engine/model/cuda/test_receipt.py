@@ -182,6 +182,9 @@ def test_a_head_finds_on_the_device_what_the_host_makes_of_the_trees(monkeypatch
         assert not found.tokens[place, count:].any() and not found.features[place, count:].any()
         lengths.add(count)
     assert len(lengths) > 1
+    monkeypatch.setattr(noise_kernels, "_TOLERANCE", tl.constexpr(1e3))
+    unsettled = made(stays=True).on_device
+    assert unsettled is not None and int(unsettled.lengths[1]) == 1 and not unsettled.tokens[1].any(), "the host draws"
     assert made(stays=False).on_device is None, "the states are sent"
     monkeypatch.setattr(receipt, "_STAYING_ROWS", 3)
     monkeypatch.setattr(receipt, "_LEAST_ROWS", 1)
