@@ -57,7 +57,8 @@ class Download:
         """Return how much later than another one it was there, once both are; 0 on a CPU."""
         if self._event is None or other._event is None:
             return 0.0
-        return other._event.elapsed_time(self._event) / 1000
+        milliseconds: float = other._event.elapsed_time(self._event)
+        return milliseconds / 1000
 
 
 class PackedDownload(Download):

@@ -40,7 +40,7 @@ class Forwards:
         """Draft what the policy will ask for below node 0 of tries of which nothing is drafted, where a head does that
         without waiting for each layer.
         """
-        if not self._grows_on_device(policy):
+        if not (isinstance(policy, Dynamic) and self._grows_on_device(policy)):
             return
         new = dict.fromkeys(trie for trie, path in places if not path and 0 not in trie.seen)
         if tries := [trie for trie in new if trie.ranking.top_k >= policy.top_k]:
