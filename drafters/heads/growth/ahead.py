@@ -133,7 +133,7 @@ class _Steps:
         ]
         if keys is None:
             return Ranking.best_of_all(asked)
-        return Ranking.best_of_all(asked, keys[layer, :, : len(parts[0])].flatten())
+        return Ranking.best_of_all(asked, keys[layer, :, : len(parts[0])].contiguous().flatten())
 
 
 class DraftsBehind:
