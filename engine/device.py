@@ -26,10 +26,8 @@ def downloaded(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the results on the host, in one copy: each copy waits for the device."""
     if all(one.device.type == "cpu" for one in results):
         return tuple(results)
-    order = sorted(range(len(results)), key=lambda i: -results[i].itemsize)  # so that each one begins at its multiple
-    like = [results[i] for i in order]
-    parts = _split_up(torch.cat([one.contiguous().flatten().view(torch.uint8) for one in like]).cpu(), like)
-    return tuple(part for _, part in sorted(zip(order, parts, strict=True), key=itemgetter(0)))
+    packed, order = _in_one_piece(results)
+    return _taken_apart(packed.cpu(), results, order)
 
 
 class Download:
@@ -38,21 +36,44 @@ class Download:
     def __init__(self, results: Sequence[Tensor]):
         self._held = [_on_its_way(one) for one in results]
         self._event: torch.cuda.Event | None = None
-        if any(one.device.type == "cuda" for one in results):
-            self._event = torch.cuda.Event()
+        self._waits = any(one.device.type == "cuda" for one in results)
+        if self._waits:
+            self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
 
     @property
     def arrived(self) -> bool:
         """Whether `read` waits for nothing."""
-        return self._event is None or bool(self._event.query())
+        return not self._waits or self._event is None or bool(self._event.query())
 
     def read(self) -> list[Tensor]:
         """Return the results on the host."""
-        if self._event is not None:
+        if self._waits and self._event is not None:
             self._event.synchronize()
-            self._event = None
+            self._waits = False
         return self._held
+
+    def seconds_after(self, other: Download) -> float:
+        """Return how much later than another one it was there, once both are; 0 on a CPU."""
+        if self._event is None or other._event is None:
+            return 0.0
+        milliseconds: float = other._event.elapsed_time(self._event)
+        return milliseconds / 1000
+
+
+class PackedDownload(Download):
+    """Many small results on their way to the host, in one copy."""
+
+    def __init__(self, results: Sequence[Tensor]):
+        self._results, self._order = results, list[int]()
+        if results[0].device.type != "cpu":
+            packed, self._order = _in_one_piece(results)
+            results = [packed]
+        super().__init__(results)
+
+    def read(self) -> list[Tensor]:
+        held = super().read()
+        return [*_taken_apart(held[0], self._results, self._order)] if self._order else held
 
 
 def _on_its_way(result: Tensor) -> Tensor:
@@ -61,6 +82,17 @@ def _on_its_way(result: Tensor) -> Tensor:
         return result
     host = torch.empty(result.shape, dtype=result.dtype, pin_memory=result.device.type == "cuda")
     return host.copy_(result, non_blocking=True) if result.numel() else host
+
+
+def _in_one_piece(results: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """Return the bytes of all results, and the order of these, in which each one begins at a multiple of its size."""
+    order = sorted(range(len(results)), key=lambda i: -results[i].itemsize)
+    return torch.cat([results[i].contiguous().flatten().view(torch.uint8) for i in order]), order
+
+
+def _taken_apart(packed: Tensor, results: Sequence[Tensor], order: Sequence[int]) -> tuple[Tensor, ...]:
+    parts = zip(order, _split_up(packed, [results[i] for i in order]), strict=True)
+    return tuple(part for _, part in sorted(parts, key=itemgetter(0)))
 
 
 def _split_up(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

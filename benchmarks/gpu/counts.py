@@ -12,21 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafters.heads.growth import ahead, growth_kernel
+from drafters.heads.growth.ahead import _layers_of as layers_of
+from drafters.heads.growth.policies import Dynamic, Policy
 from engine import device as device_module
 from engine.core.batch import Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
-from engine.device import Download, downloaded
+from engine.device import Download
 from engine.kernels.attention.attention import Rule
 from engine.model import cuda_products
-from engine.model.cuda import graphs, layer_kernels, noise_kernels, receipt, triton_attention, walk_kernels
+from engine.model.cuda import graphs, layer_kernels, noise_kernels, triton_attention, walk_kernels
 from engine.model.cuda.cuda_forward import CudaForward
 from engine.model.kv_pool import KVPool
 from engine.model.runner import Runner
@@ -72,9 +74,13 @@ def run(device: str, layers: int | str = LLAMA_8B.num_hidden_layers) -> Iterator
                     name = f"{method}, T={temperature:g}"
                     served.append(tried(name, _round, tracing, runner, config, method, requests, temperature))
                     yield served[-1]
-        for requests in REQUESTS:
-            served.append(tried("eagle3, T=0, ipc", _round, tracing, runner, config, "eagle3", requests, 0.0, False))
-            yield served[-1]
+        for name, method, stay, policy in (
+            ("eagle3, T=0, ipc", "eagle3", False, None),
+            ("eagle, dynamic, T=0", "eagle", True, Dynamic()),
+        ):
+            for requests in REQUESTS:
+                served.append(tried(name, _round, tracing, runner, config, method, requests, 0.0, stay, policy))
+                yield served[-1]
         for stay, name in ((True, "eagle3, a prompt"), (False, "eagle3, a prompt, ipc")):
             served.append(tried(name, _prompt, tracing, runner, config, stay))
             yield served[-1]
@@ -83,17 +89,16 @@ def run(device: str, layers: int | str = LLAMA_8B.num_hidden_layers) -> Iterator
 
 def _table(served: list[Record]) -> list[str]:
     """Format the rounds as the lines of a table."""
-    lines = ["| | requests | launches | waits: draft | the rest | MB up | MB down |", "| --- |" + " ---: |" * 6]
+    lines = ["| | requests | launches | waits: draft | receipt | MB up | MB down |", "| --- |" + " ---: |" * 6]
     for one in [one for one in served if "waits" in one]:
-        draft, rest = one["waits"]["draft"], sum(one["waits"].values()) - one["waits"]["draft"]
+        counts = f"{one['launches']:g} | {one['waits']['draft']:g} | {one['waits']['receipt']:g}"
         up, down = (f"{one[name] / 1e6:.2f}" for name in ("bytes_up", "bytes_down"))
-        lines.append(f"| {one['check']} | {one['requests']} | {one['launches']} | {draft} | {rest} | {up} | {down} |")
+        lines.append(f"| {one['check']} | {one['requests']} | {counts} | {up} | {down} |")
     return lines
 
 
-def _downloaded(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _layers_of(parts: list[Tensor]) -> list[Any]:
     """Invent what `drafters.heads.growth.ahead` reads: layers whose nodes are the best candidates of those above."""
-    parts = [*downloaded(results)]
     trees, above = len(parts[2]), torch.ones(len(parts[2]), 1, dtype=torch.float64)
     for at in range(4, len(parts), 4):
         width = len(parts[at]) // trees
@@ -101,21 +106,24 @@ def _downloaded(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
         chances = (above[..., None] * prob.view(trees, -1, width)).flatten(1)
         above, best = (part[:, :width] for part in chances.sort(dim=1, descending=True, stable=True))
         parts[at], parts[at + 1] = (best // width).flatten(), following.gather(1, best).flatten()
-    return tuple(parts)
+    return layers_of(parts)
 
 
-class _CountedDownload(Download):
-    """A download of which the first read is a wait."""
+def _count_downloads(tracing: Tracing) -> None:
+    """Let a download that is read count as a wait, unless one that was sent later has been waited for."""
+    send, read = Download.__init__, Download.read
 
-    def __init__(self, tracing: Tracing, results: Sequence[Tensor]):
-        super().__init__(results)
-        self._tracing: Tracing | None = tracing
+    def sent(self: Any, results: Sequence[Tensor]) -> None:
+        send(self, results)
+        self.number = tracing.sent = tracing.sent + 1
 
-    def read(self) -> list[Tensor]:
-        if self._tracing is not None:
-            self._tracing.wait("a receipt")
-            self._tracing = None
-        return super().read()
+    def read_it(self: Any) -> list[Tensor]:
+        tracing.read(self.number)
+        return read(self)
+
+    arrived = property(lambda self: tracing.has_arrived(self.number))
+    for name, counted in (("__init__", sent), ("read", read_it), ("arrived", arrived)):
+        setattr(Download, name, counted)
 
 
 def _replace_kernels(tracing: Tracing) -> None:
@@ -124,8 +132,11 @@ def _replace_kernels(tracing: Tracing) -> None:
             setattr(module, name, Launched(name, tracing))
     graphs._GRAPHS = (DEVICE.type,)
     graphs._warm_up = lambda *_: None
-    vars(ahead)["downloaded"] = _downloaded
-    vars(receipt)["Download"] = partial(_CountedDownload, tracing)
+    vars(ahead)["_layers_of"] = _layers_of
+    vars(ahead)["_same"] = lambda unread, _: (
+        unread is not None
+    )  # what the device has drawn is what the host makes of it
+    _count_downloads(tracing)
     graphs._captured = tracing.captured
     device_module._split_up = lambda packed, like: [invented(one.held) for one in like]
 
@@ -173,13 +184,22 @@ def _plain(tracing: Tracing, runner: Runner, requests: int, temperature: float) 
     served = PlainRounds(runner, requests, temperature)
     counts = served.measure(tracing.counting, _PLAIN_ROUNDS)
     served.close()
+    return _totals(requests, requests, [counts], [], _PLAIN_ROUNDS)
+
+
+def _totals(requests: int, rows: int, counted: Sequence[Counts], drafts: Sequence[Counts], rounds: int = 1) -> Record:
+    """Return what was counted in so many rounds, for each of them. drafts: what a head does."""
+    every = [*counted, *drafts]
     return {
         "requests": requests,
-        "rows": requests,
-        "launches": round((counts.launches + counts.replays) / _PLAIN_ROUNDS, 1),
-        "waits": {"draft": 0, "receipt": round(counts.waits / _PLAIN_ROUNDS, 2)},
-        "bytes_up": counts.up // _PLAIN_ROUNDS,
-        "bytes_down": counts.down // _PLAIN_ROUNDS,
+        "rows": rows,
+        "launches": round(sum(one.launches + one.replays for one in every) / rounds, 1),
+        "waits": {
+            name: round(sum(one.waits for one in some) / rounds, 2)
+            for name, some in (("draft", drafts), ("receipt", counted))
+        },
+        "bytes_up": sum(one.up for one in every) // rounds,
+        "bytes_down": sum(one.down for one in every) // rounds,
     }
 
 
@@ -189,14 +209,7 @@ def _prompt(tracing: Tracing, runner: Runner, config: LlamaConfig, states_stay: 
     served.read(_PROMPT)  # captures the graphs
     read, draft = served.read(_PROMPT)
     served.close()
-    return {
-        "requests": 1,
-        "rows": _PROMPT,
-        "launches": sum(one.launches + one.replays for one in (read, draft)),
-        "waits": {"draft": draft.waits, "receipt": read.waits},
-        "bytes_up": read.up + draft.up,
-        "bytes_down": read.down + draft.down,
-    }
+    return _totals(1, _PROMPT, [read], [draft])
 
 
 def _round(
@@ -207,9 +220,10 @@ def _round(
     requests: int,
     temperature: float,
     states_stay: bool = True,
+    policy: Policy | None = None,
 ) -> Record:
     head = head_of(method, config, _weight)
-    served = Rounds(tracing.counting, runner, config, head, requests, temperature, states_stay)
+    served = Rounds(tracing.counting, runner, config, head, requests, temperature, states_stay, policy)
     for _ in range(_ROUNDS):
         steps = served.drafter.steps
         parts, rows = served.step()
@@ -217,23 +231,17 @@ def _round(
     assert runner.pool is not None
     kv_bytes = sum(cache.length for cache in served.caches) * runner.pool.shape.block_bytes // 16
     served.close()
-    every = (parts.draft, parts.forward, parts.draws, parts.told)
-    seconds = _seconds(parts.draft), _seconds(parts.forward, kv_bytes), _seconds(parts.draws) + _seconds(parts.told)
-    return {
-        "requests": requests,
-        "rows": rows,
+    drafts, rest = [parts.draft, parts.behind], [parts.read, parts.told]
+    seconds = sum(map(_seconds, drafts)), _seconds(parts.forward, kv_bytes), sum(map(_seconds, rest))
+    return _totals(requests, rows, [parts.forward, *rest], drafts) | {
         "draft_steps": steps,
         "a_draft_step": {
-            "launches": round((parts.draft.launches + parts.draft.replays) / steps, 1),
-            "graph_kernels": round(parts.draft.graph_kernels / steps, 1),
-            "waits": round(parts.draft.waits / steps, 1),
+            "launches": round(sum(one.launches + one.replays for one in drafts) / steps, 1),
+            "graph_kernels": round(sum(one.graph_kernels for one in drafts) / steps, 1),
+            "waits": round(sum(one.waits for one in drafts) / steps, 1),
         },
         "forward_kernels": parts.forward.graph_kernels + parts.forward.launches,
-        "launches": sum(one.launches + one.replays for one in every),
-        "waits": {name: one.waits for name, one in vars(parts).items()},
         "waits_in_graphs": 0,  # tracing a graph that waits is an error
-        "bytes_up": sum(one.up for one in every),
-        "bytes_down": sum(one.down for one in every),
         "estimate_ms": {
             name: round(1000 * s, 2) for name, s in zip(("draft", "forward", "rest"), seconds, strict=True)
         },

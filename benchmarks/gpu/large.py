@@ -146,7 +146,7 @@ def _rounds(target: Target, method: str, temperature: float, requests: int) -> R
     rounds.close()
     ms = {
         name: round(median(1000 * getattr(parts, name)[0] for parts, _ in done), 2)
-        for name in ("draft", "forward", "draws", "told")
+        for name in ("draft", "forward", "behind", "read", "told")
     }
     rows = median(rows for _, rows in done)
     return {

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from drafters.heads.checkpoint import Checkpoint, TargetWeights
+from drafters.heads.growth.policies import Policy
 from drafters.heads.head import Head
 from drafters.heads.head_drafter import HeadDrafter
 from engine.core.batch import BLOCK_SIZE, Segment
@@ -61,25 +62,28 @@ class _Made(Checkpoint):
 
 @dataclass
 class Parts(Generic[M]):
-    """What was measured of a round's parts."""
+    """What was measured of a round's parts. forward: with the draws behind it. behind: drafts that are launched behind
+    these; draft: what is left to draft once the host has read. read: the receipt.
+    """
 
     draft: M
     forward: M
-    draws: M
+    behind: M
+    read: M
     told: M
 
 
 class Rounds(Generic[M]):
     """Requests with a tree a round. measuring: of one part of a round. states_stay: whether hidden states are taken
-    from the device, as within a process; between processes they pass the host.
+    from the device, as within a process; between processes they pass the host. policy: None: that of the head's paper.
     """
 
     def __init__(
         self, measuring: Callable[[], AbstractContextManager[M]], runner: Runner, config: LlamaConfig, head: Head,
-        requests: int, temperature: float, states_stay: bool = True,
+        requests: int, temperature: float, states_stay: bool = True, policy: Policy | None = None,
     ):  # fmt: skip
         self.measuring, self.runner, self.hidden_size = measuring, runner, config.hidden_size
-        self.drafter = HeadDrafter(head, head.published_growth)
+        self.drafter = HeadDrafter(head, policy or head.published_growth)
         self.numbers, self.states_stay = range(requests), states_stay
         self.states = [HiddenStates(shared=True) for _ in self.numbers]
         past = min(_PAST, config.max_position_embeddings // 2)
@@ -122,11 +126,20 @@ class Rounds(Generic[M]):
         measuring, layers = self.measuring, self.drafter.feature_layers
         with measuring() as draft:
             trees = self.drafter.propose_many([DraftQuery(number, ()) for number in self.numbers])
+        begins = [*accumulate(map(len, trees), initial=0)]
         with measuring() as forward:
             segments = [Segment.of_tree(tree, cache) for tree, cache in zip(trees, self.caches, strict=True)]
             logits, hidden_states = self.runner.run(segments, layers)
-        with measuring() as draws:
-            verdicts = self._draw(trees, logits, hidden_states)
+            drawn = [DrawnTree(*part) for part in zip(trees, self.samplers, begins, self.caches, strict=False)]
+            receipt = Receipt(drawn, logits, hidden_states, self.runner.pool, len(logits), 0, self.states_stay)
+        with measuring() as behind:
+            known = receipt.on_device
+            sent = (
+                None if known is None else self.drafter.draft_behind({number: number for number in self.numbers}, known)
+            )
+        with measuring() as read:
+            receipt.wait(sent)
+            verdicts = self._verify(drawn, logits, receipt)
         with measuring() as told:
             for number, verdict in zip(self.numbers, verdicts, strict=True):
                 self.drafter.observe(number, verdict)
@@ -136,23 +149,19 @@ class Rounds(Generic[M]):
                 for block in range(first, cache.length // BLOCK_SIZE):
                     states.of_block(block)
                 cache.trim()
-        return Parts(draft, forward, draws, told), len(logits)
+        return Parts(draft, forward, behind, read, told), len(logits)
 
-    def _draw(self, trees: Sequence[TokenTree], logits: Tensor, hidden_states: Tensor | None) -> list[Verdict]:
-        """Draw as the verifier does: all is launched after the forward, and waited for once."""
-        begins = [*accumulate(map(len, trees), initial=0)]
-        parts = zip(trees, self.samplers, begins, self.caches, strict=False)
-        drawn_trees = [DrawnTree(*part) for part in parts]
-        receipt = Receipt(drawn_trees, logits, hidden_states, self.runner.pool, len(logits), 0, self.states_stay)
-        receipt.wait()
+    def _verify(self, drawn: Sequence[DrawnTree], logits: Tensor, receipt: Receipt) -> list[Verdict]:
+        """Verify as the verifier does, once the receipt is there."""
         absent = self.runner.vocab_size - 1
-        receipt.take([token for tree in trees for token in _accepting(tree, absent)])
+        receipt.take([token for one in drawn for token in _accepting(one.tree, absent)])
         verdicts = []
-        for i, (tree, begin, sampler) in enumerate(zip(trees, begins, self.samplers, strict=False)):
-            path, drawn = verify(tree, logits[begin : begin + len(tree)], sampler, receipt.known(i))
+        for i, one in enumerate(drawn):
+            rows = logits[one.first : one.first + len(one.tree)]
+            path, tokens = verify(one.tree, rows, one.sampler, receipt.known(i))
             if (of_path := receipt.states_of(i, path)) is not None:
-                self.states[i].add(self.caches[i].length, of_path, unsent=True)
-            verdicts.append(Verdict(tree, path, drawn, self.states[i].take()))
+                self.states[i].add(one.cache.length, of_path, unsent=True)
+            verdicts.append(Verdict(one.tree, path, tokens, self.states[i].take()))
         return verdicts
 
     def close(self) -> None:

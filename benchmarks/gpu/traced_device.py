@@ -93,6 +93,7 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self.counts = Counts()
         self.capturing = False
+        self.sent = self._arrived = 0  # downloads
 
     @contextmanager
     def counting(self) -> Iterator[Counts]:
@@ -107,6 +108,17 @@ class Tracing(TorchDispatchMode):  # type: ignore[misc]
         if self.capturing:
             raise RuntimeError(f"{why} waits for the host, which a graph cannot capture")
         self.counts.waits += 1
+        self._arrived = self.sent
+
+    def has_arrived(self, download: int) -> bool:
+        """Return whether the download of that number was sent before something that has been waited for."""
+        return download <= self._arrived
+
+    def read(self, download: int) -> None:
+        """Wait for a download, unless it has arrived."""
+        if not self.has_arrived(download):
+            self.wait("a download")
+            self._arrived = download
 
     def captured(self, work: graphs.Work, inputs: Sequence[Tensor], device: torch.device, memory: object) -> Any:
         """Stand for `engine.model.cuda.graphs._captured`."""

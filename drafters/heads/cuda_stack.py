@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from drafters.heads.growth.ahead import draft_ahead
+from drafters.heads.growth.ahead import DraftsBehind, Keep, draft_ahead, draft_behind
 from drafters.heads.growth.policies import Dynamic
 from drafters.heads.growth.trie import Trie
 from drafters.heads.layers import DecoderLayer, Linear, RMSNorm
 from drafters.heads.stack import GrowingPool, StackLayer, StackSpec, norm_of
 from engine.core.batch import BLOCK_SIZE, Batch, Int, Rows
+from engine.core.drafter_protocol import DeviceVerdicts
 from engine.device import uploaded
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
@@ -88,7 +89,7 @@ class CudaStack:
         self.pool = GrowingPool(shape, blocks, self.hidden, spec.dtype, first.device)
         self._attention = TritonAttention(self.pool, first.heads // first.kv_heads, SIZES[-1])
         self._rule = Rule(first.head_dim**-0.5)
-        self._recorded: dict[tuple[int, bool], Recorded] = {}  # by rows, and whether the host gives their tokens
+        self._recorded: dict[tuple[int, bool], Recorded] = {}  # by rows, and whether the device alone knows them
         self._over = self.pool.keys  # what the graphs were captured over
         self.owner = CaptureOwner()
         self.cos_sin = self.first.rotary.halves(_POSITIONS)
@@ -96,6 +97,12 @@ class CudaStack:
     def draft_ahead(self, tries: Sequence[Trie], roots: Sequence[Tensor], policy: Dynamic) -> None:
         """See `drafters.heads.growth.ahead`."""
         draft_ahead(self, tries, roots, policy)
+
+    def draft_behind(
+        self, keep: Keep, tries: Sequence[Trie], verdicts: DeviceVerdicts, policy: Dynamic
+    ) -> DraftsBehind:
+        """See `drafters.heads.growth.ahead`."""
+        return draft_behind(self, keep, tries, verdicts, policy)
 
     def reader(self, fc: Linear, norm: RMSNorm, layers: Sequence[tuple[DecoderLayer, Linear]]) -> CudaReader:
         """Reads what such layers attend to beside their rows into the pool."""
@@ -113,7 +120,7 @@ class CudaStack:
         read = np.full(step.size, above[-1])
         read[: step.count] = above
         picked = np.asarray(range(step.count) if chosen is None else chosen)
-        return step.launch(step.rows, longs(read), picked)
+        return step.launch(longs(read), step.rows, picked)[: len(picked)].clone()  # the next call overwrites it
 
     def step(self, parts: Sequence[Rows]) -> CudaStep:
         """Prepare a forward over these rows; there is room for them from now on."""
@@ -131,17 +138,28 @@ class CudaStack:
             self._recorded.clear()
         return CudaStep(self, batch, rows)
 
-    def launch(self, size: int, *given: Tensor) -> Tensor:
-        """Return what `_run` makes of these; the next call overwrites it."""
+    def launch(self, size: int, late: bool, *given: Tensor) -> Tensor:
+        """Return what `_run` makes of these, or `_run_late`; the next call overwrites it."""
+        work = self._run_late if late else self._run
         if size not in SIZES or len(given[-1]) > _LISTED:
-            return self._run(*uploaded(given, self.first.device))[0]
-        key = (
-            size,
-            given[1].device.type == "cpu",
-        )  # the host's inputs are sent in one piece, of the same parts each time
-        if key not in self._recorded:
-            self._recorded[key] = Recorded(self._run, self.first.device, owner=self.owner, room=_LISTED)
-        return self._recorded[key](*given)[0]
+            return work(*uploaded(given, self.first.device))[0]
+        if (size, late) not in self._recorded:
+            self._recorded[size, late] = Recorded(work, self.first.device, owner=self.owner, room=_LISTED)
+            # what is captured runs several times, and rows that read their own places replace what is there
+            chosen, entered, written, *rows = given
+            self._recorded[size, late](chosen, entered, torch.full_like(written, self.nowhere), *rows)
+        return self._recorded[size, late](*given)[0]
+
+    @property
+    def nowhere(self) -> int:
+        """Where rows that pad a forward leave what is kept."""
+        return self.pool.blocks * BLOCK_SIZE
+
+    def _run_late(self, chosen: Tensor, given: Tensor, written: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Run with what the device alone knows of the rows in the place of their own; given: see `NextLayer.rows`."""
+        tokens, read, positions, prefixes = given.unbind()
+        seen = PaddedRows(*rows)._replace(tokens=tokens, positions=positions, prefix_lens=prefixes.int())
+        return self._run(chosen, read, written, *seen)
 
     def _run(self, chosen: Tensor, read: Tensor, written: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         """Return the head's outputs of the chosen rows: the part that a CUDA graph captures. read, written: [rows],
@@ -174,18 +192,26 @@ class CudaStep:
         self.stack, self.batch, self.rows = stack, batch, rows
         self.count, self.size = len(batch), len(rows.tokens)
 
-    def launch(self, rows: PaddedRows, read: Tensor, picked: NDArray[np.int64]) -> Tensor:
-        """Return the head's outputs of the rows picked. read: [size], where the rows find what they enter with."""
-        written = np.full(self.size, self.stack.pool.blocks * BLOCK_SIZE)  # padding writes to the end
+    def launch(self, given: Tensor, rows: PaddedRows, picked: NDArray[np.int64], late: bool = False) -> Tensor:
+        """Return the head's outputs of the rows picked, and others behind them; the next call overwrites them. given:
+        where the rows find what they enter with, [size], or what the device alone knows of them.
+        """
+        written = np.full(self.size, self.stack.nowhere)
         written[: self.count] = self.batch.slots
         filled = np.zeros(self.size if self.size in SIZES else len(picked), np.int64)
         filled[: len(picked)] = picked
-        out = self.stack.launch(self.size, longs(filled), read, longs(written), *rows)
-        return out[: len(picked)].clone()  # the next call overwrites it
+        return self.stack.launch(self.size, late, longs(filled), given, longs(written), *rows)
 
-    def run(self, tokens: Tensor, read: Tensor, listed: Tensor) -> Tensor:
-        """Return the head's outputs of all rows; see `drafters.heads.growth.ahead.HeadStep`."""
-        return self.launch(self.rows._replace(tokens=tokens, listed=listed), read, np.arange(self.count))
+    def run(self, given: Tensor, listed: Tensor, picked: Tensor | None = None) -> Tensor:
+        """See `drafters.heads.growth.ahead.HeadStep`."""
+        out = self.launch(given, self.rows._replace(listed=listed), np.arange(self.count), late=True)
+        return out[: self.count].clone() if picked is None else out.index_select(0, picked)
+
+    @property
+    def given(self) -> Tensor:
+        """What `run` takes of rows that read their own places, [4, size] int64, on the host."""
+        read = F.pad(self.places, (0, self.size - self.count))
+        return torch.stack([self.rows.tokens, read, self.rows.positions, self.rows.prefix_lens.long()])
 
     @property
     def tables(self) -> Tensor:
@@ -221,7 +247,7 @@ class CudaReader:
             size = padded_size(len(some))
             sources = np.minimum(np.arange(size), len(some) - 1)
             rows = first + sources
-            written = np.full(size, stack.pool.blocks * BLOCK_SIZE)
+            written = np.full(size, stack.nowhere)
             written[: len(some)] = places[rows[: len(some)]]
             indexes = written, np.asarray(positions)[rows], sources, *np.divmod(places[rows], BLOCK_SIZE)
             if (key := (size, some.device.type)) not in self._recorded:

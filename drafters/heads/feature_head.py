@@ -12,6 +12,7 @@ from drafters.heads.feature_session import FeatureSession
 from drafters.heads.feature_weights import FeatureWeights
 from drafters.heads.growth.policies import Policy
 from drafters.heads.session import Session
+from engine.core.drafter_protocol import DeviceVerdicts
 
 
 class FeatureHead(FeatureWeights):
@@ -31,6 +32,10 @@ class FeatureHead(FeatureWeights):
         stack: Any = self.stack  # one that has the method
         roots = self.roots([trie.session for trie in tries])
         stack.draft_ahead(tries, roots, policy)
+
+    def draft_behind(self, tries: Sequence[Any], verdicts: DeviceVerdicts, policy: Policy) -> Any:
+        stack: Any = self.stack
+        return stack.draft_behind(self.keep, tries, verdicts, policy)
 
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> Session:
         if self.stack is not None:

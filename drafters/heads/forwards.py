@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
 from drafters.heads.growth.policies import Dynamic, Policy
 from drafters.heads.growth.trie import Trie, TriePlace
 from drafters.heads.head import Head
+from engine.core.drafter_protocol import DeviceVerdicts, OnItsWay
 
 _WIDEST = 16  # nodes of a layer that a device selects by comparing every pair of candidates, 256 by 256
 
@@ -21,6 +23,7 @@ class Forwards:
     def __init__(self, head: Head):
         self.head = head
         self.count, self.seconds = 0, 0.0
+        self._behind: Any = None  # what was launched for verdicts that have yet to come
 
     def begin(self, places: list[TriePlace]) -> list[int]:
         """Return the node at the end of each path, from which a tree is to grow."""
@@ -37,14 +40,38 @@ class Forwards:
         """Draft what the policy will ask for below node 0 of tries of which nothing is drafted, where a head does that
         without waiting for each layer.
         """
-        if not (isinstance(policy, Dynamic) and self.head.drafts_ahead and policy.top_k <= _WIDEST):
+        if not (isinstance(policy, Dynamic) and self._grows_on_device(policy)):
             return
         new = dict.fromkeys(trie for trie, path in places if not path and 0 not in trie.seen)
         if tries := [trie for trie in new if trie.ranking.top_k >= policy.top_k]:
             started = time.perf_counter()
-            self.head.draft_ahead(tries, policy)
+            behind, self._behind = self._behind, None
+            if behind is not None:
+                tries = behind.enter(tries)
+            if tries:
+                self.head.draft_ahead(tries, policy)
             self.seconds += time.perf_counter() - started
             self.count += policy.depth + 1
+
+    def draft_behind(self, tries: Sequence[Trie], verdicts: DeviceVerdicts, policy: Policy) -> OnItsWay:
+        """Draft what the policy will ask for once the tries have come to what a device will know: `draft_ahead` enters
+        it. Each of them `may_draft_behind`.
+        """
+        self._behind = self.head.draft_behind(tries, verdicts, policy)
+        sent: OnItsWay = self._behind.sent
+        return sent
+
+    def may_draft_behind(self, trie: Trie, policy: Policy) -> bool:
+        """Return whether a trie's next tree may be drafted before its verdict: it has read all of its text, and its
+        candidates are ranked by the device alone.
+        """
+        ranking, session = trie.ranking, trie.session
+        ranked = ranking.top_k >= policy.top_k and ranking.ranks_on_device
+        read = 0 < session.synced == len(trie.text) - 1 and not session.count_unread()
+        return self._grows_on_device(policy) and ranked and read
+
+    def _grows_on_device(self, policy: Policy) -> bool:
+        return isinstance(policy, Dynamic) and self.head.drafts_ahead and policy.top_k <= _WIDEST
 
     def descend(self, places: list[TriePlace]) -> list[int]:
         """Return the node at the end of each path, drafted where its request does not have it yet."""

@@ -17,6 +17,7 @@ from drafters.heads.checkpoint import TargetWeights
 from drafters.heads.growth.policies import Candidates, Policy
 from drafters.heads.growth.ranking import Ranking
 from drafters.heads.session import Session, Unranked
+from engine.core.drafter_protocol import DeviceVerdicts
 
 
 class Head(ABC):
@@ -68,6 +69,12 @@ class Head(ABC):
 
     def draft_ahead(self, tries: Sequence[Any], policy: Policy) -> None:
         """Draft below node 0 of these tries all that the policy is likely to ask for, and enter it."""
+        raise NotImplementedError
+
+    def draft_behind(self, tries: Sequence[Any], verdicts: DeviceVerdicts, policy: Policy) -> Any:
+        """Read what a round will have come to, and draft what the policy is likely to ask for; return the
+        `drafters.heads.growth.ahead.DraftsBehind`. Called where `drafts_ahead` is true.
+        """
         raise NotImplementedError
 
     def begin(self, asked: Sequence[tuple[Any, list[list[int]]]]) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ from drafters.heads.growth.trie import Trie, TriePlace
 from drafters.heads.head import Head
 from drafters.parts import weights_path
 from engine.config import Config
-from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict
+from engine.core.drafter_protocol import BetweenSteps, DeviceVerdicts, Drafter, OnItsWay, Verdict
 from engine.core.outcomes import DraftQuery, Following
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
+from engine.device import uploaded
 from engine.model.loading import find_device
 
 _FORESEEN = 10  # candidates after each node, for ranking outcomes where the policy wants fewer
@@ -116,6 +117,23 @@ class HeadDrafter(Drafter):
                 growths[row] = Growth(trie, root, (path or trie.text)[-1], self.policy, adviser)
             grow(growths, self._forwards, trees, between_steps)
         return [trees[row] for row in range(len(queries))]
+
+    @torch.inference_mode()
+    def draft_behind(self, trees: Mapping[int, int], verdicts: DeviceVerdicts) -> OnItsWay | None:
+        ready = {
+            trie: verdicts.places[tree]
+            for request, tree in trees.items()
+            if request not in self._resting
+            and tree in verdicts.places
+            and self._forwards.may_draft_behind(trie := self._requests[request], self.policy)
+        }
+        if not ready:
+            return None
+        if [*ready.values()] != [*range(len(verdicts.lengths))]:
+            (rows,) = uploaded([torch.tensor([*ready.values()])], verdicts.lengths.device)
+            parts = verdicts.lengths, verdicts.tokens, verdicts.features
+            verdicts = DeviceVerdicts({}, *(part.index_select(0, rows) for part in parts))
+        return self._forwards.draft_behind([*ready], verdicts, self.policy)
 
     @torch.inference_mode()
     def warm_up(self, hidden_size: int) -> None:

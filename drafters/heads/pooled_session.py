@@ -23,13 +23,13 @@ _READ = 512  # positions of texts that are read in one forward
 
 
 class PooledSession(Session):
-    """One request of a `FeatureHead`; node n > 0 occupies the slot `slots + n - 1`."""
+    """One request of a `FeatureHead`; node n > 0 occupies the slot `first + n - 1`."""
 
     def __init__(self, head: PooledWeights, scratch: int):
         assert head.stack is not None
         self.head, self.scratch = head, scratch
         self.cache = PooledCache(head.stack.pool)
-        self.slots = 0  # cache slots that hold true features
+        self.slots = self.first = 0  # cache slots that hold true features; where those of nodes begin
         self.places = [0]  # by node, where in the pool its feature is
         self.positions = [0]  # by node, the position of its pair
         self.sees: list[list[int]] = [[]]  # by node, the slots after the text that it sees
@@ -68,10 +68,12 @@ class PooledSession(Session):
     def take(self, most: int) -> tuple[Tensor, Rows]:
         """Return the next unread positions of the text, at most `most`: their true features and their rows."""
         start, features, tokens = self._unread[0]
-        features, tokens = features[:most], tokens[:most]
-        slots = range(self.slots, self.slots + len(tokens))
-        positions = list(range(start, start + len(tokens)))
-        return features, Rows(self.cache, self.slots, tokens, positions, [s + 1 for s in slots], [[]] * len(tokens))
+        return features[:most], self.rows_of(start, tokens[:most])
+
+    def rows_of(self, start: int, tokens: list[int]) -> Rows:
+        """Return the rows of the next positions of the text, from `start` on."""
+        slots, positions = range(self.slots, self.slots + len(tokens)), list(range(start, start + len(tokens)))
+        return Rows(self.cache, self.slots, tokens, positions, [s + 1 for s in slots], [[]] * len(tokens))
 
     def took(self, rows: Rows) -> None:
         """Note that the head has read these positions."""
@@ -79,12 +81,26 @@ class PooledSession(Session):
         count = len(rows)
         if count < len(tokens):
             self._unread.insert(0, (start + count, features[count:], tokens[count:]))
-        self.slots += count
+        self._end_at(rows)
+        self.first = self.slots
+
+    def _end_at(self, rows: Rows) -> None:
+        """Note that the text ends with these rows."""
+        self.slots += len(rows)
         self.places[0], self.positions[0] = rows.slots[-1], rows.positions[-1]
+
+    def has_read_behind(self, most: int, logits: Tensor) -> None:
+        """Note that a device has read what is unread (`drafters.heads.growth.ahead`): the nodes begin behind the `most`
+        slots that it may have taken. logits: after the text.
+        """
+        start, _, tokens = self._unread.pop()
+        self.first = self.slots + most
+        self._end_at(self.rows_of(start, tokens))
+        self.logits = logits
 
     def grow(self, parents: list[int], tokens: list[int]) -> Rows:
         """Add nodes, and return their rows."""
-        place = self.slots + len(self.positions) - 1
+        place = self.first + len(self.positions) - 1
         self.positions += [self.positions[parent] + 1 for parent in parents]
         self.sees += [[*self.sees[parent], place + row] for row, parent in enumerate(parents)]
         n = len(tokens)
@@ -96,6 +112,11 @@ class PooledSession(Session):
     @property
     def unread(self) -> bool:
         return bool(self._unread)
+
+    @property
+    def unread_tokens(self) -> list[int] | None:
+        """The tokens of one verdict that is unread; None if there is none, or another before it."""
+        return self._unread[0][2] if len(self._unread) == 1 else None
 
 
 def roots(head: PooledWeights, sessions: Sequence[PooledSession]) -> list[Tensor | None]:
@@ -113,14 +134,12 @@ def roots(head: PooledWeights, sessions: Sequence[PooledSession]) -> list[Tensor
 
 def _read(head: PooledWeights, taken: Sequence[tuple[PooledSession, Tensor, Rows]]) -> None:
     """Read positions of several texts in one forward."""
-    assert head.stack is not None
-    parts, pool = [rows for _, _, rows in taken], head.stack.pool
+    parts = [rows for _, _, rows in taken]
     for rows in parts:
         rows.cache.reserve(rows.first + len(rows))
     slots = [slot for rows in parts for slot in rows.slots]
     true = torch.cat([features for _, features, _ in taken]).to(head.dtype)  # all come from the same place
-    features, places = uploaded([true, torch.tensor(slots)], head.device)
-    pool.features.index_copy_(0, places, head.fuse(features).to(pool.features.dtype))
+    head.keep(*uploaded([true, torch.tensor(slots)], head.device))
     last = [end - 1 for end in accumulate(map(len, parts))]
     for (session, _, rows), of_session in zip(taken, head.guess(slots, parts, last).split(1), strict=True):
         session.took(rows)

@@ -38,6 +38,12 @@ class PooledWeights(Head):
     def stack(self) -> AnyStack | None:
         return self.new_stack()
 
+    def keep(self, features: Tensor, places: Tensor) -> None:
+        """Keep true features, [rows, layers, hidden], at these places of the stack's pool, [rows]."""
+        assert self.stack is not None
+        kept = self.stack.pool.features
+        kept.index_copy_(0, places, self.fuse(features.to(self.dtype)).to(kept.dtype))
+
     def guess(self, above: Sequence[int], parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
         """Return logits [chosen, draft_vocab] after pairs of features and the parts' tokens. above: [rows], the slots
         of the pool where the features are kept; the guessed ones are kept in the rows' own slots afterwards.

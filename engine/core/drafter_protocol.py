@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,29 @@ class Verdict:
     rest: bool = False
     token_s: float = 0.01
     row_tokens: float | None = None
+
+
+@dataclass(frozen=True)
+class DeviceVerdicts:
+    """What a round came to, as it will be known on a GPU. places: of the round's trees that are drawn from there, by
+    their index, which one is theirs of those below.
+
+    lengths: [trees] int32, how many nodes of each are accepted, its root included. tokens: [trees, most] int64, what is
+    drawn at each of these nodes. features: [trees, most, layers, hidden], their hidden states, bfloat16. What is past a
+    tree's length is zeros.
+    """
+
+    places: Mapping[int, int]
+    lengths: Tensor
+    tokens: Tensor
+    features: Tensor
+
+
+class OnItsWay(Protocol):
+    """What a GPU sends to the host once it has done what was launched; see `engine.device.Download`."""
+
+    def read(self) -> Any: ...
+    def seconds_after(self, other: Any) -> float: ...
 
 
 BetweenSteps = Callable[[Callable[[], dict[int, TokenTree]]], None]
@@ -99,6 +122,12 @@ class Drafter(ABC):
         between_steps: called between a model's draft steps.
         """
         return [self.propose(request, continuation) for request, continuation in queries]
+
+    def draft_behind(self, trees: Mapping[int, int], verdicts: DeviceVerdicts) -> OnItsWay | None:
+        """Begin to draft for what a round comes to, before the host knows it; return what is on its way to the host.
+        trees: of requests, by their number, which tree was theirs. Their verdicts, and `propose`, come later as always.
+        """
+        return None
 
     def following(self, queries: Sequence[DraftQuery]) -> list[Following]:
         """Return the tokens that may follow each continuation, likeliest first, and their probabilities.

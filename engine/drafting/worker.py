@@ -12,12 +12,12 @@ import heapq
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import zmq
 
-from engine.core.drafter_protocol import Drafter, Verdict
+from engine.core.drafter_protocol import DeviceVerdicts, Drafter, OnItsWay, Verdict
 from engine.core.errors import ProtocolError
 from engine.core.outcomes import DraftKey, DraftQuery, Outcome, likeliest
 from engine.core.tree import TokenTree
@@ -86,6 +86,16 @@ class DrafterWorker:
         if not self.requests and self.drafter.renew():
             self._join()
         self._work()
+
+    def draft_behind(self, trees: Mapping[int, int], verdicts: DeviceVerdicts) -> OnItsWay | None:
+        """Begin to draft for what a round comes to: see `Drafter.draft_behind`."""
+        drafted = {number for number, request in self.requests.items() if not request.given_up}
+        known = {number: tree for number, tree in trees.items() if number in drafted}
+        try:
+            return self.drafter.draft_behind(known, verdicts) if known else None
+        except Exception as error:  # the drafts are asked for once more, and then it is found whom to blame
+            _raise_if_device_lost(error)
+            return None
 
     def _join(self) -> None:
         """Introduce the drafter. The verifier then announces every request anew, so the known ones are dropped."""

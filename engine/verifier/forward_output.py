@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.core.drafter_protocol import DeviceVerdicts, OnItsWay
 from engine.core.hidden_states import States
 from engine.device import uploaded, wait
 from engine.model.drawn_tree import DrawnTree
@@ -34,10 +35,11 @@ Known = Sequence[int] | None
 
 class RowsOnHost:
     """Reads what is there when it is asked for, hidden states on the host. The arguments are those of
-    `engine.model.cuda.receipt.Receipt`. roots: None, since the host draws.
+    `engine.model.cuda.receipt.Receipt`. roots, on_device: None, since the host draws.
     """
 
     roots: Tensor | None = None
+    on_device: DeviceVerdicts | None = None
 
     def __init__(
         self, trees: Sequence[DrawnTree], logits: Tensor, states: Tensor | None, rows: int = 0, successors: int = 0
@@ -45,9 +47,10 @@ class RowsOnHost:
         self._trees, self._logits, self._states = trees, logits, states
         self._rows, self._successors = rows, successors
 
-    def wait(self) -> None:
-        """Wait for the end of the forward."""
+    def wait(self, behind: OnItsWay | None = None) -> float:
+        """Wait for the end of the forward, behind which nothing is launched."""
         wait(self._logits.device)
+        return 0.0
 
     def known(self, index: int) -> Known:
         """Return what is drawn at each node of the tree of that index, if one call finds it for all trees: a call takes

@@ -17,12 +17,14 @@ import zmq
 
 from engine.config import Config
 from engine.core.batch import Segment
+from engine.core.drafter_protocol import OnItsWay
 from engine.core.errors import OutOfBlocks, StateLost
 from engine.core.methods import METHODS
 from engine.model.target import Target
 from engine.placement import Threads
 from engine.verifier.ahead import Ahead
 from engine.verifier.drafter_link import FROM_DRAFTER, DrafterLink
+from engine.verifier.forward_output import Output
 from engine.verifier.front_end_link import FROM_FRONT_END, FrontEndLink
 from engine.verifier.request import Request
 from engine.verifier.round_timer import RoundTimer
@@ -126,11 +128,12 @@ class Verifier:
             )
             if not (chunks or any(map(self._may_draft, plan.decoding))):
                 self.ahead.launch(plan.decoding, output, wants.feature_layers)
+            behind = self._draft_behind(plan.decoding, output)
         except (torch.AcceleratorError, StateLost):
             raise  # the device's or the requests' state is lost: this worker ends, and the next one continues
         except Exception as error:  # exhausted memory, say
             return self._blame(plan, error)
-        self.timer.end_forward(started_ns, [*trees, *chunks], output, self.ahead.queued)
+        self.timer.end_forward(started_ns, [*trees, *chunks], output, self.ahead.queued, behind)
         if self.timer.costs.drafting_ahead:
             self.drafter_link.poll()  # drafts that arrived meanwhile
         results = self._draw_and_tell_drafter(plan, steps, draws)
@@ -148,6 +151,19 @@ class Verifier:
         """Return whether its next tree may be more than its root, as far as is known before this round is read."""
         drafted = self.drafter_link.peer is not None and request.wants_draft and not request.root_only
         return drafted or request.matcher is not None
+
+    def _draft_behind(self, decoding: list[Request], output: Output) -> OnItsWay | None:
+        """Let a drafter in this loop draft for what the round comes to before the host knows it: all is in one queue,
+        and waited for once. Returns what it sends.
+        """
+        if self.inline_drafter is None or (verdicts := output.on_device) is None:
+            return None
+        trees = {
+            request.number: tree
+            for tree, request in enumerate(decoding)
+            if self._may_draft(request) and request.left > 1
+        }
+        return self.inline_drafter.draft_behind(trees, verdicts)
 
     def _reserve(self, plan: Plan, steps: list[Step]) -> tuple[Plan, list[Step]]:
         """Return the part of the plan that there are blocks for. Roots and chunks get blocks first, so drafts never

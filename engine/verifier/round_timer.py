@@ -10,6 +10,7 @@ import torch
 
 from engine.config import Config
 from engine.core.batch import BLOCK_SIZE, Segment
+from engine.core.drafter_protocol import OnItsWay
 from engine.core.methods import GRAMMAR, MODELS
 from engine.core.tree import TokenTree
 from engine.costs.cost_model import CostModel
@@ -75,12 +76,15 @@ class RoundTimer:
         for request in decoding:
             request.note_wait(wait_s / len(waited) if request in waited else 0.0)
 
-    def end_forward(self, started_ns: int, segments: Sequence[Segment], output: Output, queued: bool) -> None:
+    def end_forward(
+        self, started_ns: int, segments: Sequence[Segment], output: Output, queued: bool, behind: OnItsWay | None = None
+    ) -> None:
         """Wait for what a forward gave, including the simulated accelerator's time. queued: whether it was launched
-        behind the one before it, at whose end it began.
+        behind the one before it, at whose end it began. behind: drafts that were launched behind it, which are waited
+        for too, and whose time is none of the forward's.
         """
-        output.wait()
-        started_ns = self._forward_ended_ns if queued else started_ns
+        behind_ns = round(output.wait(behind) * 1e9)
+        started_ns = (self._forward_ended_ns if queued else started_ns) + behind_ns
         if self.config.verifier.simulated_latency_ms:
             time.sleep(self.config.verifier.simulated_latency_ms / 1000)
         name = "verify" if segments[0].tree is not None else "prefill"

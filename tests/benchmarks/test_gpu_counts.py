@@ -47,20 +47,20 @@ def test_a_lean_layer_is_ten_kernels(records: list[Record]) -> None:
     assert target["kernels"] < 10 * LAYERS + 10
 
 
-@pytest.mark.parametrize("check", [*(f"{head}, T=0" for head in HEADS), "eagle3, T=1"])
+@pytest.mark.parametrize("check", [*(f"{head}, T=0" for head in HEADS), "eagle3, T=1", "eagle, dynamic, T=0"])
 def test_a_round_of_many_requests_waits_as_often_as_of_one_and_takes_hardly_more_launches(
     check: str, records: list[Record]
 ) -> None:
     """The rows of several requests are joined once a draft step; keys and values are moved for all of them at once."""
     one, *more = of(records, check)
-    assert one["waits"]["forward"] + one["waits"]["draws"] + one["waits"]["told"] == 1, "all comes in one receipt"
+    assert one["waits"]["receipt"] == 1, "all comes in one receipt"
     for record in more:
         assert sum(record["waits"].values()) == sum(one["waits"].values())
         assert record["a_draft_step"]["waits"] <= one["a_draft_step"]["waits"]
         assert record["a_draft_step"]["launches"] <= one["a_draft_step"]["launches"] + 1
         assert record["launches"] <= one["launches"] + one["draft_steps"] + 3
-    if check.startswith("eagle3"):  # whose trees grow on the device
-        assert all(record["draft_steps"] == 8 and record["waits"]["draft"] == 1 for record in (one, *more))
+    if check.startswith(("eagle3", "eagle, dynamic")):  # grown on the device, behind the walk down the trees before
+        assert all(record["draft_steps"] == 8 and record["waits"]["draft"] == 0 for record in (one, *more))
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -77,7 +77,7 @@ def test_a_table_shows_all_rounds(records: list[Record]) -> None:
     (table,) = of(records, "table")
     head, _, *rows = table["table"]
     assert head.startswith("| | requests | launches | waits: draft |")
-    assert len(rows) == sum("waits" in record for record in records) == 3 * (len(HEADS) + 4) + 2
+    assert len(rows) == sum("waits" in record for record in records) == 3 * (len(HEADS) + 5) + 2
 
 
 def test_hidden_states_of_accepted_rows_alone_come_to_the_host_and_none_within_a_process(records: list[Record]) -> None:
@@ -89,7 +89,7 @@ def test_hidden_states_of_accepted_rows_alone_come_to_the_host_and_none_within_a
     for here, there in zip(within, between, strict=True):
         assert there["bytes_up"] - here["bytes_up"] > 70e3 * here["requests"]
         assert max(here["bytes_up"], here["bytes_down"]) < 30e3 * here["requests"]
-        assert sum(here["waits"].values()) == sum(there["waits"].values()) == 2
+        assert (sum(here["waits"].values()), sum(there["waits"].values())) == (1, 2)
 
 
 def test_a_prompt_is_read_by_the_head_without_passing_the_host(records: list[Record]) -> None:

@@ -5,27 +5,36 @@ layer. `Dynamic` expands the best nodes of each layer, which the device finds it
 after the other, each with the nodes that the device has selected, and what the head predicted comes to the host once.
 It is entered in the requests' tries, where the policy finds all that it asks for. So the policy alone decides what a
 tree is: a node that it wants and the device did not select is drafted then, as everywhere.
+
+`draft_behind` launches the same behind the target's walk down the trees before, of which the host knows nothing yet.
+The head then reads as many rows of each text as may have been accepted. Those past the walk's end read zeros, and
+write to slots that no other row sees, since a tree's nodes begin behind all of them: only how much of the text they
+see, and their positions, depend on the walk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.heads.growth.growth_kernel import TreeLayer, select
+from drafters.heads.growth.growth_kernel import Grounds, TreeLayer, select
 from drafters.heads.growth.policies import Candidates, Dynamic
 from drafters.heads.growth.ranking import Ranking
 from drafters.heads.growth.trie import Trie
 from engine.core.batch import Rows
-from engine.device import downloaded, uploaded
+from engine.core.drafter_protocol import DeviceVerdicts
+from engine.device import PackedDownload, uploaded
+from engine.sampling.noise_bits import keys_from
 
 
 class HeadStep(Protocol):
     """A head's forward over rows whose places are known. size: its rows, with those that pad it. tables: the requests'
-    block tables; places: [rows] int64, where in the pool the rows' features are; both on the host.
+    block tables; places: [rows] int64, where in the pool the rows' features are; given: what `run` takes of rows that
+    read their own places. All are on the host.
     """
 
     size: int
@@ -34,9 +43,11 @@ class HeadStep(Protocol):
     def tables(self) -> Tensor: ...
     @property
     def places(self) -> Tensor: ...
-    def run(self, tokens: Tensor, read: Tensor, listed: Tensor) -> Tensor:
-        """Return the head's outputs of all rows. tokens, read: [size] int64, the rows' tokens and where the features
-        are that they enter with; listed: the tables, and the slots that each row sees behind its text.
+    @property
+    def given(self) -> Tensor: ...
+    def run(self, given: Tensor, listed: Tensor, picked: Tensor | None = None) -> Tensor:
+        """Return the head's outputs of the rows picked, or of all. given: see `NextLayer.rows`; listed: the tables, and
+        the slots that each row sees behind its text.
         """
 
 
@@ -45,6 +56,10 @@ class HeadSteps(Protocol):
 
     def step(self, parts: Sequence[Rows]) -> HeadStep:
         """Prepare a forward over these rows; there is room for them from now on."""
+
+
+Keep = Callable[[Tensor, Tensor], None]
+"""Lets a head keep the target's features, [rows, layers, hidden], at some places of its pool, [rows] int64."""
 
 
 class _Drafted(NamedTuple):
@@ -58,66 +73,167 @@ class _Drafted(NamedTuple):
     prob: Tensor
 
 
+class _Steps:
+    """The forwards of all layers of some trees, prepared before anything is known of their nodes. firsts: the slots of
+    their first nodes; ends: upper bounds of how many slots of its text each tree sees, and of its root's position.
+    """
+
+    def __init__(
+        self, stack: HeadSteps, tries: Sequence[Trie], firsts: list[int], ends: list[tuple[int, int]], policy: Dynamic
+    ):
+        self.tries, self.width, layers = tries, policy.top_k, range(policy.depth)
+        sessions: list[Any] = [trie.session for trie in tries]
+        for session, first in zip(sessions, firsts, strict=True):
+            session.cache.reserve(first + policy.depth * self.width)
+        parts = [*zip(sessions, firsts, ends, strict=True)]
+        self.steps = [
+            stack.step([_rows(session.cache, first, end, layer, self.width) for session, first, end in parts])
+            for layer in layers
+        ]
+        slots = [[first + layer * self.width for first in firsts] for layer in layers]
+        self.needed = [
+            self.steps[0].tables,
+            torch.tensor(slots, dtype=torch.int32),
+            *(step.places for step in self.steps),
+        ]
+        """What is to be on the device."""
+
+    def launch(
+        self, logits: Tensor, grounds: Grounds, needed: Sequence[Tensor], keys: Tensor | None = None
+    ) -> list[Tensor]:
+        """Launch all layers and read nothing. logits: after each text. needed: that of `needed`, on the device. keys:
+        [layers, trees, width] int64, of the noise after each layer's nodes, where the host does not know their
+        positions.
+        """
+        tables, slots, *places = needed
+        width, trees = self.width, len(self.tries)
+        ones = torch.ones(trees, dtype=torch.float64, device=logits.device)
+        above = TreeLayer(ones, grounds.places, slots.new_zeros(trees, len(self.steps)))
+        nothing = slots.new_empty(0)
+        found = [_Drafted(nothing, nothing.long(), *self._best(logits, 0, keys))]
+        for layer, step in enumerate(self.steps):
+            best = found[-1]
+            chosen = select(best.following, best.prob, above, grounds, slots[layer], layer, width, step.size)
+            listed = torch.cat([tables, chosen.ancestors[:, : layer + 1].flatten()])
+            logits = step.run(chosen.rows, listed)
+            above = TreeLayer(chosen.confidence, places[layer], chosen.ancestors)
+            tokens = chosen.rows[0, : trees * width]
+            found.append(_Drafted(chosen.parents, tokens, *self._best(logits, layer + 1, keys)))
+        return [part for drafted in found for part in drafted]
+
+    def _best(self, logits: Tensor, layer: int, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rank what may follow a layer's nodes, as many of each trie. Returns tokens and their probabilities."""
+        rankings = [trie.ranking for trie in self.tries]
+        if all(ranking.sampling.greedy for ranking in rankings):  # by the logits themselves
+            return Ranking.best_of_all([(max(rankings, key=lambda ranking: ranking.top_k), logits, [])])
+        parts = logits.split(len(logits) // len(rankings))
+        asked = [
+            (trie.ranking, part, [trie.session.synced + 1 + layer] * len(part))
+            for trie, part in zip(self.tries, parts, strict=True)
+        ]
+        if keys is None:
+            return Ranking.best_of_all(asked)
+        return Ranking.best_of_all(asked, keys[layer, :, : len(parts[0])].contiguous().flatten())
+
+
+class DraftsBehind:
+    """Trees that a device drafts for what a round comes to. sent: on its way to the host; logits: [trees, vocab], after
+    each text.
+    """
+
+    def __init__(self, tries: Sequence[Trie], verdicts: DeviceVerdicts, found: Sequence[Tensor], logits: Tensor):
+        self._tries, self._logits = tries, logits
+        self.sent = PackedDownload([verdicts.lengths, verdicts.tokens, *found])
+
+    def enter(self, tries: Sequence[Trie]) -> list[Trie]:
+        """Enter what was drafted for those of the tries that have come to what the device knew, and return the others:
+        where the host had to draw, or to read more, the session reads as always.
+        """
+        lengths, tokens, *found = self.sent.read()
+        layers, entered = _layers_of(found), set[Trie]()
+        for tree, (trie, logits) in enumerate(zip(self._tries, self._logits.split(1), strict=True)):
+            session: Any = trie.session
+            if trie in tries and _same(session.unread_tokens, tokens[tree, : int(lengths[tree])].tolist()):
+                session.has_read_behind(tokens.shape[1], logits)
+                _enter(trie, tree, len(self._tries), layers)
+                entered.add(trie)
+        return [trie for trie in tries if trie not in entered]
+
+
 def draft_ahead(stack: HeadSteps, tries: Sequence[Trie], roots: Sequence[Tensor], policy: Dynamic) -> None:
     """Draft all layers below node 0 of each trie, of which nothing has been drafted. roots: the logits after it."""
-    layers = _layers(stack, tries, torch.cat([*roots]), policy.depth, policy.top_k)
-    parts = iter(downloaded([part for layer in layers for part in layer]))
-    read = [_Drafted(*(next(parts) for _ in layer)) for layer in layers]
-    for tree, trie in enumerate(tries):
-        _enter(trie, tree, len(tries), read)
-
-
-def _layers(stack: HeadSteps, tries: Sequence[Trie], logits: Tensor, depth: int, width: int) -> list[_Drafted]:
-    """Launch all layers and read nothing."""
     sessions: list[Any] = [trie.session for trie in tries]
-    firsts = [session.slots + len(session.positions) - 1 for session in sessions]
-    for session, first in zip(sessions, firsts, strict=True):
-        session.cache.reserve(first + depth * width)
-    steps = [
-        stack.step([_rows(session, first, layer, width) for session, first in zip(sessions, firsts, strict=True)])
-        for layer in range(depth)
+    firsts = [session.first + len(session.positions) - 1 for session in sessions]
+    prefixes, positions = [session.slots for session in sessions], [session.positions[0] for session in sessions]
+    steps = _Steps(stack, tries, firsts, [*zip(prefixes, positions, strict=True)], policy)
+    on_host = torch.tensor([prefixes, positions, [session.places[0] for session in sessions]])
+    grounds, *needed = uploaded([on_host, *steps.needed], roots[0].device)
+    sent = PackedDownload(steps.launch(torch.cat([*roots]), Grounds(*grounds), needed))
+    layers = _layers_of(sent.read())
+    for tree, trie in enumerate(tries):
+        _enter(trie, tree, len(tries), layers)
+
+
+def draft_behind(
+    stack: HeadSteps, keep: Keep, tries: Sequence[Trie], verdicts: DeviceVerdicts, policy: Dynamic
+) -> DraftsBehind:
+    """Read with the head what a round comes to, and draft all layers below that for each trie. Its session has read all
+    of its text so far.
+    """
+    trees, most = verdicts.tokens.shape
+    sessions: list[Any] = [trie.session for trie in tries]
+    ends = [(session.slots + most, session.synced + most - 1) for session in sessions]
+    steps = _Steps(stack, tries, [slots for slots, _ in ends], ends, policy)
+    reading = stack.step([session.rows_of(session.synced, [0] * most) for session in sessions])
+    before = [
+        [tree * most - 1 for tree in range(trees)],
+        [session.slots for session in sessions],
+        [session.synced - 1 for session in sessions],
     ]
-    slots = torch.tensor([[first + layer * width for first in firsts] for layer in range(depth)], dtype=torch.int32)
-    roots = torch.tensor([session.places[0] for session in sessions])
-    given = [steps[0].tables, slots, roots, *(step.places for step in steps)]
-    tables, slots, *places = uploaded(given, logits.device)
-    ones = torch.ones(len(tries), dtype=torch.float64, device=logits.device)
-    above = TreeLayer(ones, places[0], slots.new_zeros(len(tries), depth))
-    nothing = slots.new_empty(0)
-    found = [_Drafted(nothing, nothing.long(), *_best(tries, logits, 0))]
-    for layer, step in enumerate(steps):
-        chosen = select(found[-1].following, found[-1].prob, above, slots[layer], layer, width, step.size)
-        listed = torch.cat([tables, chosen.ancestors[:, : layer + 1].flatten()])
-        logits = step.run(chosen.tokens, chosen.read, listed)
-        above = TreeLayer(chosen.confidence, places[layer + 1], chosen.ancestors)
-        tokens = chosen.tokens[: len(chosen.parents)]
-        found.append(_Drafted(chosen.parents, tokens, *_best(tries, logits, layer + 1)))
-    return found
-
-
-def _rows(session: Any, first: int, layer: int, width: int) -> Rows:
-    """Return a layer's rows of one tree, whose tokens and ancestors the device selects."""
-    return Rows(
-        session.cache,
-        first + layer * width,
-        [0] * width,
-        [session.positions[0] + 1 + layer] * width,
-        [session.slots] * width,
-        [[0] * (layer + 1)] * width,
+    given, places, ahead_of_walk, keys, *needed = uploaded(
+        [reading.given, reading.places, torch.tensor(before), _noise_keys(tries, most + policy.depth), *steps.needed],
+        verdicts.lengths.device,
     )
+    keep(verdicts.features.flatten(0, 1), places)
+    given[0, : trees * most] = verdicts.tokens.flatten()
+    last, prefixes, positions = (ahead_of_walk + verdicts.lengths).unbind()
+    logits = reading.run(given, needed[0], last)
+    if keys.numel():
+        layers = torch.arange(policy.depth + 1, device=keys.device)
+        keys = keys.gather(1, (verdicts.lengths - 1).long()[:, None] + layers).T
+        keys = keys[..., None].expand(-1, -1, policy.top_k).contiguous()
+    grounds = Grounds(prefixes, positions, places.index_select(0, last))
+    return DraftsBehind(tries, verdicts, steps.launch(logits, grounds, needed, keys), logits)
 
 
-def _best(tries: Sequence[Trie], logits: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """Rank what may follow a layer's nodes, the same number of each trie. Returns tokens and their probabilities."""
-    rankings = [trie.ranking for trie in tries]
-    if all(ranking.sampling.greedy for ranking in rankings):  # by the logits themselves
-        return Ranking.best_of_all([(max(rankings, key=lambda ranking: ranking.top_k), logits, [])])
-    parts = logits.split(len(logits) // len(tries))
-    asked = [
-        (trie.ranking, part, [trie.session.synced + 1 + layer] * len(part))
-        for trie, part in zip(tries, parts, strict=True)
-    ]
-    return Ranking.best_of_all(asked)
+def _noise_keys(tries: Sequence[Trie], count: int) -> Tensor:
+    """Return [trees, count] int64: the keys of the noise of each text, from what its shortest walk ends before; none
+    where none is needed.
+    """
+    samplings = [trie.ranking.sampling for trie in tries]
+    if all(sampling.greedy for sampling in samplings):
+        return torch.empty(0, dtype=torch.int64)
+    begins = [trie.session.synced + 2 for trie in tries]
+    keys = [keys_from(one.seed, begin, count) for one, begin in zip(samplings, begins, strict=True)]
+    return torch.from_numpy(np.stack(keys).view(np.int64))
+
+
+def _same(unread: list[int] | None, tokens: list[int]) -> bool:
+    """Return whether what a session has yet to read is what the device has read."""
+    return unread == tokens
+
+
+def _layers_of(parts: Sequence[Tensor]) -> list[_Drafted]:
+    each = len(_Drafted._fields)
+    return [_Drafted(*parts[at : at + each]) for at in range(0, len(parts), each)]
+
+
+def _rows(cache: Any, first: int, end: tuple[int, int], layer: int, width: int) -> Rows:
+    """Return a layer's rows of one tree, whose tokens and ancestors the device selects. end: see `_Steps`."""
+    prefix, position = end
+    slot = first + layer * width
+    ancestors = [[0] * (layer + 1)] * width
+    return Rows(cache, slot, [0] * width, [position + 1 + layer] * width, [prefix] * width, ancestors)
 
 
 def _enter(trie: Trie, tree: int, trees: int, layers: Sequence[_Drafted]) -> None:

@@ -14,6 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 
+class Grounds(NamedTuple):
+    """What trees grow on, on the device, [trees] int64: how many slots of its text each tree's nodes see, the position
+    of its root's pair, and where in the pool the root's feature is.
+    """
+
+    prefixes: Tensor
+    positions: Tensor
+    places: Tensor
+
+
 class TreeLayer(NamedTuple):
     """Nodes of trees of a layer, the same number of each tree, on the device.
 
@@ -29,18 +39,18 @@ class TreeLayer(NamedTuple):
 class NextLayer(NamedTuple):
     """The nodes of trees that are drafted next.
 
-    tokens, read: [rows] int64, the nodes' own tokens and where their parents' features are; rows that pad a forward are
-    zeros. parents: [nodes] int32, which node of its tree's layer before each one is below.
+    rows: [4, rows] int64, of the forward that drafts them: the nodes' own tokens, where their parents' features are,
+    their positions, and how many slots of the text they see; rows that pad it are zeros. parents: [nodes] int32, which
+    node of its tree's layer before each one is below.
     """
 
-    tokens: Tensor
-    read: Tensor
+    rows: Tensor
     parents: Tensor
     confidence: Tensor
     ancestors: Tensor
 
 
-@triton.jit(do_not_specialize=["nodes", "columns", "layer", "depth"])
+@triton.jit(do_not_specialize=["nodes", "columns", "layer", "depth", "rows"])
 def _select(
     tokens,  # [trees * nodes, columns] int64: what may follow each node, likeliest first
     prob,  # [trees * nodes, columns] float32
@@ -48,8 +58,9 @@ def _select(
     places,  # [trees * nodes] int64
     ancestors,  # [trees * nodes, depth] int32
     slots,  # [trees] int32: of each tree's first node of the new layer
-    next_tokens,  # out, and so on: see `NextLayer`
-    read,
+    prefixes,  # see `Grounds`
+    positions,
+    next_rows,  # out, and so on: see `NextLayer`
     parents,
     next_confidence,
     next_ancestors,
@@ -57,6 +68,7 @@ def _select(
     columns,
     layer,
     depth,
+    rows,
     WIDTH: tl.constexpr,
     FILLED: tl.constexpr,
 ):
@@ -75,8 +87,10 @@ def _select(
     rank = tl.sum(better.to(tl.int32), 0)
     kept = there & (rank < WIDTH)
     place = tree * WIDTH + rank
-    tl.store(next_tokens + place, tl.load(tokens + at, mask=there, other=0), mask=kept)
-    tl.store(read + place, tl.load(places + node, mask=there, other=0), mask=kept)
+    tl.store(next_rows + place, tl.load(tokens + at, mask=there, other=0), mask=kept)
+    tl.store(next_rows + rows + place, tl.load(places + node, mask=there, other=0), mask=kept)
+    tl.store(next_rows + 2 * rows + place, tl.load(positions + tree) + 1 + layer, mask=kept)
+    tl.store(next_rows + 3 * rows + place, tl.load(prefixes + tree), mask=kept)
     tl.store(parents + place, candidate // WIDTH, mask=kept)
     tl.store(next_confidence + place, chance, mask=kept)
     for step in range(layer):
@@ -86,21 +100,22 @@ def _select(
 
 
 def select(
-    tokens: Tensor, prob: Tensor, above: TreeLayer, slots: Tensor, layer: int, width: int, rows: int
+    tokens: Tensor, prob: Tensor, above: TreeLayer, grounds: Grounds, slots: Tensor, layer: int, width: int, rows: int
 ) -> NextLayer:
     """Select the layer of that number, `width` nodes of each tree. tokens, prob: [nodes of the layer before, columns].
     slots: [trees] int32, of each tree's first new node. rows: of the forward that drafts them.
     """
     trees, device = len(slots), tokens.device
     nodes = len(tokens) // trees
-    given = torch.zeros(2, rows, dtype=torch.int64, device=device)
     parents = torch.empty(trees * width, dtype=torch.int32, device=device)
     found = NextLayer(
-        given[0], given[1], parents, parents.new_empty(len(parents), dtype=torch.float64),
+        torch.zeros(4, rows, dtype=torch.int64, device=device), parents,
+        parents.new_empty(len(parents), dtype=torch.float64),
         parents.new_empty(len(parents), above.ancestors.shape[1]),
     )  # fmt: skip
     _select[(trees,)](
-        tokens, prob, above.confidence, above.places, above.ancestors, slots, *found, nodes, tokens.shape[1], layer,
-        above.ancestors.shape[1], WIDTH=width, FILLED=triton.next_power_of_2(nodes * width),
+        tokens, prob, above.confidence, above.places, above.ancestors, slots, grounds.prefixes, grounds.positions,
+        *found, nodes, tokens.shape[1], layer, above.ancestors.shape[1], rows, WIDTH=width,
+        FILLED=triton.next_power_of_2(nodes * width),
     )  # fmt: skip
     return found

@@ -144,11 +144,13 @@ class Ranking:
         ]
 
     @staticmethod
-    def best_of_all(asked: Sequence[tuple[Ranking, Tensor, list[int]]]) -> tuple[Tensor, Tensor]:
+    def best_of_all(
+        asked: Sequence[tuple[Ranking, Tensor, list[int]]], keys: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the likeliest tokens after all rows and their probabilities, [rows, most candidates], where the logits
-        are.
+        are. keys: see `scores_of`.
         """
-        scores, ids = Ranking.scores_of(asked), asked[0][0].target_ids
+        scores, ids = Ranking.scores_of(asked, keys), asked[0][0].target_ids
         count = max(ranking.top_k for ranking, _, _ in asked)
         if (kernels := _kernels(scores.device)) is not None:
             found: tuple[Tensor, Tensor] = kernels.likeliest(scores, ids, count)
@@ -158,32 +160,41 @@ class Ranking:
         return ids[best.indices], prob
 
     @staticmethod
-    def scores_of(asked: Sequence[tuple[Ranking, Tensor, list[int]]]) -> Tensor:
+    def scores_of(asked: Sequence[tuple[Ranking, Tensor, list[int]]], keys: Tensor | None = None) -> Tensor:
         """Return [rows, draft_vocab]: the `scores` of all, with logits and positions, of one head. On a GPU one kernel
-        adds the noise.
+        adds the noise. keys: [rows] int64, its keys, where the device alone knows the positions.
         """
         noisy = [ranking.shared_noise and not ranking.sampling.greedy for ranking, _, _ in asked]
         if (kernels := _kernels(asked[0][1].device) if any(noisy) else None) is None:
             scored = [ranking.scores(logits, positions) for ranking, logits, positions in asked]
             return scored[0] if len(scored) == 1 else torch.cat(scored)
-        rows = [
-            (ranking.sampling.seed, position, ranking.sampling.temperature / ranking.error.value if noise else 0.0)
+        gains = [
+            ranking.sampling.temperature / ranking.error.value if noise else 0.0
             for noise, (ranking, _, positions) in zip(noisy, asked, strict=True)
-            for position in positions
+            for _ in positions
         ]
+        if keys is None:
+            keys = kernels.noise_keys(
+                [(ranking.sampling.seed, position) for ranking, _, at in asked for position in at]
+            )
         if any(ranking.truncates for ranking, _, _ in asked):
             scores = torch.cat([ranking.truncated(logits).float() for ranking, logits, _ in asked])
         else:
             by = [[1.0 if r.sampling.greedy else r.sampling.temperature] for r, _, at in asked for _ in at]
             logits = torch.cat([logits for _, logits, _ in asked])
             scores = logits.float() / uploaded([torch.tensor(by, dtype=torch.float32)], logits.device)[0]
-        noisy_scores: Tensor = kernels.noisy_scores(scores, asked[0][0].target_ids, rows)
+        noisy_scores: Tensor = kernels.noisy_scores(scores, asked[0][0].target_ids, keys, gains)
         return noisy_scores
 
     @property
     def learns(self) -> bool:
         """Whether `learn` has anything to learn from."""
         return not self.sampling.greedy and self.shared_noise
+
+    @property
+    def ranks_on_device(self) -> bool:
+        """Whether its candidates can be ranked at positions that the device alone knows."""
+        return self.sampling.greedy or not self.shared_noise or _kernels(self.target_ids.device) is not None
 
     @property
     def gain(self) -> float:

@@ -174,12 +174,12 @@ def likeliest(scores: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return tokens, prob
 
 
-def noisy_scores(scores: Tensor, ids: Tensor, rows: Sequence[tuple[int, int, float]]) -> Tensor:
+def noisy_scores(scores: Tensor, ids: Tensor, keys: Tensor, gains: Sequence[float]) -> Tensor:
     """Compute (scores + noise) * gain, written over the scores, [rows, vocab] float32. ids: [vocab], the tokens of the
-    columns. rows: each one's seed, position and gain; of gain 0 it is left as it is.
+    columns. keys: [rows], see `noise_keys`. A row of gain 0 is left as it is.
     """
     scores, vocab = scores.contiguous(), scores.shape[1]
-    given = [noise_keys([row[:2] for row in rows]), torch.tensor([row[2] for row in rows], dtype=torch.float32)]
+    given = [keys, torch.tensor(gains, dtype=torch.float32)]
     score_noisily[(len(scores), triton.cdiv(vocab, _PART))](
         scores, ids, *uploaded(given, scores.device), vocab, PART=_PART, **_LAUNCH
     )

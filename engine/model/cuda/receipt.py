@@ -18,15 +18,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.batch import Int
+from engine.core.drafter_protocol import DeviceVerdicts, OnItsWay
 from engine.core.hidden_states import States
 from engine.device import Download, uploaded
 from engine.model.cuda.noise_kernels import draw_tokens, noise_keys
-from engine.model.cuda.walk_kernels import check_blocks, gather_path_rows, move_paths, walk_trees
+from engine.model.cuda.walk_kernels import Walked, check_blocks, gather_path_rows, move_paths, walk_trees
 from engine.model.drawn_tree import DrawnTree
 from engine.model.kv_pool import KVPool
 from engine.model.runner import bfloat16_bits
 
 _STATE_ROWS, _LEAST_ROWS = 128, 4  # accepted rows whose hidden states are sent: of all trees, and of each at least
+_STAYING_ROWS = 512  # of those that stay on the device, where a head may read them before it is known how many they are
 _ALIGNED = 16
 
 
@@ -56,6 +58,7 @@ class Receipt:
         self._trees = [trees[i] for i in self._places]
         self._begins = [0, *accumulate(len(one.tree) for one in self._trees)]
         self._drawn: Tensor | None = None  # [nodes] int32, on the device
+        self._walked: Walked | None = None
         self._tokens: list[int] | None = None  # once they are read
         self._paths: list[list[int]] = []
         self._fetched: dict[int, States] = {}  # of longer paths than are sent
@@ -78,16 +81,34 @@ class Receipt:
         """
         return self._drawn if len(self._trees) == len(self._asked) == self._begins[-1] else None
 
-    def wait(self) -> None:
-        """Wait until all has arrived, and let the caches know which blocks are finite."""
+    @property
+    def on_device(self) -> DeviceVerdicts | None:
+        """What the trees that are drawn from there came to, if all that may be accepted of them has stayed there."""
+        if self._walked is None or self._states is None or not self._stay:
+            return None
+        _, lengths, tokens = self._walked
+        if self._rows_sent < tokens.shape[1]:
+            return None
+        return DeviceVerdicts(
+            self._places, lengths, tokens, self._gathered.view(*tokens.shape, *self._states.shape[1:])
+        )
+
+    def wait(self, behind: OnItsWay | None = None) -> float:
+        """Wait until all has arrived, and let the caches know which blocks are finite. behind: what was launched behind
+        it and is wanted too. It arrives last, so the host waits for it alone; returns the seconds that it took.
+        """
+        if behind is not None:
+            behind.read()
         packed, blocks = self._sent.read()[0], [*chain.from_iterable(self._filled)]
+        behind_s = 0.0 if behind is None else behind.seconds_after(self._sent)
         if not blocks:
-            return
+            return behind_s
         flawed = packed[self._end :].view(len(blocks), -1).any(1).tolist()
         finite = {block: not one for block, one in zip(blocks, flawed, strict=True)}
         for one, filled in zip(self._trees, self._filled, strict=True):
             if filled:
                 one.cache.checked = {block: finite[block] for block in filled}
+        return behind_s
 
     def _launch(self, logits: Tensor, pool: KVPool | None) -> Tensor:
         """Draw, walk, move, check and gather. Returns the bytes of the tokens drawn, of the states of accepted rows,
@@ -95,7 +116,8 @@ class Receipt:
         """
         count, nodes = len(self._trees), self._begins[-1]
         reach = 1 + max(int(one.tree.depths.max()) for one in self._trees)
-        self._rows_sent = 0 if self._states is None else min(reach, max(_LEAST_ROWS, _STATE_ROWS // count))
+        most = max(_LEAST_ROWS, (_STAYING_ROWS if self._stay else _STATE_ROWS) // count)
+        self._rows_sent = 0 if self._states is None else min(reach, most)
         width = 0 if self._states is None else self._states[0].numel()
         begin = -(-4 * nodes // _ALIGNED) * _ALIGNED
         end = begin + (0 if self._stay else 2 * count * self._rows_sent * width)
@@ -108,7 +130,8 @@ class Receipt:
         arrays = uploaded(self._arrays(), self._device)
         rows, drafted, parents, slots, keys, temperatures, begins, moves, blocks = arrays
         draw_tokens(logits, rows, keys, temperatures, tokens)
-        paths, lengths = walk_trees(tokens, drafted, parents, begins, reach)
+        self._walked = walk_trees(tokens, drafted, parents, begins, reach)
+        paths, lengths, _ = self._walked
         if pool is not None:
             move_paths(pool, paths, lengths, begins, slots, moves)
             if filled:

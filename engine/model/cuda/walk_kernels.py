@@ -8,6 +8,8 @@ Each is one kernel for all trees of a round, and none needs anything from the ho
 # Triton allows only constexpr annotations on a kernel's parameters.
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +31,7 @@ def walk(
     begins,  # [trees + 1] int32: each tree's first node
     paths,  # out: [trees, reach] int32: accepted nodes, root first
     lengths,  # out: [trees] int32
+    following,  # out: [trees, reach] int64: what is drawn at these nodes; 0 where that is not known, and past them
     reach,
     NODES: tl.constexpr,
     NOBODY: tl.constexpr,
@@ -40,6 +43,7 @@ def walk(
     node = tl.program_id(0) * 0
     length = tl.program_id(0) * 0
     for step in range(reach):
+        token = tl.program_id(0) * 0
         if node >= 0:
             tl.store(paths + tree * reach + step, node)
             length += 1
@@ -52,6 +56,7 @@ def walk(
                 own = tl.load(drafted + begin + other, mask=there, other=NOBODY)
                 child = tl.maximum(child, tl.max(tl.where((parent == node) & (own == token), other, NOBODY), 0))
             node = child
+        tl.store(following + tree * reach + step, tl.maximum(token, 0).to(tl.int64))
     tl.store(lengths + tree, length)
 
 
@@ -106,14 +111,15 @@ def gather(
     width,
     PART: tl.constexpr,
 ):
-    """Copy the hidden states of a tree's path."""
+    """Copy the hidden states of a tree's path; past it there are zeros."""
     tree, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if step < tl.load(lengths + tree):
-        row = tl.load(rows + tl.load(begins + tree) + tl.load(paths + tree * reach + step)).to(tl.int64)
-        at = tl.program_id(2) * PART + tl.arange(0, PART)
-        state = tl.load(states + row * width + at, mask=at < width)
-        place = (tree * tl.num_programs(1) + step) * width
-        tl.store(out + place + at, state, mask=at < width)
+    there = step < tl.load(lengths + tree)
+    node = tl.load(begins + tree) + tl.load(paths + tree * reach + step, mask=there, other=0)
+    row = tl.load(rows + node).to(tl.int64)
+    at = tl.program_id(2) * PART + tl.arange(0, PART)
+    state = tl.load(states + row * width + at, mask=there & (at < width), other=0.0)
+    place = (tree * tl.num_programs(1) + step) * width
+    tl.store(out + place + at, state, mask=at < width)
 
 
 @triton.jit
@@ -139,15 +145,23 @@ def check(
     tl.store(flawed + block * tl.num_programs(1) + layer, (tl.max(found, 0) > 0).to(tl.int8))
 
 
-def walk_trees(tokens: Tensor, drafted: Tensor, parents: Tensor, begins: Tensor, reach: int) -> tuple[Tensor, Tensor]:
-    """Walk down all trees. Returns the accepted paths, [trees, reach] int32, and their lengths. reach: of the longest
-    that may be.
+class Walked(NamedTuple):
+    """Accepted paths: their nodes, [trees, reach] int32, their lengths, and the tokens drawn at these nodes, [trees,
+    reach] int64, 0 where the host has to draw and past a path's end.
     """
-    trees = len(begins) - 1
-    paths = torch.empty(trees, reach, dtype=torch.int32, device=tokens.device)
-    lengths = torch.empty(trees, dtype=torch.int32, device=tokens.device)
-    walk[(trees,)](tokens, drafted, parents, begins, paths, lengths, reach, NODES=_NODES, NOBODY=_NOBODY, num_warps=1)
-    return paths, lengths
+
+    paths: Tensor
+    lengths: Tensor
+    following: Tensor
+
+
+def walk_trees(tokens: Tensor, drafted: Tensor, parents: Tensor, begins: Tensor, reach: int) -> Walked:
+    """Walk down all trees. reach: of the longest path that may be."""
+    trees, device = len(begins) - 1, tokens.device
+    paths, lengths = (torch.empty(*shape, dtype=torch.int32, device=device) for shape in ((trees, reach), (trees,)))
+    found = Walked(paths, lengths, torch.empty(trees, reach, dtype=torch.int64, device=device))
+    walk[(trees,)](tokens, drafted, parents, begins, *found, reach, NODES=_NODES, NOBODY=_NOBODY, num_warps=1)
+    return found
 
 
 def move_paths(pool: KVPool, paths: Tensor, lengths: Tensor, begins: Tensor, slots: Tensor, moves: Tensor) -> None:

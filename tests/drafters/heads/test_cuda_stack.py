@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of torch bring it, or pip install triton")
 
 from drafters.heads import cuda_stack
 from drafters.heads.checkpoint import TargetWeights
-from drafters.heads.growth.growth_kernel import TreeLayer, select
+from drafters.heads.growth.growth_kernel import Grounds, TreeLayer, select
 from drafters.heads.growth.policies import Candidates, Dynamic, TreeBuilder
-from engine.core.drafter_protocol import Verdict
+from engine.core.drafter_protocol import DeviceVerdicts, Verdict
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.model.cuda import triton_attention
+from engine.device import PackedDownload
+from engine.model.cuda import graphs, noise_kernels, triton_attention
 from engine.model.runner import bfloat16_bits
 from tests.drafters.conftest import HIDDEN
 from tests.drafters.heads.one_pass.test_block import block
@@ -170,18 +174,107 @@ def test_a_tree_that_grows_on_the_device_is_the_policys_and_the_host_waits_once(
     assert same(*(drafter.propose_many(follow)[0] for drafter in drafters))
 
 
+@pytest.mark.parametrize("build", [eagle, eagle3], ids=lambda build: build.__name__)
+def test_capturing_a_graph_changes_nothing_that_it_reads(
+    build: Build, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is captured has run several times before."""
+    usual = drafter_of(on_cuda(build, tmp_path / "a", target), list(TEXTS), POLICY).propose_many(OUTCOMES)
+
+    def captured(work: Any, inputs: Sequence[Tensor], *_: Any) -> tuple[Any, tuple[Tensor, ...]]:
+        outputs = tuple(out.clone() for out in work(*inputs))
+
+        def replay() -> None:
+            for out, found in zip(outputs, work(*inputs), strict=True):
+                out.copy_(found)
+
+        return SimpleNamespace(replay=replay), outputs
+
+    monkeypatch.setattr(graphs, "_GRAPHS", ("cpu",))
+    monkeypatch.setattr(graphs, "_warm_up", lambda work, inputs, _: work(*inputs))
+    monkeypatch.setattr(graphs, "_captured", captured)
+    trees = drafter_of(on_cuda(build, tmp_path / "b", target), list(TEXTS), POLICY).propose_many(OUTCOMES)
+    assert all(same(one, other) for one, other in zip(trees, usual, strict=True))
+
+
 def count_waits(monkeypatch: pytest.MonkeyPatch, waits: list[int]) -> None:
-    """Whatever a drafter reads on the host comes by `downloaded`."""
+    """Whatever a drafter reads on the host comes by these."""
     from drafters.heads.growth import ahead, ranking
 
-    for module in (ahead, ranking):
-        downloaded = module.downloaded
+    downloaded = ranking.downloaded
 
-        def counted(results: Any, downloaded: Any = downloaded) -> Any:
+    def counted(results: Any) -> Any:
+        waits[0] += 1
+        return downloaded(results)
+
+    class Counted(PackedDownload):
+        def read(self) -> list[Tensor]:
             waits[0] += 1
-            return downloaded(results)
+            return super().read()
 
-        monkeypatch.setattr(module, "downloaded", counted)
+    monkeypatch.setattr(ranking, "downloaded", counted)
+    monkeypatch.setattr(ahead, "PackedDownload", Counted)
+
+
+def verdicts_of(drafter: Any, requests: Sequence[int], counts: Sequence[int], seed: int) -> dict[int, Verdict]:
+    """A verdict for each request, which accepts so many rows."""
+    found = {}
+    for request, count in zip(requests, counts, strict=True):
+        generator = torch.manual_seed(100 * seed + request)
+        features = torch.randn(count, len(drafter.feature_layers), HIDDEN, generator=generator).bfloat16()
+        tokens = torch.randint(1, 40, (count,), generator=generator).tolist()
+        tree = TokenTree.chain(drafter.last_token(request), tokens[:-1], [0.9] * (count - 1))
+        found[request] = Verdict(tree, [*range(count)], tokens, features)
+    return found
+
+
+def as_on_device(verdicts: dict[int, Verdict], most: int) -> DeviceVerdicts:
+    """What a GPU knows of these verdicts before the host does: `most` rows of each, those past its end zeros."""
+    places, tokens, features = {}, torch.zeros(len(verdicts), most, dtype=torch.int64), []
+    for place, (request, verdict) in enumerate(verdicts.items()):
+        places[request], given = place, cast(Tensor, verdict.features)
+        tokens[place, : len(given)] = torch.tensor(verdict.tokens)
+        features.append(torch.nn.functional.pad(given, (0, 0, 0, 0, 0, most - len(given))))
+    lengths = torch.tensor([len(verdict.tokens) for verdict in verdicts.values()], dtype=torch.int32)
+    return DeviceVerdicts(places, lengths, tokens, torch.stack(features))
+
+
+@pytest.mark.parametrize(("build", "temperature"), [(eagle, 0.0), (eagle3, 0.0), (eagle3, 0.8)])
+def test_trees_drafted_before_the_host_knows_what_was_accepted_are_those_drafted_afterwards(
+    build: Build, temperature: float, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At T > 0 apart from what the head learns of its error from the verdict itself."""
+    monkeypatch.setattr("drafters.heads.growth.ranking._kernels", lambda device: noise_kernels)
+    monkeypatch.setattr("drafters.heads.growth.ranking.ErrorScale.learn", lambda *_: None)
+    monkeypatch.setattr(triton_attention, "CHUNK", 16)  # so that more chunks may have been accepted than were
+    monkeypatch.setattr(triton_attention, "_TILE_BYTES", 0)
+    policy, most = Dynamic(depth=2, top_k=2, budget=8), 3
+    behind, usual = (drafter_of(on_cuda(build, tmp_path / name, target), [], policy) for name in ("a", "b"))
+    for drafter in (behind, usual):
+        for request, prompt in TEXTS.items():
+            drafter.start(request, prompt, SamplingParams(max_tokens=40, temperature=temperature, seed=request))
+            drafter.observe(request, verdicts_of(drafter, [request], [len(prompt)], 0)[request])
+        drafter.propose_many([(request, []) for request in TEXTS])
+    requests = [*TEXTS]
+    for turn, counts in enumerate([(1, 2, 3), (3, 1, 2), (2, 2, 2)], 1):
+        given = verdicts_of(usual, requests, counts, turn)
+        known = as_on_device(given, most)
+        if turn == 2:  # the host draws another token than the device for the first request
+            known.tokens[0, 2] += 1
+        trees = {request: request for request in requests[: 2 if turn == 3 else 3]}
+        assert behind.draft_behind(trees, known) is not None
+        for drafter in (behind, usual):
+            for request, verdict in given.items():
+                drafter.observe(request, verdict)
+        with pytest.MonkeyPatch.context() as patch:
+            if turn == 1:
+                patch.setattr(type(behind.head.stack), "step", lambda *_: pytest.fail("something is left to draft"))
+            grown = behind.propose_many([(request, []) for request in requests])
+        expected = usual.propose_many([(request, []) for request in requests])
+        assert all(same(one, other) for one, other in zip(grown, expected, strict=True))
+        assert max(len(tree) for tree in grown) == 8
+        follow = [(2, [int(grown[1].tokens[1]), 9])]  # an outcome that was drafted in part
+        assert same(*(drafter.propose_many(follow)[0] for drafter in (behind, usual)))
 
 
 @pytest.mark.parametrize("numbers", [1, 3])
@@ -193,21 +286,24 @@ def test_of_equal_candidates_the_earlier_one_is_selected_as_the_policy_does(numb
     tokens = torch.arange(trees * nodes * 5).view(-1, 5)
     confidence = torch.from_numpy(rng.random(trees * nodes) if numbers == 3 else np.full(trees * nodes, 0.5))
     above = TreeLayer(confidence, torch.arange(100, 108), torch.arange(24, dtype=torch.int32).view(8, 3))
-    found = select(tokens, prob.float(), above, torch.tensor([40, 60], dtype=torch.int32), 2, width, 16)
+    grounds = Grounds(torch.tensor([30, 50]), torch.tensor([35, 57]), torch.tensor([0, 0]))
+    found = select(tokens, prob.float(), above, grounds, torch.tensor([40, 60], dtype=torch.int32), 2, width, 16)
     for tree in range(trees):
         own = slice(tree * nodes, (tree + 1) * nodes)
         seen = Candidates(tokens[own, :width].tolist(), prob.float()[own, :width].tolist())
         builder = TreeBuilder([0] * nodes, [-1] * nodes, confidence[own].tolist())
         best = builder.children(range(nodes), seen)[:width]
         rows = slice(tree * width, (tree + 1) * width)
-        assert found.tokens[rows].tolist() == [token for _, _, token in best]
+        assert found.rows[0, rows].tolist() == [token for _, _, token in best]
+        assert found.rows[2, rows].tolist() == [[35, 57][tree] + 3] * width, "positions, of the third layer below"
+        assert found.rows[3, rows].tolist() == [[30, 50][tree]] * width, "slots of the text"
         assert found.confidence[rows].tolist() == [chance for chance, _, _ in best]
         parents = [parent for _, parent, _ in best]
-        assert found.parents[rows].tolist() == parents and found.read[rows].tolist() == [
+        assert found.parents[rows].tolist() == parents and found.rows[1, rows].tolist() == [
             100 + 4 * tree + p for p in parents
         ]
         slots = [40 + 20 * tree + i for i in range(width)]
         assert found.ancestors[rows].tolist() == [
             [*above.ancestors[4 * tree + p, :2].tolist(), slot] for p, slot in zip(parents, slots, strict=True)
         ]
-    assert not found.tokens[trees * width :].any()
+    assert not found.rows[:, trees * width :].any()

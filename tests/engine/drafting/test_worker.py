@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import zmq
 
-from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict
+from engine.core.drafter_protocol import BetweenSteps, DeviceVerdicts, Drafter, OnItsWay, Verdict
 from engine.core.outcomes import DraftQuery
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
+from engine.drafting.states import DraftedRequest
 from engine.drafting.worker import FROM_FRONT_END, FROM_VERIFIER, DrafterWorker
 from engine.wire.messages import Draft, Finish, Heartbeat, Hello, Rates, Ready, Rejoin, RoundVerdict, Start, Stop
 from engine.wire.transport import Dealer, Router
@@ -42,6 +43,21 @@ class Counting(Drafter):
 
     def finish(self, request: int) -> None:
         self.text = []
+
+
+class Behind(Counting):
+    """Fails to draft behind a round, where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[dict[int, int]] = []
+        self.error: Exception | None = None
+
+    def draft_behind(self, trees: Mapping[int, int], verdicts: DeviceVerdicts) -> OnItsWay | None:
+        self.asked.append(dict(trees))
+        if self.error is not None:
+            raise self.error
+        return cast(OnItsWay, self)
 
 
 class Slow(Counting):
@@ -304,3 +320,21 @@ def test_a_drafter_asked_to_rejoin_says_hello_and_drafts_from_the_texts_it_is_to
     verifier.router.send(verifier.peer, Start(request=1, round=3, sampling=SamplingParams()), [text])
     draft, tree = verifier.draft()
     assert draft.round == 3 and tree.tokens.tolist() == [40, 41, 42]
+
+
+def test_what_is_drafted_behind_a_round_may_fail_and_is_not_asked_of_a_drafter_that_has_given_a_request_up() -> None:
+    """Whether a request is to blame is found when its tree is asked for."""
+    drafter, nothing, verdicts = Behind(), cast(Any, None), cast(Any, object())
+    worker = DrafterWorker(drafter, nothing, nothing)
+    for number in (1, 2, 3):
+        worker.requests[number] = DraftedRequest(1, 5)
+    worker.requests[2].given_up = True
+    assert worker.draft_behind({1: 0, 2: 1, 3: 2, 4: 3}, verdicts) is drafter
+    assert drafter.asked == [{1: 0, 3: 2}]
+    assert worker.draft_behind({2: 0}, verdicts) is None and len(drafter.asked) == 1
+    drafter.error = torch.OutOfMemoryError()
+    assert worker.draft_behind({1: 0}, verdicts) is None and not worker.requests[1].given_up
+    drafter.error = torch.AcceleratorError("lost")
+    with pytest.raises(torch.AcceleratorError):
+        worker.draft_behind({1: 0}, verdicts)
+    assert Counting().draft_behind({1: 0}, verdicts) is None

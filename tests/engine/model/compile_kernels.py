@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 
 from drafters.heads.growth import growth_kernel
-from drafters.heads.growth.growth_kernel import TreeLayer
+from drafters.heads.growth.growth_kernel import Grounds, TreeLayer
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
@@ -129,7 +129,8 @@ def launch_lean(shape: Shape, pool: KVPool) -> None:
     layer_kernels.gated(x)
     attended = torch.zeros(2, shape.kv_heads * shape.groups, shape.head_dim, dtype=shape.dtype)
     layer_kernels.opened(attended, torch.zeros(2, 2 * width, dtype=shape.dtype))
-    noise_kernels.noisy_scores(torch.zeros(2, 5000), torch.zeros(5000, dtype=torch.int64), [(1, 2, 0.5)] * 2)
+    keys = torch.zeros(2, dtype=torch.int64)
+    noise_kernels.noisy_scores(torch.zeros(2, 5000), torch.zeros(5000, dtype=torch.int64), keys, [0.5] * 2)
     noise_kernels.likeliest(torch.zeros(2, 5000, dtype=shape.dtype), torch.zeros(5000, dtype=torch.int64), 10)
     launch_draws(shape, pool)
     launch_growth()
@@ -140,7 +141,7 @@ def launch_draws(shape: Shape, pool: KVPool) -> None:
     """Launch what follows a forward."""
     numbers, keys = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     noise_kernels.draw_tokens(torch.zeros(2, 5000, dtype=shape.dtype), numbers, keys, torch.zeros(2), numbers)
-    paths, lengths = walk_kernels.walk_trees(numbers, numbers, numbers, numbers, 9)
+    paths, lengths, _ = walk_kernels.walk_trees(numbers, numbers, numbers, numbers, 9)
     walk_kernels.move_paths(pool, paths, lengths, numbers, numbers, numbers)
     walk_kernels.check_blocks(pool, numbers, torch.zeros(2, 1, dtype=torch.int8))
     states, sent = torch.zeros(2, 3, _HIDDEN), torch.zeros(1, 9, 3 * _HIDDEN, dtype=torch.bfloat16)
@@ -151,7 +152,8 @@ def launch_growth() -> None:
     """What is launched between the layers of trees that grow on the device."""
     above = TreeLayer(torch.ones(20, dtype=torch.float64), torch.zeros(20, dtype=torch.int64), torch.zeros(20, 7).int())
     tokens, prob, slots = torch.zeros(20, 10, dtype=torch.int64), torch.zeros(20, 10), torch.zeros(2, dtype=torch.int32)
-    growth_kernel.select(tokens, prob, above, slots, 2, 10, 64)
+    grounds = Grounds(*(torch.zeros(2, dtype=torch.int64) for _ in Grounds._fields))
+    growth_kernel.select(tokens, prob, above, grounds, slots, 2, 10, 64)
 
 
 def launch_delta(dtype: torch.dtype) -> None:

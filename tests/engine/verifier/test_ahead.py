@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.core.batch import BLOCK_SIZE, Segment
+from engine.core.drafter_protocol import OnItsWay
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model.drawn_tree import DrawnTree
@@ -127,7 +128,7 @@ class QueuedOutput:
         self._tokens = torch.full((len(logits),), UNKNOWN, dtype=torch.int32)
         device.launch("draws", self._draw)
         self._end = len(device.queue)
-        self.read = False
+        self.read, self.on_device = False, None
 
     def _draw(self) -> None:
         self._tokens.copy_(torch.tensor(argmax(self._logits), dtype=torch.int32))
@@ -140,9 +141,10 @@ class QueuedOutput:
         alone = all(len(one.tree) == 1 and one.sampler.is_plain for one in self._trees)
         return self._tokens if alone else None
 
-    def wait(self) -> None:
+    def wait(self, behind: OnItsWay | None = None) -> float:
         self._device.wait(self._end)
         self.read = True
+        return 0.0
 
     def known(self, index: int) -> list[int] | None:
         assert self.read, "read before it was waited for"
@@ -416,3 +418,24 @@ def test_texts_are_those_of_plain_decoding_whatever_happens_meanwhile(device: De
     for number, (prompt, count) in sent.items():
         found, expected = stage.tokens(number), plain_text(prompt, count)
         assert found == (expected[: len(found)] if number in cancelled else expected)
+
+
+def test_drafts_are_launched_behind_a_round_for_requests_that_go_on_and_are_drafted_for() -> None:
+    """By a drafter in the verifier's loop alone, and where the device knows what the round comes to."""
+    stage, asked = Stage(CALIBRATED), list[Any]()
+    requests = [stage.submit(number, [10, 11], max_tokens=9 if number != 2 else 1) for number in (1, 2, 3, 4)]
+    requests[2].root_only = True
+    output, verdicts, sent = SimpleNamespace(on_device=None), object(), object()
+
+    def draft_behind(*given: Any) -> Any:
+        asked.append(given)
+        return sent
+
+    def drafted() -> Any:
+        return stage.verifier._draft_behind(requests, cast(Any, output))
+
+    assert drafted() is None
+    stage.verifier.inline_drafter = cast(Any, SimpleNamespace(draft_behind=draft_behind))
+    assert drafted() is None and not asked
+    output.on_device = verdicts
+    assert drafted() is sent and asked == [({1: 0, 4: 3}, verdicts)]

@@ -95,10 +95,27 @@ def test_a_forward_that_was_launched_behind_another_began_at_its_end(monkeypatch
     trace: Any = SimpleNamespace(span=lambda name, started, *_: traced.append(started))
     timer, segments = RoundTimer(Config(model="none"), nothing, nothing, trace), [Root(1)]
     for started, ended, queued, forward in ((100, 500, False, 400), (450, 800, True, 300), (850, 1000, False, 150)):
-        output: Any = SimpleNamespace(wait=lambda ended=ended: now.__setitem__(0, ended))
+        output: Any = SimpleNamespace(wait=lambda _, ended=ended: now.__setitem__(0, ended) or 0.0)
         timer.end_forward(started, cast(Any, segments), output, queued)
         assert timer.forward_ns == forward
     assert timer.busy_ns == 850 and traced == [100, 500, 850]
+
+
+def test_the_time_of_drafts_that_are_launched_behind_a_forward_is_not_the_forwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, waited = [0], list[Any]()
+    monkeypatch.setattr(round_timer.time, "perf_counter_ns", lambda: now[0])
+    nothing, drafts = cast(Any, None), cast(Any, object())
+    timer = RoundTimer(Config(model="none"), nothing, nothing, cast(Any, SimpleNamespace(span=lambda *_: None)))
+
+    def wait(behind: Any) -> float:
+        waited.append(behind)
+        now[0] = 9_000_000
+        return 0.002
+
+    timer.end_forward(1_000_000, cast(Any, [Root(1)]), cast(Any, SimpleNamespace(wait=wait)), False, drafts)
+    assert waited == [drafts] and timer.forward_ns == 6_000_000
 
 
 SUFFIX, HEAD = source_of("suffix"), source_of("block")

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from engine import device as device_module
-from engine.device import Download, _parts, _split_up, downloaded, own_stream, pack_inputs, uploaded, wait
+from engine.device import (
+    Download,
+    PackedDownload,
+    _parts,
+    _split_up,
+    downloaded,
+    own_stream,
+    pack_inputs,
+    uploaded,
+    wait,
+)
 from engine.model.cuda import graphs
 from engine.model.cuda.graphs import CaptureOwner, Recorded, RecordedRows, bucket
 
@@ -322,6 +332,7 @@ def test_what_goes_up_comes_down_as_it_was(device: torch.device) -> None:
     there = uploaded(parts, device)
     assert {part.device.type for part in there} == {device.type}
     assert all(map(torch.equal, parts, downloaded(there)))
+    assert all(map(torch.equal, parts, PackedDownload(there).read()))
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -355,8 +366,14 @@ def test_results_are_waited_for_when_they_are_read_and_once(monkeypatch: pytest.
     told: list[str] = []
 
     class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
         def record(self) -> None:
             told.append("recorded")
+
+        def elapsed_time(self, later: object) -> float:
+            return 3.0
 
         def synchronize(self) -> None:
             told.append("waited")
@@ -374,3 +391,5 @@ def test_results_are_waited_for_when_they_are_read_and_once(monkeypatch: pytest.
     for _ in range(2):
         assert [part.tolist() for part in sent.read()] == [[0, 1]]
     assert told == ["recorded", "waited"] and sent.arrived
+    assert Download([Away()]).seconds_after(sent) == 0.003
+    assert Download([torch.ones(1)]).seconds_after(sent) == 0, "nothing is waited for on a CPU"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of torch bring it, or pip install triton")
 
-from engine.model.cuda.noise_kernels import noisy_scores
+from engine.model.cuda.noise_kernels import noise_keys, noisy_scores
 from engine.sampling.noise import gumbel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,7 +22,7 @@ def logits_of(rows: int, vocab: int, dtype: torch.dtype = torch.bfloat16) -> Ten
 def test_heads_score_with_the_noise_of_the_tokens_of_their_own_vocabulary() -> None:
     scores, ids = logits_of(3, 5000, torch.float32), torch.randperm(9000, generator=torch.Generator().manual_seed(1))
     ids = ids[:5000].to(DEVICE)
-    found = noisy_scores(scores.clone(), ids, [(3, 11, 2.0), (3, 12, 0.0), (-4, 11, 0.5)])
+    found = noisy_scores(scores.clone(), ids, noise_keys([(3, 11), (3, 12), (-4, 11)]), [2.0, 0.0, 0.5])
     assert torch.allclose(found[0], (scores[0] + gumbel(3, 11, ids).float().to(DEVICE)) * 2, atol=1e-5)
     assert torch.equal(found[1], scores[1])
     assert torch.allclose(found[2], (scores[2] + gumbel(-4, 11, ids).float().to(DEVICE)) * 0.5, atol=1e-5)

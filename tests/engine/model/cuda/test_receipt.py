@@ -158,6 +158,39 @@ def test_states_that_stay_on_the_device_are_those_that_are_sent_and_are_not_sent
     assert downloads[0] > downloads[1] == 4 * 2 * NODES, "tokens alone"
 
 
+def test_a_head_finds_on_the_device_what_the_host_makes_of_the_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With zeros past the end of each path; trees that the host draws from are not among them."""
+    ways, rows = [GREEDY, TRUNCATED, SAMPLED, GREEDY], 4 * NODES
+    trees = [tree_of(seed, NODES) for seed in range(4)]
+    logits, states = logits_of(rows), torch.randn(rows, 2, 3).bfloat16()
+    for i, tree in enumerate(trees):
+        logits[NODES * i + tree.parents[1:], tree.tokens[1:]] += 3
+
+    def made(stays: bool) -> Receipt:
+        drawn = [DrawnTree(tree, sampler_of(ways[i]), NODES * i) for i, tree in enumerate(trees)]
+        return Receipt(drawn, logits.to(DEVICE), states.to(DEVICE), None, rows, 0, stays)
+
+    found = made(stays=True).on_device
+    assert found is not None and found.places == {0: 0, 2: 1, 3: 2}
+    assert found.tokens.shape[1] == 1 + max(int(trees[i].depths.max()) for i in found.places)
+    lengths = set()
+    for i, place in found.places.items():
+        path, tokens = verify(trees[i], logits[NODES * i :][:NODES], sampler_of(ways[i]))
+        count = int(found.lengths[place])
+        assert count == len(path) and found.tokens[place].tolist()[:count] == tokens
+        assert torch.equal(found.features[place, :count].cpu(), states[NODES * i :][path])
+        assert not found.tokens[place, count:].any() and not found.features[place, count:].any()
+        lengths.add(count)
+    assert len(lengths) > 1
+    monkeypatch.setattr(noise_kernels, "_TOLERANCE", tl.constexpr(1e3))
+    unsettled = made(stays=True).on_device
+    assert unsettled is not None and int(unsettled.lengths[1]) == 1 and not unsettled.tokens[1].any(), "the host draws"
+    assert made(stays=False).on_device is None, "the states are sent"
+    monkeypatch.setattr(receipt, "_STAYING_ROWS", 3)
+    monkeypatch.setattr(receipt, "_LEAST_ROWS", 1)
+    assert made(stays=True).on_device is None, "not all that may be accepted has been gathered"
+
+
 def same_bits(there: Any, here: Any) -> bool:
     assert isinstance(there, Tensor) and there.device.type == DEVICE.type
     return bool((there.view(torch.uint16).cpu().numpy() == here).all()) and there.shape == here.shape
