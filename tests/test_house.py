@@ -72,6 +72,7 @@ LATE = {  # modules that import within functions, or folders (with a dot), and w
     "benchmarks.baselines.run_vllm": "vLLM is in an environment of its own",
     "benchmarks.cli.": "options are checked and --help is shown before torch is there",
     "benchmarks.gpu.": "each step is a process of its own, and Triton is there with a GPU only",
+    "benchmarks.kernels.modelled": "kernels ask for the processor's features when they are imported",
     "benchmarks.measure.acceptance": "matplotlib is of the extra bench",
     "benchmarks.measure.check": "transformers' model classes take seconds, and few checks need them",
     "benchmarks.measure.clients": "httpx is of the extra bench",
