@@ -72,7 +72,8 @@ def environment_as(processor: Processor) -> dict[str, str] | None:
         return None if set(wanted) == known else child_environment() | numba
     if "+avx2" not in known:
         return None
-    return child_environment() | {MODELLED: ",".join(f"+{name}" for name in processor.has)}
+    # what runs once need not be fast, and takes half the time to compile
+    return child_environment() | {MODELLED: ",".join(f"+{name}" for name in processor.has), "NUMBA_OPT": "0"}
 
 
 def is_modelled(processor: Processor) -> bool:

@@ -37,7 +37,7 @@ TREE = TokenTree.from_lists([1, 2, 3, 4, 5], [-1, 0, 0, 2, 3], [1.0] * 5)
 def build(kind: str, **options: Any) -> Any:
     """A model of two layers, the second of which attends."""
     name, others = KINDS[kind]
-    others |= {"num_hidden_layers": 2, "layer_types": [others["layer_types"][0], "full_attention"]}
+    others = others | {"num_hidden_layers": 2, "layer_types": [others["layer_types"][0], "full_attention"]}
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(getattr(transformers, name)(**_SIZES | others | options)).to(DEVICE).eval()
 
