@@ -125,6 +125,7 @@ def test_kernels_that_are_spread_are_each_checked_once_as_on_a_processor_that_ru
     monkeypatch.setattr(every, "_cases", lambda: CASES)
     monkeypatch.setattr(processors, "environment_as", lambda one: None if one is PROCESSORS[1] else {})
     monkeypatch.setattr(processors, "check_as", note)
+    monkeypatch.setattr(processors, "is_modelled", lambda processor: False)
     talon("check", "--kernels", "--spread")
     shares = dict(asked)
     assert 1 in shares[PROCESSORS[0]]  # it alone has AMX
