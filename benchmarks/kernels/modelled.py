@@ -19,11 +19,11 @@ from zlib import crc32
 
 import msgspec
 from llvmlite import ir
-from numba.core import cgutils, codegen
+from numba.core import codegen
 
-from engine.kernels.simd import fused
+from engine.kernels.simd import call_intrinsic, fused, same
 
-_BYTE, _HALF, _INT, _WORD, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_BYTE, _HALF, _INT, _WORD = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _OPERAND = re.compile(r"(?:(\d*)\()?\$(\d+)\)?(?:\{1to\d+\})?")
 
 
@@ -152,7 +152,7 @@ def _widened(builder: ir.IRBuilder, pairs: ir.Value, half: int, kind: ir.VectorT
     """Return the first or the second bfloat16 of each pair, as float32."""
     words = ir.VectorType(_INT, kind.count)
     bits = builder.bitcast(pairs, words)
-    bits = builder.and_(bits, _same(words, -65536)) if half else builder.shl(bits, _same(words, 16))
+    bits = builder.and_(bits, same(words, -65536)) if half else builder.shl(bits, same(words, 16))
     return builder.bitcast(bits, kind)
 
 
@@ -160,10 +160,10 @@ def _rounded(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """VCVTNEPS2BF16: round to nearest, ties to even; NaN stays NaN."""
     words = ir.VectorType(_INT, x.type.count)
     bits = builder.bitcast(x, words)
-    upper = builder.lshr(bits, _same(words, 16))
-    odd = builder.and_(upper, _same(words, 1))
-    nearest = builder.lshr(builder.add(bits, builder.add(odd, _same(words, 0x7FFF))), _same(words, 16))
-    chosen = builder.select(builder.fcmp_unordered("uno", x, x), builder.or_(upper, _same(words, 64)), nearest)
+    upper = builder.lshr(bits, same(words, 16))
+    odd = builder.and_(upper, same(words, 1))
+    nearest = builder.lshr(builder.add(bits, builder.add(odd, same(words, 0x7FFF))), same(words, 16))
+    chosen = builder.select(builder.fcmp_unordered("uno", x, x), builder.or_(upper, same(words, 64)), nearest)
     return builder.trunc(chosen, ir.VectorType(_HALF, x.type.count))
 
 
@@ -181,7 +181,9 @@ _LINES: dict[str, Callable[..., ir.Value]] = {
     "vcvtneps2bf16": lambda builder, kind, x, _: _rounded(builder, x),
     "vcvtne2ps2bf16": _rounded_pairs,
 }
-"""By mnemonic: return the last operand's new value. The operands are in AT&T's order, as assembly here writes them."""
+"""For each mnemonic, a function that returns the new value of the last operand. Operands are in AT&T's order, in which
+assembly is written here.
+"""
 
 
 def _looked_up(builder: ir.IRBuilder, parts: Sequence[ir.Value], places: ir.Value) -> ir.Value:
@@ -191,7 +193,7 @@ def _looked_up(builder: ir.IRBuilder, parts: Sequence[ir.Value], places: ir.Valu
     for i, part in enumerate(parts):
         builder.store(part, builder.gep(table, [_INT(0), _INT(i)]), align=1)
     first = builder.bitcast(table, kind.element.as_pointer())
-    places = builder.and_(places, _same(places.type, kind.count * len(parts) - 1))
+    places = builder.and_(places, same(places.type, kind.count * len(parts) - 1))
     found = ir.Constant(kind, ir.Undefined)
     for i in range(kind.count):
         place = builder.zext(builder.extract_element(places, _INT(i)), _WORD)
@@ -210,13 +212,12 @@ def _of_two(builder: ir.IRBuilder, first: ir.Value, places: ir.Value, second: ir
 def _bytes_looked_up(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
     """VPSHUFB of 64 bytes is two of 32, which AVX2 has."""
     half = ir.VectorType(_BYTE, 32)
-    kind, name = ir.FunctionType(half, [half] * 2), "llvm.x86.avx2.pshuf.b"
-    shuffle = cgutils.get_or_insert_function(builder.module, kind, name)
     order = ir.VectorType(_INT, 32)
     parts = []
     for at in (0, 32):
         some = ir.Constant(order, [at + i for i in range(32)])
-        parts.append(builder.call(shuffle, [builder.shuffle_vector(x, x, some) for x in (table, places)]))
+        operands = [builder.shuffle_vector(x, x, some) for x in (table, places)]
+        parts.append(call_intrinsic(builder, "llvm.x86.avx2.pshuf.b", half, *operands))
     return builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(_INT, 64), [*range(64)]))
 
 
@@ -234,10 +235,6 @@ def _every(builder: ir.IRBuilder, x: ir.Value, step: int, first: int) -> ir.Valu
     count = x.type.count // step
     order = ir.Constant(ir.VectorType(_INT, count), [first + step * i for i in range(count)])
     return builder.shuffle_vector(x, x, order)
-
-
-def _same(kind: ir.VectorType, value: int) -> ir.Constant:
-    return ir.Constant(kind, [value] * kind.count)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from engine.kernels.simd import features, pointer
+from engine.kernels.simd import call_intrinsic, features, pointer
 
 TILE_ROWS = 16
 TILE_BYTES = 1024
@@ -48,8 +47,7 @@ def tile_sizes(sizes: Sequence[tuple[int | None, int]]) -> NDArray[np.uint8]:
 
 def call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> None:
     """Call an LLVM intrinsic that returns nothing."""
-    kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
-    builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+    call_intrinsic(builder, name, ir.VoidType(), *args)
 
 
 def opaque(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:

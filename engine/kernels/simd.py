@@ -47,11 +47,16 @@ class _VectorModel(models.PrimitiveModel):
 
 
 def constant(value: float) -> ir.Constant:
-    return ir.Constant(VECTOR, [value] * LANES)
+    return same(VECTOR, value)
 
 
 def integers(value: int) -> ir.Constant:
-    return ir.Constant(INTS, [value] * LANES)
+    return same(INTS, value)
+
+
+def same(kind: ir.VectorType, value: float) -> ir.Constant:
+    """Return a vector of that value."""
+    return ir.Constant(kind, [value] * kind.count)
 
 
 def pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type = _BYTE) -> ir.Value:
@@ -65,11 +70,15 @@ def spread(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
     return builder.shuffle_vector(first, ir.Constant(VECTOR, ir.Undefined), ir.Constant(INTS, [0] * LANES))
 
 
+def call_intrinsic(builder: ir.IRBuilder, name: str, made: ir.Type, *args: ir.Value) -> ir.Value:
+    """Call one of LLVM's intrinsics. made: what it returns."""
+    kind = ir.FunctionType(made, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
 def fused(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     """Return a * b + c, rounded once."""
-    kind = ir.FunctionType(a.type, [a.type] * 3)
-    name = f"llvm.fma.v{a.type.count}f32"
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, c])
+    return call_intrinsic(builder, f"llvm.fma.v{a.type.count}f32", a.type, a, b, c)
 
 
 def read(builder: ir.IRBuilder, address: ir.Value, width: int) -> ir.Value:

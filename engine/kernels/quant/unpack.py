@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 
 from engine.kernels.amx import TILE_BYTES, fetch_line, opaque
 from engine.kernels.quant.layouts import LAYOUTS, STEP, QuantLayout
-from engine.kernels.simd import LANES, features, fused, integers, pointer
+from engine.kernels.simd import LANES, call_intrinsic, features, fused, integers, pointer
 
 _BYTE, _HALF, _INT, _WORD = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS, _PAIR = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), _INT, _INT))
@@ -315,11 +315,9 @@ class _Codes:
             return self._calculated(codes)
         parts = [ir.Constant(_FLOATS, list(table[i : i + LANES])) for i in range(0, len(table), LANES)]
         if len(parts) == 1:
-            kind, name = ir.FunctionType(_FLOATS, [_FLOATS, _INTS]), "llvm.x86.avx512.permvar.sf.512"
-            return self._builder.call(cgutils.get_or_insert_function(self._builder.module, kind, name), [*parts, codes])
-        kind, name = ir.FunctionType(_FLOATS, [_FLOATS, _INTS, _FLOATS]), "llvm.x86.avx512.vpermi2var.ps.512"
-        look_up = cgutils.get_or_insert_function(self._builder.module, kind, name)
-        return self._builder.call(look_up, [parts[0], codes, parts[1]])
+            return call_intrinsic(self._builder, "llvm.x86.avx512.permvar.sf.512", _FLOATS, *parts, codes)
+        name = "llvm.x86.avx512.vpermi2var.ps.512"
+        return call_intrinsic(self._builder, name, _FLOATS, parts[0], codes, parts[1])
 
     def _calculated(self, codes: ir.Value) -> ir.Value:
         """Look up eight values at a time, which AVX2 does, or calculate them."""
@@ -337,12 +335,10 @@ class _Codes:
     def _of_eight(self, table: Sequence[float], codes: ir.Value) -> ir.Value:
         """Look up the lower three bits of each lane."""
         builder, floats, ints = self._builder, ir.VectorType(ir.FloatType(), 8), ir.VectorType(_INT, 8)
-        kind = ir.FunctionType(floats, [floats, ints])
-        look_up = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.permps")
-        parts = []
+        values, parts = ir.Constant(floats, list(table)), []
         for half in range(2):
             some = builder.shuffle_vector(codes, codes, ir.Constant(ints, [8 * half + i for i in range(8)]))
-            parts.append(builder.call(look_up, [ir.Constant(floats, list(table)), some]))
+            parts.append(call_intrinsic(builder, "llvm.x86.avx2.permps", floats, values, some))
         return builder.shuffle_vector(*parts, ir.Constant(_INTS, [*range(LANES)]))
 
 

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils
 
 from engine.kernels.quant.layouts import STEP, QuantLayout
-from engine.kernels.simd import LANES, VECTOR, integers, pointer
+from engine.kernels.simd import LANES, VECTOR, call_intrinsic, integers, pointer, same
 
 _PAIRS = STEP // 2
 _LINE = 64
@@ -92,12 +91,12 @@ class _Words:
     def _values(self, codes: ir.Value, values: Sequence[int]) -> ir.Value:
         """Look up values, less their least, by the codes in the lower byte of each word."""
         table = ir.Constant(_HALF_BYTES, [value - min(values) for value in values] * (_HALF_BYTES.count // len(values)))
-        kind, parts = ir.FunctionType(_HALF_BYTES, [_HALF_BYTES] * 2), []
-        look_up = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.x86.avx2.pshuf.b")
+        parts = []
         for half in range(2):
             order = ir.Constant(ir.VectorType(_INT, LANES), [half * LANES + i for i in range(LANES)])
             some = self.builder.bitcast(self.builder.shuffle_vector(codes, codes, order), _HALF_BYTES)
-            parts.append(self.builder.bitcast(self.builder.call(look_up, [table, some]), _HALF_WORDS))
+            found = call_intrinsic(self.builder, "llvm.x86.avx2.pshuf.b", _HALF_BYTES, table, some)
+            parts.append(self.builder.bitcast(found, _HALF_WORDS))
         return self.builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(_INT, 2 * LANES), [*range(2 * LANES)]))
 
     def _codes(self, pair: int) -> ir.Value:
@@ -124,13 +123,10 @@ class _Words:
         table = [bits_of_bfloat16(value) for value in self.layout.table]
         if self.layout.bits < 6:
             table *= 2 * LANES // len(table)  # higher bits of a word than the fifth are ignored
-            kind, name = ir.FunctionType(_WORDS, [_WORDS] * 2), "llvm.x86.avx512.permvar.hi.512"
-            look_up = cgutils.get_or_insert_function(self.builder.module, kind, name)
-            return self.builder.call(look_up, [ir.Constant(_WORDS, table), codes])
-        kind, name = ir.FunctionType(_WORDS, [_WORDS] * 3), "llvm.x86.avx512.vpermi2var.hi.512"
-        look_up = cgutils.get_or_insert_function(self.builder.module, kind, name)
+            name = "llvm.x86.avx512.permvar.hi.512"
+            return call_intrinsic(self.builder, name, _WORDS, ir.Constant(_WORDS, table), codes)
         lower, upper = (ir.Constant(_WORDS, table[i : i + 2 * LANES]) for i in (0, 2 * LANES))
-        return self.builder.call(look_up, [lower, codes, upper])
+        return call_intrinsic(self.builder, "llvm.x86.avx512.vpermi2var.hi.512", _WORDS, lower, codes, upper)
 
     def _converted(self, pair: int) -> ir.Value:
         """Return codes of 8 bits, which are signed."""
@@ -168,4 +164,4 @@ def bits_of_bfloat16(value: float) -> int:
 
 
 def _same(value: int) -> ir.Constant:
-    return ir.Constant(_WORDS, [value] * (2 * LANES))
+    return same(_WORDS, value)

@@ -16,13 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
-from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from engine.kernels.quant.layouts import QuantLayout
-from engine.kernels.simd import features, pointer
+from engine.kernels.simd import call_intrinsic, features, pointer, same
 
 _BYTE, _SHORT, _INT, _WORD = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 PAIRS_OF_16_BITS = {2: 8, 3: 8, 4: 8, 5: 4, 6: 2}
@@ -80,11 +78,6 @@ def words(lanes: int) -> ir.VectorType:
     return ir.VectorType(_INT, lanes)
 
 
-def same(kind: ir.VectorType, value: float) -> ir.Constant:
-    """Return a vector of that value."""
-    return ir.Constant(kind, [value] * kind.count)
-
-
 def spread_word(builder: ir.IRBuilder, address: ir.Value, element: ir.Type, lanes: int) -> ir.Value:
     """Fill all lanes with the number at that address."""
     kind = ir.VectorType(element, lanes)
@@ -105,7 +98,7 @@ def looked_up(
     bytes_ = ir.VectorType(_BYTE, 4 * instructions.lanes)
     repeated = [value + bias for value in values] * (bytes_.count // len(values))
     table = ir.Constant(bytes_, [value & 255 for value in repeated])
-    found = [_call(builder, name, bytes_, table, builder.bitcast(code, bytes_)) for code in codes]
+    found = [call_intrinsic(builder, name, bytes_, table, builder.bitcast(code, bytes_)) for code in codes]
     return [builder.bitcast(some, code.type) for some, code in zip(found, codes, strict=True)]
 
 
@@ -166,15 +159,10 @@ def _pairs(
             inputs = builder.bitcast(spread_word(builder, builder.add(x, _WORD(at + 4 * i)), _INT, lanes), bytes_)
             code = builder.bitcast(codes[i], bytes_)
             if bits == 8:
-                inputs = _call(builder, "llvm.x86.avx2.psign.b", bytes_, inputs, code)
+                inputs = call_intrinsic(builder, "llvm.x86.avx2.psign.b", bytes_, inputs, code)
                 negative = builder.icmp_signed("<", code, same(bytes_, 0))
                 code = builder.select(negative, builder.neg(code), code)
-            products = _call(builder, add_pairs, shorts, code, inputs)
+            products = call_intrinsic(builder, add_pairs, shorts, code, inputs)
             pairs = products if pairs is None else builder.add(pairs, products)
-        total = builder.add(total, _call(builder, "llvm.x86.avx2.pmadd.wd", start.type, pairs, ones))
+        total = builder.add(total, call_intrinsic(builder, "llvm.x86.avx2.pmadd.wd", start.type, pairs, ones))
     return total
-
-
-def _call(builder: ir.IRBuilder, name: str, made: ir.Type, *args: Any) -> ir.Value:
-    kind = ir.FunctionType(made, [arg.type for arg in args])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)

@@ -16,13 +16,13 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.kernels.amx import LINE_BYTES, fetch_line, fetch_panel_line, opaque
-from engine.kernels.gemm.int8.dots import InstructionSet, dot, looked_up, multiplied_codes, same, spread_word, words
+from engine.kernels.gemm.int8.dots import InstructionSet, dot, looked_up, multiplied_codes, spread_word, words
 from engine.kernels.gemm.int8.layout import OFFSET_AT, ROW_GROUP_BYTES, SCALE_AT, SUMS_AT, VECTORS
 from engine.kernels.gemm.matmul_sums import PANELS, row_counts
 from engine.kernels.quant.layouts import LAYOUTS, QuantLayout
 from engine.kernels.quant.layouts import STEP as BLOCK_INPUTS
 from engine.kernels.quant.unpack import exponents, factor_bytes
-from engine.kernels.simd import FLOAT, LANES, fused, pointer
+from engine.kernels.simd import FLOAT, LANES, fused, pointer, same
 
 _INT, _WORD = ir.IntType(32), ir.IntType(64)
 AHEAD = 8
