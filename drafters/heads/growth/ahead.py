@@ -153,7 +153,7 @@ class DraftsBehind:
         layers, entered = _layers_of(found), set[Trie]()
         for tree, (trie, logits) in enumerate(zip(self._tries, self._logits.split(1), strict=True)):
             session: Any = trie.session
-            if trie in tries and _same(session.unread_tokens, tokens[tree, : int(lengths[tree])].tolist()):
+            if trie in tries and session.unread_tokens == tokens[tree, : int(lengths[tree])].tolist():
                 session.has_read_behind(tokens.shape[1], logits)
                 _enter(trie, tree, len(self._tries), layers)
                 entered.add(trie)
@@ -216,11 +216,6 @@ def _noise_keys(tries: Sequence[Trie], count: int) -> Tensor:
     begins = [trie.session.synced + 2 for trie in tries]
     keys = [keys_from(one.seed, begin, count) for one, begin in zip(samplings, begins, strict=True)]
     return torch.from_numpy(np.stack(keys).view(np.int64))
-
-
-def _same(unread: list[int] | None, tokens: list[int]) -> bool:
-    """Return whether what a session has yet to read is what the device has read."""
-    return unread == tokens
 
 
 def _layers_of(parts: Sequence[Tensor]) -> list[_Drafted]:
