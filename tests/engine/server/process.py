@@ -35,7 +35,7 @@ class ServerProcess:
         self.process: Any = start(command, cwd=ROOT, env=os.environ | more, stderr=subprocess.PIPE)
         self.lines: list[dict[str, Any]] = []
         self.raw: list[str] = []
-        self.url = ""
+        self.url = self._posted = ""
         self._serving = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -59,7 +59,9 @@ class ServerProcess:
 
     def post(self, path: str, **fields: Any) -> httpx.Response:
         """Send a JSON body."""
-        return httpx.post(self.url + path, json={"model": "tiny", **fields}, timeout=120)
+        answer = httpx.post(self.url + path, json={"model": "tiny", **fields}, timeout=120)
+        self._posted = answer.headers["x-request-id"]
+        return answer
 
     def ask(self, path: str, **fields: Any) -> dict[str, Any]:
         """Return an answer that is no error."""
@@ -74,13 +76,16 @@ class ServerProcess:
         assert answer.status_code == 200, answer.text
         return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
 
-    def logged(self, before: int, timeout_s: float = 30) -> dict[str, Any]:
-        """Return what the log says of the latest request, once it says more than `before` of them."""
+    def logged(self, number: str = "", timeout_s: float = 60) -> dict[str, Any]:
+        """Return what the log says of the request of that id, or of the latest that was posted, once it does: a line is
+        written after its answer.
+        """
         until_s = time.monotonic() + timeout_s
-        while len(self.requests()) <= before and time.monotonic() < until_s:
+        while not (found := [line for line in self.requests() if line["id"] == (number or self._posted)]):
+            assert time.monotonic() < until_s, "".join(self.raw)
             time.sleep(0.01)
-        assert len(self.requests()) > before, "".join(self.raw)
-        return self.requests()[-1]
+        (line,) = found
+        return line
 
     def _read(self) -> None:
         assert self.process.stderr is not None

@@ -114,8 +114,7 @@ def test_claude_codes_next_conversation_finds_its_system_text_and_tools(tool_ser
     for line in ("abc", "def"):
         first = {"type": "text", "text": f"{BILLING_LINE}: cc_version=1.0.0.{line};"}
         said = {"system": [first, *CLAUDE_CODE["system"][1:]], "messages": [{"role": "user", "content": f"{line}?"}]}
-        before = len(tool_server.requests())
         tool_server.ask("/v1/messages", **CLAUDE_CODE | said, max_tokens=1, seed=1)
-        found.append(tool_server.logged(before))
+        found.append(tool_server.logged())
     assert found[1]["cached_tokens"] > 0.9 * found[1]["prompt_tokens"]
     logged(tool_server, f"ignored field: system: {BILLING_LINE}:")

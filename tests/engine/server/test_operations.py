@@ -36,13 +36,6 @@ def complete(server: ServerProcess, **more: Any) -> httpx.Response:
     return server.post("/v1/completions", **BODY | more)
 
 
-def line_of(server: ServerProcess, number: str) -> dict[str, Any]:
-    """What the log says of a request."""
-    until(lambda: any(line["id"] == number for line in server.requests()))
-    (line,) = [line for line in server.requests() if line["id"] == number]
-    return line
-
-
 def test_the_state_of_the_server_is_told(server: ServerProcess) -> None:
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
     assert httpx.get(f"{server.url}/ready").json() == {"status": "ready"}
@@ -76,7 +69,7 @@ def test_the_log_has_figures_and_no_prompts_and_a_request_keeps_its_number(serve
     secret, headers = "the password is swordfish", {"X-Request-Id": "mine-7"}
     asked = BODY | {"prompt": secret, "user": "ann"}
     answer = httpx.post(f"{server.url}/v1/completions", json=asked, headers=headers, timeout=60)
-    line = line_of(server, "mine-7")
+    line = server.logged("mine-7")
     assert answer.headers["x-request-id"] == "mine-7"
     assert line["status"] == 200 and line["prompt_tokens"] == len(secret) and line["user"] == "ann"
     assert line["completion_tokens"] == answer.json()["usage"]["completion_tokens"] and line["seconds"] > 0
@@ -211,7 +204,7 @@ def test_limits_name_themselves(guarded: ServerProcess) -> None:
 
 
 def test_prompts_stand_in_the_log_where_they_are_asked_for(guarded: ServerProcess) -> None:
-    line = line_of(guarded, keyed(guarded, prompt="open sesame").headers["x-request-id"])
+    line = guarded.logged(keyed(guarded, prompt="open sesame").headers["x-request-id"])
     assert line["request"]["prompt"] == "open sesame" and len(line["answers"]) == 1
 
 

@@ -421,7 +421,7 @@ def test_texts_are_those_of_plain_decoding_whatever_happens_meanwhile(device: De
 
 
 def test_drafts_are_launched_behind_a_round_for_requests_that_go_on_and_are_drafted_for() -> None:
-    """By a drafter in the verifier's loop alone, and where the device knows what the round comes to."""
+    """Only a drafter in the verifier's loop does that, and only where the device knows what the round comes to."""
     stage, asked = Stage(CALIBRATED), list[Any]()
     requests = [stage.submit(number, [10, 11], max_tokens=9 if number != 2 else 1) for number in (1, 2, 3, 4)]
     requests[2].root_only = True

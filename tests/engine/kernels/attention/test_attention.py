@@ -90,6 +90,14 @@ class Request:
             return list(range(self.past + row + 1))
         return list(range(self.past)) + [self.past + node for node in self.tree.path(row)]
 
+    def path_as_text(self, node: int) -> Request:
+        """Return a text of the positions that a node of the tree attends to, whose last row is the node's."""
+        assert self.tree is not None
+        path, slots = self.tree.path(node), self.seen(node)
+        text = Request(0, self.past, None, len(path))
+        text.keys, text.values, text.queries = self.keys[slots], self.values[slots], self.queries[path]
+        return text
+
     def segment(self, cache: KVCache) -> Segment:
         if self.tree is not None:
             return Segment.of_tree(self.tree, cache)
@@ -235,11 +243,7 @@ def test_rows_that_see_what_is_no_number_have_the_same_bits_alone_and_beside_oth
     request.values[40, :, 3], request.values[request.past, :, 7] = float("inf"), float("nan")
     (together,) = attend([request], rule, kernel)
     for node in range(len(BUSHY)):
-        path = BUSHY.path(node)
-        text = Request(0, request.past, None, len(path))
-        slots = [*range(request.past), *(request.past + other for other in path)]
-        text.keys, text.values, text.queries = request.keys[slots], request.values[slots], request.queries[path]
-        (alone,) = attend([text], rule, kernel)
+        (alone,) = attend([request.path_as_text(node)], rule, kernel)
         assert torch.equal(alone[-1].nan_to_num(), together[node].nan_to_num())
         assert torch.equal(alone[-1].isnan(), together[node].isnan())
 
@@ -265,11 +269,7 @@ def test_a_node_has_the_bits_of_its_path_read_as_text(rule: Rule, kernel: Kernel
     request = Request(14, 45, BUSHY)
     (out,) = attend([request], rule, kernel)
     for node in range(len(BUSHY)):
-        path = BUSHY.path(node)
-        text = Request(0, request.past, None, len(path))
-        slots = [*range(request.past), *(request.past + other for other in path)]
-        text.keys, text.values, text.queries = request.keys[slots], request.values[slots], request.queries[path]
-        assert torch.equal(attend([text], rule, kernel)[0][-1], out[node])
+        assert torch.equal(attend([request.path_as_text(node)], rule, kernel)[0][-1], out[node])
 
 
 PAIRED = [param for param, kernel in zip(KERNELS, every_attention_kernel(), strict=True) if kernel.vnni]
