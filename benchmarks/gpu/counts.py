@@ -97,8 +97,9 @@ def _table(served: list[Record]) -> list[str]:
     return lines
 
 
-def _layers_of(parts: list[Tensor]) -> list[Any]:
+def _layers_of(parts: Sequence[Tensor]) -> list[ahead._Drafted]:
     """Invent what `drafters.heads.growth.ahead` reads: layers whose nodes are the best candidates of those above."""
+    parts = [*parts]
     trees, above = len(parts[2]), torch.ones(len(parts[2]), 1, dtype=torch.float64)
     for at in range(4, len(parts), 4):
         width = len(parts[at]) // trees
@@ -107,6 +108,11 @@ def _layers_of(parts: list[Tensor]) -> list[Any]:
         above, best = (part[:, :width] for part in chances.sort(dim=1, descending=True, stable=True))
         parts[at], parts[at + 1] = (best // width).flatten(), following.gather(1, best).flatten()
     return layers_of(parts)
+
+
+def _came_to(session: Any, tokens: Tensor) -> bool:
+    """Take the host to have drawn what the device has, whose invented tokens say nothing."""
+    return session.unread_tokens is not None
 
 
 def _count_downloads(tracing: Tracing) -> None:
@@ -132,10 +138,8 @@ def _replace_kernels(tracing: Tracing) -> None:
             setattr(module, name, Launched(name, tracing))
     graphs._GRAPHS = (DEVICE.type,)
     graphs._warm_up = lambda *_: None
-    vars(ahead)["_layers_of"] = _layers_of
-    vars(ahead)["_same"] = lambda unread, _: (
-        unread is not None
-    )  # what the device has drawn is what the host makes of it
+    ahead._layers_of = _layers_of
+    ahead._came_to = _came_to
     _count_downloads(tracing)
     graphs._captured = tracing.captured
     device_module._split_up = lambda packed, like: [invented(one.held) for one in like]

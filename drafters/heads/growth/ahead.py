@@ -153,11 +153,16 @@ class DraftsBehind:
         layers, entered = _layers_of(found), set[Trie]()
         for tree, (trie, logits) in enumerate(zip(self._tries, self._logits.split(1), strict=True)):
             session: Any = trie.session
-            if trie in tries and session.unread_tokens == tokens[tree, : int(lengths[tree])].tolist():
+            if trie in tries and _came_to(session, tokens[tree, : int(lengths[tree])]):
                 session.has_read_behind(tokens.shape[1], logits)
                 _enter(trie, tree, len(self._tries), layers)
                 entered.add(trie)
         return [trie for trie in tries if trie not in entered]
+
+
+def _came_to(session: Any, tokens: Tensor) -> bool:
+    """Return whether a round came to the tokens that the device drew. `benchmarks.gpu.counts` replaces this."""
+    return bool(session.unread_tokens == tokens.tolist())
 
 
 def draft_ahead(stack: HeadSteps, tries: Sequence[Trie], roots: Sequence[Tensor], policy: Dynamic) -> None:
