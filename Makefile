@@ -67,8 +67,8 @@ test-kernels: .venv/installed
 test-others: .venv/installed
 	$(PYTEST) -n 3 --ignore tests/engine/kernels
 
-# All kernels of this processor, and each as on one of the others (without --spread on all of them, which takes three
-# times as long): minutes of compiling, with what the tests leave of the cores.
+# All kernels of this processor, and each as on one of the others (without --spread on all of them, which takes
+# much longer): minutes of compiling, with what the tests leave of the cores.
 check-kernels: .venv/installed
 	nice -n 19 $(BIN)/talon check --kernels --spread
 

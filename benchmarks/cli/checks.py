@@ -63,7 +63,7 @@ def check(
         typer.Option(
             "--spread",
             help="A question under one setting of each method, in turn, not under all. With --kernels: a kernel as on "
-            "one other processor, in turn, and a third of those that are modelled.",
+            "one other processor, in turn, and a ninth of those that are modelled.",
         ),
     ] = False,
     log: Annotated[

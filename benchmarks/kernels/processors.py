@@ -52,13 +52,13 @@ PROCESSORS = (
 
 def shares_of(able: Sequence[Processor]) -> dict[Processor, list[int]]:
     """Share all kernels out: each to one of the processors that run it, to all of these in turn. A processor that is
-    modelled gets every third of its share, since models take long to compile.
+    modelled gets every ninth of its share, since models take long to compile.
     """
     shares: dict[Processor, list[int]] = {processor: [] for processor in able}
     for number, needed in enumerate(instructions_of_kernels()):
         if running := [processor for processor in able if needed in processor.runs]:
             shares[running[number % len(running)]].append(number)
-    return {processor: share[:: 3 if is_modelled(processor) else 1] for processor, share in shares.items()}
+    return {processor: share[:: 9 if is_modelled(processor) else 1] for processor, share in shares.items()}
 
 
 def environment_as(processor: Processor) -> dict[str, str] | None:

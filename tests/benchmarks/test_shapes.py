@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import pytest
@@ -23,6 +25,7 @@ from benchmarks.shapes.tensors import tensors_of
 from engine.config import Config
 from engine.core.errors import ConfigError
 from engine.model.decoder import LeanDecoder
+from tests.forked_process import ForkedProcess
 
 APP = typer.Typer()
 APP.command()(command.main)
@@ -113,13 +116,17 @@ def test_the_command_writes_a_file_and_measures_it_beside_another_server(
 ) -> None:
     """Talon itself stands in for the other server."""
     monkeypatch.setitem(command.SHAPES, "tiny", tiny("qwen3.5-0.8b"))
-    other = tmp_path / "server"
-    other.write_text(
-        f'#!/bin/sh\nwhile [ "$1" != -m ]; do shift; done\nfile=$2\nfor port; do :; done\n'
-        f'exec {sys.executable} -m engine serve --set "model=$file" --set activations=bfloat16 --port $port\n'
-    )
-    other.chmod(0o755)
-    asked = ["tiny", "--out", str(tmp_path), "--tokens", "400", "--repeats", "1", "--llama-server", str(other)]
+    talon = [sys.executable, "-m", "engine", "serve", "--set", "activations=bfloat16"]
+
+    def start(asked: list[str], *, env: dict[str, str], **_: int) -> ForkedProcess:
+        if asked[0] == "llama-server":
+            assert asked[1] == "-m" and asked[-2] == "--port"
+            asked = [*talon, "--set", f"model={asked[2]}", *asked[-2:]]
+        return ForkedProcess(asked, env=env)
+
+    processes = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr("benchmarks.shapes.served.subprocess", processes)
+    asked = ["tiny", "--out", str(tmp_path), "--tokens", "400", "--repeats", "1", "--llama-server", "llama-server"]
     done = CliRunner().invoke(APP, [*asked, "--set", "activations=bfloat16", "--set", "verifier.kv_type=auto"])
     assert done.exit_code == 0, done.output
     [row] = map(json.loads, (tmp_path / "shapes.jsonl").read_text().splitlines())
