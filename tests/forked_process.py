@@ -39,14 +39,18 @@ _IMPORTED = (
     "drafters.registry",
     "engine.cli.main",
     "engine.server.run",
+    "engine.weights.gguf.describe_process",
 )
+_STARTING = ("engine.frontend.processes", "engine.weights.gguf.described_folder")
+"""Modules whose processes are forked."""
 _ADDRESS = "TALON_TESTS_FORK_SERVER"
 """The variable with the path of the fork server's socket, by which forks fork their own workers."""
 
 
 def fork_workers(patch: pytest.MonkeyPatch) -> None:
-    """Let engines of this process fork their workers."""
-    patch.setattr("engine.frontend.processes.subprocess", _SUBPROCESS)
+    """Let engines of this process fork their workers, and what describes a GGUF file."""
+    for module in _STARTING:
+        patch.setattr(f"{module}.subprocess", _SUBPROCESS)
 
 
 @functools.cache
@@ -84,20 +88,29 @@ class ForkedProcess:
         env: Mapping[str, str] = os.environ,
         cwd: str | Path = "",
         stdin: int | None = None,
+        stdout: int | None = None,
         stderr: int | None = None,
         start_new_session: bool = False,
     ):
+        """stderr: `STDOUT` if that is a pipe, too."""
         assert command[1] == "-m"
         told = {"command": command[2:], "folder": str(cwd) or os.getcwd(), "new_session": start_new_session}
         request = json.dumps(told | {"environment": {**env}}).encode()
         self.stdin: IO[bytes] | None = None
+        self.stdout: IO[bytes] | None = None
         self.stderr: IO[str] | None = None
         files, opened = [0, 1, 2], []
         if stdin == subprocess.PIPE:
             files[0], write = os.pipe()
             self.stdin = os.fdopen(write, "wb")
             opened.append(files[0])
-        if stderr == subprocess.PIPE:
+        if stdout == subprocess.PIPE:
+            read, files[1] = os.pipe()
+            self.stdout = os.fdopen(read, "rb")
+            opened.append(files[1])
+        if stderr == subprocess.STDOUT:
+            files[2] = files[1]
+        elif stderr == subprocess.PIPE:
             read, files[2] = os.pipe()
             self.stderr = os.fdopen(read)
             opened.append(files[2])
@@ -110,6 +123,15 @@ class ForkedProcess:
         for file in opened:
             os.close(file)
         self.pid = int.from_bytes(_received(self._link, 4), "big")
+
+    def __enter__(self) -> ForkedProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in (self.stdin, self.stdout, self.stderr):
+            if file is not None:
+                file.close()
+        self.returncode = self.wait()
 
     def poll(self) -> int | None:
         with self._asking:
@@ -133,7 +155,8 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
-_SUBPROCESS = SimpleNamespace(Popen=ForkedProcess, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+_SUBPROCESS = SimpleNamespace(Popen=ForkedProcess, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT,
+                              TimeoutExpired=subprocess.TimeoutExpired)  # fmt: skip
 """What stands for `subprocess` where workers are started."""
 
 
@@ -228,10 +251,14 @@ def _run(command: list[str], folder: str, new_session: bool, environment: dict[s
     sys.argv = command
     module, *_ = command
     if module != "engine.worker":
-        import_module("engine.frontend.processes").__dict__["subprocess"] = _SUBPROCESS
+        for starting in _STARTING:
+            import_module(starting).__dict__["subprocess"] = _SUBPROCESS
     try:
-        import_module(module if module == "engine.worker" else f"{module}.__main__").main()
+        found = import_module(module)
+        (import_module(f"{module}.__main__") if hasattr(found, "__path__") else found).main()
     except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr, flush=True)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()

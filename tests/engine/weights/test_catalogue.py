@@ -133,7 +133,8 @@ def test_a_disk_that_fills_up_meanwhile_is_one_line_and_nothing_is_kept(
     def with_that_end(command: list[str], **options: Any) -> Any:
         return popen(["sh", "-c", end] if module in command else command, **options)
 
-    monkeypatch.setattr(subprocess, "Popen", with_that_end)
+    for starting in ("gguf.described_folder", "download"):
+        monkeypatch.setattr(f"engine.weights.{starting}.subprocess.Popen", with_that_end)
     with pytest.raises(ModelError, match=f"^model=tiny: no space left in {empty_home}; make room, or set TALON_HOME"):
         get(model)
     assert left_in(empty_home) == []

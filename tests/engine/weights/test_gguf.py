@@ -303,7 +303,8 @@ def test_a_reader_that_is_killed_or_finds_damage_is_told_and_leaves_nothing(
 ) -> None:
     path = write()
     popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: popen(["sh", "-c", end], **options))
+    patched = "engine.weights.gguf.described_folder.subprocess.Popen"
+    monkeypatch.setattr(patched, lambda _, **options: popen(["sh", "-c", end], **options))
     with pytest.raises(ModelError, match=f"^model={path}: {told}$"):
         described(path, f"model={path}", nothing)
     assert left_in(tmp_path / "home") == []
