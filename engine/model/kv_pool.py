@@ -152,7 +152,7 @@ class KVPool:
         self._references[block] += 1
         return known
 
-    def number(self, block_key: BlockKey, with_hidden_states: bool = False) -> int:
+    def number(self, block_key: BlockKey, with_hidden_states: bool) -> int:
         """Return the number of this text, 0 if no block ends it. with_hidden_states: 0 also if its hidden states are
         not cached.
         """

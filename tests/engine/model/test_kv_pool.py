@@ -131,7 +131,7 @@ def test_paths_of_many_requests_are_committed_at_once_as_one_by_one(kind: tuple[
         fill(pool, entries, -entries)
         caches.append([KVCache(pool) for _ in paths])
         for cache, length in zip(caches[-1], lengths, strict=True):
-            cache.reserve(length + 6)
+            cache.reserve(length + 9)
             cache.length, cache.pending = length, 6
     for cache, path in zip(caches[0], paths, strict=True):
         cache.commit(path)
@@ -141,7 +141,27 @@ def test_paths_of_many_requests_are_committed_at_once_as_one_by_one(kind: tuple[
     commit_all(list(zip(caches[1], paths, strict=True)))
     assert moved == [2 + 1 + 2]
     assert torch.equal(pools[0].keys, pools[1].keys) and torch.equal(pools[0].values, pools[1].values)
-    assert [(cache.length, cache.pending) for cache in caches[1]] == [(3, 0), (8, 0), (15, 0), (17, 0), (25, 0)]
+    for cache in caches[0]:
+        cache.commit([1, 2])
+    commit_all([(cache, [1, 2]) for cache in caches[1][:2]])
+    commit_all([(cache, [1, 2]) for cache in caches[1][2:]])
+    assert moved[1:] == [4, 6]
+    assert torch.equal(pools[0].keys, pools[1].keys) and torch.equal(pools[0].values, pools[1].values)
+    assert [(cache.length, cache.pending) for cache in caches[1]] == [(5, 0), (10, 0), (17, 0), (19, 0), (27, 0)]
+
+
+def test_a_pool_has_a_part_for_each_shape_of_keys_and_moves_all_of_them() -> None:
+    shapes = [KVShape(2, 1, 16, torch.float32), KVShape(1, 2, 32, torch.float32)]
+    pool = KVPool(shapes, BLOCKS)
+    assert [part.shape for part in pool.parts] == shapes
+    assert pool.block_bytes == sum(shape.block_bytes for shape in shapes) == 2 * 4 * BLOCK_SIZE * (2 * 16 + 2 * 32)
+    for part in pool.parts:
+        part.keys[:, 1], part.values[:, 1] = 3.0, 4.0
+    pool.move(np.arange(BLOCK_SIZE, dtype=np.int32) + BLOCK_SIZE, np.arange(BLOCK_SIZE, dtype=np.int32))
+    for part in pool.parts:
+        assert torch.equal(part.keys[:, 0], part.keys[:, 1]) and torch.equal(part.values[:, 0], part.values[:, 1])
+    with pytest.raises(ValueError, match="unpack"):
+        _ = pool.part
 
 
 def test_what_is_in_place_is_not_moved() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -15,7 +15,7 @@ from engine.core.kv_shape import KVShape
 from engine.core.state_shape import StateShape
 from engine.files.cache_folder import CacheFolder
 from engine.model.kv_cache import KVCache
-from engine.model.kv_pool import KVPool
+from engine.model.kv_pool import BlockKey, KVPool
 from engine.model.saved.blocks import SavedBlocks
 from engine.model.state_pool import EMPTY, StatePool
 
@@ -182,6 +182,34 @@ def test_a_block_that_is_evicted_while_it_is_copied_is_not_written(tmp_path: Pat
         assert [pool.saved.read(bytes([number] * 32)) is not None for number in range(3)] == [False, False, True]
 
 
+def test_a_block_that_was_evicted_and_computed_anew_is_not_the_one_that_was_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place may have held another text in between, while it was copied."""
+    with saving_pool(tmp_path) as pool:
+        blocks: list[Callable[[], int | None]] = []
+        monkeypatch.setattr(pool.saved, "save", lambda _, block: blocks.append(block))
+        cache = read(pool, TEXT)
+        assert [block() for block in blocks] == cache.block_table[:3].tolist()
+        cache.release()
+        pool.release(pool.allocate(BLOCKS))
+        cache = read(pool, TEXT)
+        assert [block() for block in blocks] == [None] * 3 + cache.block_table[:3].tolist()
+
+
+def test_a_cache_that_was_released_finds_and_writes_another_text_from_its_beginning(tmp_path: Path) -> None:
+    other = TEXT[::-1]
+    with saving_pool(tmp_path) as pool:
+        cache = read(pool, TEXT)
+        cache.release()
+        assert cache.match_prefix(other) == [] and cache.length == 0
+        cache.reserve(len(other))
+        cache.length = len(other)
+        cache.cache_blocks(other)
+    with saving_pool(tmp_path) as pool:
+        assert [adopted(pool, text).length for text in (other, TEXT)] == [3 * BLOCK_SIZE] * 2
+
+
 def test_without_a_free_block_nothing_is_read_back(tmp_path: Path) -> None:
     with saving_pool(tmp_path) as pool:
         read(pool, TEXT)
@@ -246,6 +274,21 @@ def test_hidden_states_are_found_with_the_blocks_by_a_head_that_wants_the_same_l
             assert len(states) == found and all(np.array_equal(one, states_of(at)) for at, one in enumerate(states))
     with saving_pool(tmp_path) as pool:
         assert adopted(pool, TEXT).length == 3 * BLOCK_SIZE  # where nobody wants them
+
+
+def test_hidden_states_stay_in_the_folder_until_a_head_asks_for_them(tmp_path: Path) -> None:
+    with saving_pool(tmp_path) as pool:
+        pool.forget_hidden_states([1, 2])
+        cache = KVCache(pool)
+        cache.reserve(BLOCK_SIZE)
+        cache.length = BLOCK_SIZE
+        cache.cache_blocks(TEXT, states_of)
+    with saving_pool(tmp_path) as pool:
+        pool.forget_hidden_states([1, 2])
+        block_key = BlockKey(0, tuple(TEXT[:BLOCK_SIZE]))
+        assert adopted(pool, TEXT).length == BLOCK_SIZE
+        assert pool.number(block_key, False) and pool.find(block_key, with_hidden_states=True) is None
+        assert len(with_states(pool, TEXT)) == 1 and pool.find(block_key, with_hidden_states=True) is not None
 
 
 def test_hidden_states_are_read_back_for_blocks_that_the_pool_still_has(tmp_path: Path) -> None:

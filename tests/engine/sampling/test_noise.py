@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.sampling.argmax import NAN
 from engine.sampling.gumbel_max import _plausible, draw, draw_bfloat16
-from engine.sampling.noise import _bits, _rivals_on_device, gumbel, gumbel_argmax
+from engine.sampling.noise import _bits, _rivals_on_device, gumbel, gumbel_argmax, gumbel_nearby
 from engine.sampling.noise_bits import GOLDEN, MIX_1, MIX_2, bits_of, key_of, keys_from
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
@@ -182,3 +182,10 @@ def test_tokens_far_below_the_best_are_drawn_as_often_as_there_are_many_of_them(
     drawn = [gumbel_argmax(scores, 5, position) for position in range(200)]
     assert drawn == [int((scores.double() + gumbel(5, position, tokens)).argmax()) for position in range(200)]
     assert 70 < drawn.count(777) < 150
+
+
+def test_a_drafters_noise_is_the_draws_and_stays_where_the_tokens_are() -> None:
+    tokens = torch.arange(0, 999, 7)
+    assert torch.equal(gumbel_nearby(3, 5, tokens), gumbel(3, 5, tokens))
+    nearby = gumbel_nearby(3, 5, tokens.to("meta"))
+    assert nearby.device.type == "meta" and nearby.shape == tokens.shape
