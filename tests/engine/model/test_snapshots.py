@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from engine.core.batch import BLOCK_SIZE, Segment
 from engine.core.errors import OutOfBlocks
 from engine.core.kv_shape import KVShape
 from engine.core.state_shape import StateShape
+from engine.files.cache_folder import CacheFolder
 from engine.model.kv_cache import KVCache
 from engine.model.kv_pool import KVPool
 from engine.model.runner import Runner
@@ -88,6 +91,18 @@ def read_again(pool: KVPool, text: list[int], shared: int) -> int:
     length = cache.length
     cache.release()
     return shared - length
+
+
+def test_the_state_at_the_end_of_a_text_outlives_a_restart(tmp_path: Path) -> None:
+    """Blocks alone are of no use without it."""
+    for length in (0, 64):
+        folder, pool = CacheFolder(tmp_path, 1 << 30), new_pool()
+        pool.save_to(folder, b"model")
+        cache = adopted(pool)
+        assert cache.length == length and (length == 0 or position_of(cache) == length)
+        read(cache, 70 - length)
+        cache.release()
+        folder.close()
 
 
 @pytest.mark.parametrize("ended", [False, True])
