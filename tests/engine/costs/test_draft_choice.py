@@ -89,6 +89,11 @@ def test_before_anything_was_seen_a_cheap_draft_is_made_and_a_costly_one_is_not(
         assert ConservativeBandit().takes(Experience(), cost, emitted=1) == taken
 
 
+def test_a_draft_that_gains_just_what_it_costs_does_not_pay() -> None:
+    shared, bandit = Experience(), ConservativeBandit()
+    assert not bandit.pays(shared, bandit.expected(shared)) and bandit.pays(shared, bandit.expected(shared) - 0.01)
+
+
 def test_reading_a_long_text_has_to_pay_for_itself_over_the_rounds_that_are_left() -> None:
     assert ConservativeBandit().takes(Experience(), 0.1, 1, entry=3.0, rounds=60)
     assert not ConservativeBandit().takes(Experience(), 0.1, 1, entry=3.0, rounds=2)
@@ -152,6 +157,26 @@ def test_where_nothing_else_would_be_drafted_the_model_is_credited_with_all_that
     before = kinds.model.gained.mean()
     choice.observe(kinds, costs, 1, by_retrieval=2, by_model=0, model_drafted=True)
     assert (kinds.model.gained.mean() > before) != retrieval_pays
+
+
+def test_what_retrievals_draft_would_have_taken_is_the_models_to_pay_where_it_alone_is_why_that_is_made() -> None:
+    kinds, costs = DraftKinds(Experience(draft_s=0.05), Experience()), CostModel(ForwardTime({1: 0.01}))
+    assert kinds.retrieval is not None and kinds.model is not None
+    kinds.retrieval.gained.total = 0.0
+    before = kinds.model.gained.mean()
+    DraftChoice(10).observe(kinds, costs, 1, by_retrieval=2, by_model=0, model_drafted=True)
+    assert kinds.model.gained.mean() < before, "five tokens' time for two tokens"
+
+
+def test_the_time_of_a_draft_that_reads_is_that_of_its_positions_and_of_the_next_one_its_own() -> None:
+    kinds, costs, choice = DraftKinds(model=Experience()), CostModel(ForwardTime({1: 0.01})), DraftChoice(100)
+    choice.decide(kinds, costs, 1, emitted=1, left=500)
+    assert kinds.model is not None and not choice.rests
+    choice.observe(kinds, costs, 1, by_retrieval=0, by_model=1, waited_s=0.2, model_drafted=True)
+    read_s = kinds.model.read_s
+    assert read_s > 0 and kinds.model.draft_s == 0
+    choice.observe(kinds, costs, 1, by_retrieval=0, by_model=1, waited_s=0.2, model_drafted=True)
+    assert kinds.model.read_s == read_s and kinds.model.draft_s > 0
 
 
 def test_drafts_that_need_not_pay_are_made_whatever_they_cost() -> None:
