@@ -99,3 +99,9 @@ def test_of_a_text_the_last_row_is_wanted_and_of_a_tree_all_unless_told_otherwis
     assert Batch.of([Segment.of_text([7, 8, 9], cache)]).chosen.tolist() == [2]
     assert Batch.of([Segment.of_text([7, 8, 9], cache, "none")]).chosen.tolist() == []
     assert Batch.of([Segment.of_tree(tree, cache)]).chosen.tolist() == [0, 1, 2]
+
+
+def test_a_batch_knows_the_segments_that_it_was_made_of() -> None:
+    cache = cache_of(KVPool(SHAPE, 4), 3, 3)
+    made = [Segment.of_text([7, 8, 9], cache), Segment.of_text([7], cache)]
+    assert [*Batch.of(iter(made)).segments] == made

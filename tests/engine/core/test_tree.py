@@ -166,3 +166,10 @@ def test_of_equals_the_earlier_are_kept() -> None:
 
 def test_below_a_node_without_a_chance_no_step_has_one() -> None:
     assert _steps(TokenTree.chain(0, [1, 2, 3], [0.5, 0.0, 0.0])) == [1.0, 0.5, 0.0, 0.0]
+
+
+def test_a_walk_begins_at_the_root_and_goes_on_as_long_as_a_child_has_the_nodes_token() -> None:
+    tree = TokenTree.from_lists([9, 1, 2, 3, 1], [-1, 0, 0, 2, 3], [1.0] * 5)
+    assert tree.walk([5, 0, 0, 0, 0]) == [0]
+    assert tree.walk([1, 5, 0, 0, 0]) == [0, 1]
+    assert tree.walk([2, 5, 3, 1, 1]) == [0, 2, 3, 4]

@@ -73,6 +73,16 @@ def test_a_request_is_let_in_if_its_prompt_just_fits_beside_the_others_and_not_t
     assert requests.running == [running, new][: 1 + admitted] and [*requests] == [running, new]
 
 
+def test_what_a_running_request_has_room_for_is_not_promised_to_it_again() -> None:
+    stage, requests = Counting(4), scheduler()
+    running, new = request(stage, 1, [1] * 16), request(stage, 2, [2] * 48)
+    requests.running.append(running)
+    decode(running)
+    requests.waiting.append(new)
+    plan(requests)
+    assert requests.running == [running, new]
+
+
 def test_the_youngest_gives_its_blocks_to_the_oldest() -> None:
     stage, requests = Counting(6), scheduler()
     old, young = request(stage, 1, [1] * 40), request(stage, 2, [2] * 40)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -219,6 +220,19 @@ def test_talons_rule_needs_no_more_candidates_than_it_asks_for(head: tuple[int, 
         return Candidates([row[:k] for row in seen.tokens], [row[:k] for row in seen.prob])
 
     assert grow(policy, 7, asked_for).tokens.tolist() == grow(policy, 7, RandomHead(*head)).tokens.tolist()
+
+
+def test_an_adaptive_tree_stops_at_its_promise_where_every_layer_has_better_nodes() -> None:
+    """Behind the surest node of each layer are ten that are surer than those of the layer before."""
+
+    def head(frontier: Frontier) -> Candidates:
+        others = [1e-5 * 2 ** next(depths) * (1 - i / 100) for i in range(10)]
+        rows = [[0.9, *others] if token in (7, 0) else [1e-12] * 11 for token in frontier.tokens]
+        return Candidates([[*range(11)]] * len(rows), rows)
+
+    policy, depths = Adaptive(budget=12, top_k=11), itertools.count()
+    policy.row_tokens = 1e-9
+    assert sum(map(len, asked(policy, head))) == policy.max_expansions == 48
 
 
 @pytest.mark.parametrize(
