@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -61,6 +61,7 @@ def replace_language_once() -> None:
 def _make_types_once() -> None:
     """Make each shape and each common type once: each operation gives its result a type of its own."""
     core, semantic = import_module("triton.language.core"), import_module("triton.language.semantic").TritonSemantic
+    interpreted = import_module("triton.runtime.interpreter").interpreter_semantic
     constexpr, block, scalar, tensor = core.constexpr, core.block_type, core.dtype, core.tensor
     unwrap: Callable[[Any], Any] = core._unwrap_if_constexpr
     validate: Callable[[Any], int] = core.validate_block_shape
@@ -98,16 +99,41 @@ def _make_types_once() -> None:
             return b.type.is_block() and bool(a.type.sizes == b.type.sizes)
         return not b.type.is_block()
 
+    @wraps(broadcast)
     def broadcast_others(self: Any, a: Any, b: Any) -> Any:
         return (a, b) if are_alike(a, b) else broadcast(self, a, b)
 
+    @lru_cache(4096)
+    def constant(value: float, of: Any, sizes: tuple[int, ...]) -> Any:
+        """Return a number as the check makes it of that type and shape."""
+        like = tensor(None, block(of, sizes) if sizes else of)
+        return broadcast(interpreted, interpreted.scalar_constant(value, of), like)[0]
+
+    def as_constant(value: Any, like: Any) -> Any:
+        """Return a number as the check makes it beside that tensor; None if it takes another type, or is refused."""
+        kind, of = type(value), like.dtype
+        if of.name in floats:
+            fits = kind is int or kind is float
+        else:
+            fits = of.name in whole and kind is int and -(2**31) <= value < 2**31
+        return constant(value, of, like.type.sizes if like.type.is_block() else ()) if fits else None
+
+    @wraps(check)
     def check_others(self: Any, a: Any, b: Any, *options: Any, **named: Any) -> Any:
-        """Operands of one shape and one of these types are what is computed with, whatever the operation."""
-        if type(a) is tensor and type(b) is tensor and a.dtype is b.dtype and a.dtype in whole and are_alike(a, b):
-            return a, b
+        """Operands of one shape and one of these types are what is computed with, whatever the operation; and a number
+        takes the type and shape of a tensor beside it, if it is of the same kind.
+        """
+        if type(a) is tensor and type(b) is tensor:
+            if a.dtype is b.dtype and a.dtype.name in alike and are_alike(a, b):
+                return a, b
+        elif type(a) is tensor and (made := as_constant(b, a)) is not None:
+            return a, made
+        elif type(b) is tensor and (made := as_constant(a, b)) is not None:
+            return made, b
         return check(self, a, b, *options, **named)
 
-    whole = {core.int1, core.int32, core.int64, core.float32, core.float64}
+    floats, whole = {"fp32", "fp64"}, {"int32", "int64"}
+    alike = floats | whole | {"int1"}
     core._unwrap_if_constexpr = unwrapped
     block.__init__ = make_block
     block.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
