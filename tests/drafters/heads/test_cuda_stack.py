@@ -44,7 +44,7 @@ def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafters.heads.layers.pack", lambda weight: None)
     monkeypatch.setattr(cuda_stack, "_BLOCKS", 64)
     monkeypatch.setattr(cuda_stack, "_POSITIONS", 1 << 10)
-    monkeypatch.setattr(cuda_stack, "SIZES", (2, 4, 8, 16, 24))
+    monkeypatch.setattr(cuda_stack, "SIZES", (2, 4, 8, 10, 14, 16, 24))
 
 
 def on_cuda(build: Build, folder: Path, target: TargetWeights) -> Any:
@@ -239,7 +239,9 @@ def as_on_device(verdicts: dict[int, Verdict], most: int) -> DeviceVerdicts:
     return DeviceVerdicts(places, lengths, tokens, torch.stack(features))
 
 
-@pytest.mark.parametrize(("build", "temperature"), [(eagle, 0.0), (eagle3, 0.0), (eagle3, 0.8)])
+@pytest.mark.parametrize(
+    ("build", "temperature"), [(eagle, 0.0), pytest.param(eagle3, 0.0, marks=pytest.mark.slow), (eagle3, 0.8)]
+)
 def test_trees_drafted_before_the_host_knows_what_was_accepted_are_those_drafted_afterwards(
     build: Build, temperature: float, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
