@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,13 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def no_gradients() -> Iterator[None]:
+    """Compute as workers do, without gradients."""
+    with torch.inference_mode():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork the workers of engines. Tests of how processes start, slow ones and those of a GPU start whole ones."""
@@ -183,7 +191,7 @@ FRONT_END = "tests/engine/frontend/"
 SERVERS = "tests/engine/server/"
 KERNELS = ("tests/engine/kernels/quant/", "tests/engine/kernels/attention/")
 STARTS = ("tests/faults/", "tests/test_", "tests/engine/weights/", FRONT_END, "tests/engine/cli/")
-LONG = (SERVERS, *KERNELS, "tests/engine/model/cuda/test_cuda_forward", *STARTS)
+LONG = (SERVERS, *KERNELS, "tests/engine/model/cuda/test_cuda_", *STARTS)
 """What begins first: whole folders of one process, the longest files, and files whose tests start processes."""
 
 

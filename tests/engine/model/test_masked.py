@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,17 +12,13 @@ from engine.model.masked import MaskedForward
 from engine.model.masked_cache import MaskedCache
 from tests.engine.model.test_target import build, random_tree
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 
 def read(forward: MaskedForward, cache: MaskedCache, prompt: list[int]) -> None:
     """Commit a prompt."""
     forward([Segment.of_text(prompt, cache)], (1, 3))
     cache.commit(range(len(prompt)))
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @pytest.mark.parametrize("family", ["llama with grouped queries", "qwen3", "gpt_neox"])
