@@ -30,7 +30,7 @@ from torch import Tensor
 from engine.core.batch import BLOCK_SIZE, Int
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
-from engine.model.cuda.attention_work import DeviceRows, Work, grouped, sums_before
+from engine.model.cuda.device_rows import DeviceRows, Work, grouped, sums_before
 from engine.model.kv_pool import KVPool
 
 CHUNK = 512

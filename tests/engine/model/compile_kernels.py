@@ -31,8 +31,8 @@ from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
 from engine.model.cuda import delta_kernels, layer_kernels, noise_kernels, triton_attention, walk_kernels
-from engine.model.cuda.attention_work import DeviceRows
 from engine.model.cuda.delta_kernels import DeltaNet, LayerStates
+from engine.model.cuda.device_rows import DeviceRows
 from engine.model.cuda.triton_attention import TritonAttention
 from engine.model.kv_pool import KVPool
 

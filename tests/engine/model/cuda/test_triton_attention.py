@@ -18,7 +18,7 @@ from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
 from engine.model.cuda import triton_attention
-from engine.model.cuda.attention_work import DeviceRows, grouped
+from engine.model.cuda.device_rows import DeviceRows, grouped
 from engine.model.cuda.padded_rows import PaddedRows
 from engine.model.cuda.triton_attention import TritonAttention
 from engine.model.kv_cache import KVCache
