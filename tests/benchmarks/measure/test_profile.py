@@ -14,8 +14,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.cli.studies import profile
+from benchmarks.kernels.arithmetic import loop_of_integers, loop_of_type, multiply_adds_per_s
 from benchmarks.measure import forward_parts as parts
-from benchmarks.measure.arithmetic import loop_of_integers, loop_of_type, multiply_adds_per_s
 from benchmarks.measure.forward_parts import PARTS, Clock, forward_name, multiplied, split
 from benchmarks.measure.machine_limits import READ, Limits, read_kernel
 from benchmarks.measure.profile import Profile, profile_target, table

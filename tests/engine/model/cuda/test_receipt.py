@@ -18,11 +18,11 @@ from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model.cuda import noise_kernels, receipt, walk_kernels
 from engine.model.cuda.receipt import Receipt
-from engine.model.drawn_tree import DrawnTree
 from engine.model.kv_cache import KVCache
 from engine.model.kv_pool import KVPool
 from engine.model.runner import bfloat16_bits
 from engine.sampling.argmax import NAN
+from engine.sampling.drawn_tree import DrawnTree
 from engine.sampling.noise import gumbel
 from engine.sampling.sampler import UNSETTLED, Sampler, verify
 from tests.engine.verifier.test_forward_output import VOCABULARY, logits_of, sampler_of, tree_of
