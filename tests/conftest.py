@@ -169,7 +169,10 @@ def smollm2() -> str:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread, however many a test has taken before."""
+    torch.set_num_threads(1)
+    yield
     torch.set_num_threads(1)
 
 
