@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -23,8 +23,6 @@ from engine.model.stock import NAME, StockForward
 from engine.model.structure import OtherStructure
 from engine.model.target import Target
 from engine.sampling.sampler import Sampler, verify
-
-pytestmark = pytest.mark.usefixtures("no_gradients")
 
 VOCABULARY = 128
 COMMON: dict[str, Any] = {
@@ -245,6 +243,12 @@ def text_of(family: str, dtype: str) -> list[int]:
 def alone(family: str, dtype: str) -> Tensor:
     """[LENGTH, vocab]: every token of the text forwarded by itself."""
     return read(target_of(family, dtype), text_of(family, dtype), 1)
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
 
 
 def read(target: Target, text: Sequence[int], chunk: int) -> Tensor:
