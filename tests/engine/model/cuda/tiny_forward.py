@@ -25,11 +25,12 @@ from engine.model.kv_pool import KVPool
 from engine.model.stock import NAME
 from engine.model.target import Target
 from engine.model.trial import forward_choice, probe
-from tests.engine.model.test_target import COMMON
+from tests.conftest import TINY
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FEATURES = (0, 2)
-LLAMA = COMMON | {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+LLAMA = TINY | {"vocab_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+LLAMA |= {"max_position_embeddings": 256, "eos_token_id": None}
 FAMILIES: dict[str, Any] = {
     "llama": transformers.LlamaConfig(**LLAMA),
     "mistral with a window": transformers.MistralConfig(**LLAMA, sliding_window=12),
