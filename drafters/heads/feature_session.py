@@ -1,4 +1,4 @@
-"""What draft heads that predict the target's next feature (the EAGLE family) are to their sessions, and the sessions.
+"""Heads that predict the target's next feature (the EAGLE family), as their sessions see them, and these sessions.
 
 The feature f[i] of text position i is paired with the token t[i + 1] after it; one layer turns the pair into a guess
 at f[i + 1], from which the next token's logits come. Pairs with the target's true features fill the first cache
