@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,20 @@ settings.register_profile("any machine", deadline=None)  # a shared machine may 
 settings.load_profile("any machine")
 
 VOCABULARY = 260
+TINY: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+"""The sizes of a target with grouped-query attention."""
 TEMPLATE = (
     "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -67,23 +82,10 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
 
 
-def save_tiny_llama(folder: Path, seed: int = 0, vocabulary: int = VOCABULARY, **changes: Any) -> str:
+def save_tiny_llama(folder: Path, **changes: Any) -> str:
     """Save a random Llama with grouped-query attention, and the tiny tokenizer, as a Hugging Face directory."""
-    torch.manual_seed(seed)
-    options: dict[str, Any] = {
-        "vocab_size": vocabulary,
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 64,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.3,
-        "bos_token_id": None,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-    }
-    LlamaForCausalLM(LlamaConfig(**options | changes)).save_pretrained(folder)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**TINY | changes)).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return str(folder)
 
@@ -125,7 +127,7 @@ def tiny_draft(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def tiny_stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Save a model of another vocabulary: bytes come before the special tokens."""
-    folder = save_tiny_llama(tmp_path_factory.mktemp("tiny-stranger"), vocabulary=300)
+    folder = save_tiny_llama(tmp_path_factory.mktemp("tiny-stranger"), vocab_size=300)
     file = Path(folder) / "tokenizer.json"
     told = json.loads(file.read_text("utf8"))
     told["model"]["vocab"] = {token: (i - 4) % VOCABULARY for token, i in told["model"]["vocab"].items()}
@@ -168,8 +170,18 @@ def smollm2() -> str:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread, however many a test has taken before."""
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def no_gradients() -> Iterator[None]:
+    """Compute as workers do, without gradients."""
+    with torch.inference_mode():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +195,7 @@ FRONT_END = "tests/engine/frontend/"
 SERVERS = "tests/engine/server/"
 KERNELS = ("tests/engine/kernels/quant/", "tests/engine/kernels/attention/")
 STARTS = ("tests/faults/", "tests/test_", "tests/engine/weights/", FRONT_END, "tests/engine/cli/")
-LONG = (SERVERS, *KERNELS, "tests/engine/model/cuda/test_cuda_forward", *STARTS)
+LONG = (SERVERS, *KERNELS, "tests/engine/model/cuda/test_cuda_", *STARTS)
 """What begins first: whole folders of one process, the longest files, and files whose tests start processes."""
 
 

@@ -16,8 +16,9 @@ from engine.core.batch import BLOCK_SIZE, Batch, Segment
 from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
+from engine.model.cuda.device_rows import DeviceRows
 from engine.model.cuda.padded_rows import PaddedRows
-from engine.model.cuda.triton_attention import CHUNK, DeviceRows, TritonAttention
+from engine.model.cuda.triton_attention import CHUNK, TritonAttention
 from engine.model.kv_cache import KVCache
 from engine.model.kv_pool import KVPool
 

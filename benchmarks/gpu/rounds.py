@@ -26,8 +26,8 @@ from engine.core.outcomes import DraftQuery
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model.cuda.receipt import Receipt
-from engine.model.drawn_tree import DrawnTree
 from engine.model.runner import Runner, bfloat16_bits
+from engine.sampling.drawn_tree import DrawnTree
 from engine.sampling.sampler import Sampler, verify
 
 from .models import kind_of, layout_of

@@ -20,7 +20,7 @@ from engine.kernels.simd import FLOAT32, add, load, splat, store
 from engine.kernels.threads import address_of, kernel, num_threads, thread_id
 from engine.model.loading import has_native_bfloat16
 
-from .arithmetic import loop_of_integers, loop_of_type, multiply_adds_per_s
+from ..kernels.arithmetic import loop_of_integers, loop_of_type, multiply_adds_per_s
 
 _MOST_READ = 4 << 30  # bytes; larger than any cache, so a larger buffer is read no slower
 _COLUMNS = 1024

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from drafters.heads import pooled_session
-from drafters.heads.feature_session import FeatureSession
-from drafters.heads.feature_weights import FeatureWeights
+from drafters.heads.feature_session import FeatureSession, FeatureWeights
 from drafters.heads.growth.policies import Policy
 from drafters.heads.session import Session
 from engine.core.drafter_protocol import DeviceVerdicts

@@ -1,4 +1,4 @@
-"""The session of heads that draft by predicting the target's next feature (the EAGLE family).
+"""Heads that predict the target's next feature (the EAGLE family), as their sessions see them, and these sessions.
 
 The feature f[i] of text position i is paired with the token t[i + 1] after it; one layer turns the pair into a guess
 at f[i + 1], from which the next token's logits come. Pairs with the target's true features fill the first cache
@@ -10,14 +10,36 @@ Where a head has a stack, `drafters.heads.pooled_session` does the same for all 
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor
 
-from drafters.heads.feature_weights import FeatureWeights
-from drafters.heads.layers import causal_mask
+from drafters.heads.layers import HeadCache, Linear, causal_mask
+from drafters.heads.pooled_session import PooledWeights
 from drafters.heads.session import Session
 
 _SYNC_CHUNK = 512  # rows of one forward over a long prompt, which bounds the mask's size
+
+
+class FeatureWeights(PooledWeights):
+    """What the sessions of an EAGLE head need of it, also where it has no stack."""
+
+    lm_head: Linear
+
+    @abstractmethod
+    def forward(
+        self, features: Tensor, tokens: Tensor, positions: Tensor, cache: HeadCache, at: int, mask: Tensor | None
+    ) -> Tensor:
+        """Return [n, hidden_size]: the features guessed after (feature, token) pairs. at: as in `HeadCache.write`."""
+
+    @abstractmethod
+    def logits(self, features: Tensor) -> Tensor:
+        """Return logits [n, draft_vocab] of features [n, hidden_size]."""
+
+    @abstractmethod
+    def new_cache(self, capacity: int) -> HeadCache:
+        """Return a cache of the head's layer."""
 
 
 class FeatureSession(Session):

@@ -1,4 +1,4 @@
-"""Sessions of feature heads with a stack: all requests' rows go through the head in the same forwards.
+"""Heads whose rows of all requests go through one stack, and their sessions.
 
 What `drafters.heads.feature_session` says about slots and nodes holds here too. The differences: keys, values and
 features of all requests lie in one pool, and a node lists the slots of its ancestors instead of having a mask. A
@@ -7,19 +7,60 @@ feature lies in the slot of the row that it was guessed after, node 0's in that 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from drafters.heads.pooled_weights import PooledWeights
+from drafters.heads.head import Head
+from drafters.heads.new_stack import AnyStack
 from drafters.heads.session import Session
 from drafters.heads.stack import PooledCache
 from engine.core.batch import Rows
 from engine.device import uploaded
 
 _READ = 512  # positions of texts that are read in one forward
+
+
+class PooledWeights(Head):
+    """A head whose rows for all requests run in one stack. It predicts the next hidden state from a hidden state and
+    the token after it, and drafts on from its own prediction.
+    """
+
+    hidden_size: int
+    dtype: torch.dtype
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """Return the target's true features [n, layers, hidden] as the head's own kind, [n, hidden_size]."""
+
+    @abstractmethod
+    def new_stack(self) -> AnyStack | None:
+        """Return the head's layer and output matrix as a program, None where a stack does not fit."""
+
+    @abstractmethod
+    def entered(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """Return what the stack's rows start from for these pairs."""
+
+    @cached_property
+    def stack(self) -> AnyStack | None:
+        return self.new_stack()
+
+    def keep(self, features: Tensor, places: Tensor) -> None:
+        """Keep true features, [rows, layers, hidden], at these places of the stack's pool, [rows]."""
+        assert self.stack is not None
+        kept = self.stack.pool.features
+        kept.index_copy_(0, places, self.fuse(features.to(self.dtype)).to(kept.dtype))
+
+    def guess(self, above: Sequence[int], parts: Sequence[Rows], chosen: Sequence[int] | None) -> Tensor:
+        """Return logits [chosen, draft_vocab] after pairs of features and the parts' tokens. above: [rows], the slots
+        of the pool where the features are kept; the guessed ones are kept in the rows' own slots afterwards.
+        """
+        assert self.stack is not None
+        return self.stack.run(above, parts, chosen)
 
 
 class PooledSession(Session):

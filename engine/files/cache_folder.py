@@ -19,8 +19,9 @@ from stat import S_ISDIR
 from threading import Event, Thread
 
 from engine.core.errors import ConfigError, first_line
-from engine.files.checked_file import TEMPORARY, Buffer, Damaged, read_checked, write_checked
+from engine.files.checked_file import Buffer, Damaged, read_checked, write_checked
 from engine.files.removal import removed
+from engine.files.whole_file import TEMPORARY
 
 _OURS = re.compile(rf"[0-9a-f]{{64}}\.talon(\.[0-9-]+\{TEMPORARY})?")
 _REST = 9  # after a task the thread rests for this multiple of the CPU time that it took: rounds need the cores

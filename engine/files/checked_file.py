@@ -8,19 +8,18 @@ reads the map of a file that somebody cuts.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
-import threading
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.files.whole_file import whole_file
+
 _HEADER = struct.Struct("<8sIIQ32s")
 _MAGIC, _VERSION = b"TALONKV\n", 1
 _LARGEST = 1 << 28  # most bytes of a file that is read whole
-TEMPORARY = ".tmp"
 Buffer = Any
 """Contiguous bytes: bytes, or an array."""
 
@@ -34,17 +33,10 @@ def write_checked(path: Path, key: bytes, parts: Sequence[Buffer]) -> int:
     size, crc = 0, 0
     for part in parts:
         size, crc = size + memoryview(part).nbytes, zlib.crc32(part, crc)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}{TEMPORARY}")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(_HEADER.pack(_MAGIC, _VERSION, crc, size, key))
-            for part in parts:
-                file.write(part)
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    with whole_file(path, 0o600, durable=False) as file:
+        file.write(_HEADER.pack(_MAGIC, _VERSION, crc, size, key))
+        for part in parts:
+            file.write(part)
     return _HEADER.size + size
 
 

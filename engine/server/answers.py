@@ -10,6 +10,8 @@ from pydantic import BaseModel, RootModel
 from engine.server.reading.progress import Timings
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+OpenApiResponses = dict[int | str, dict[str, Any]]
+"""What OpenAPI's document says of a route's answers, by status, as FastAPI takes it."""
 
 
 class PromptTokensDetails(BaseModel):

@@ -22,6 +22,7 @@ from engine.server.answers import (
     Error,
     Model,
     ModelList,
+    OpenApiResponses,
     Prompts,
     Status,
     TextCompletion,
@@ -34,7 +35,6 @@ from engine.server.http.guard import CLIENT_GONE, Guard
 from engine.server.http.owner_names import OwnerNames
 from engine.server.infill.routes import add_infill
 from engine.server.messages.routes import add_messages
-from engine.server.openapi import OpenApiResponses
 from engine.server.reading.state import prompts_so_far
 from engine.server.render import ChatRenderer, TextRenderer, unnamed_sources
 from engine.server.responses.routes import add_responses

@@ -18,10 +18,10 @@ from torch import Tensor
 from engine.core.drafter_protocol import DeviceVerdicts, OnItsWay
 from engine.core.hidden_states import States
 from engine.device import uploaded, wait
-from engine.model.drawn_tree import DrawnTree
 from engine.model.kv_pool import KVPool
 from engine.model.runner import bfloat16_bits
 from engine.sampling.argmax import argmax
+from engine.sampling.drawn_tree import DrawnTree
 from engine.wire.messages import Array
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from engine.core.methods import GRAMMAR
 from engine.core.tree import TokenTree
 from engine.costs.constants import GRAFT_PROB
 from engine.costs.cost_model import CostModel
-from engine.model.drawn_tree import DrawnTree
 from engine.model.kv_pool import KVPool
+from engine.sampling.drawn_tree import DrawnTree
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampler import verify
 from engine.verifier.forward_output import Output, output_of

@@ -23,6 +23,7 @@ from engine.config import Config, load
 from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
 from engine.weights.gguf.file import read_gguf
+from tests.engine.weights.tiny_gguf import write_all
 
 ECHO = """
 import json, sys
@@ -183,10 +184,7 @@ def test_weights_keep_their_numbers_in_another_type(tmp_path: Path, kind: str) -
     writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
     writer.add_tensor("matrix", matrix)
     writer.add_tensor("vector", vector)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
     reader = gguf.GGUFReader(retype(tmp_path / "small.gguf", tmp_path / "other.gguf", kind))
     assert reader.fields["llama.context_length"].contents() == 128
     assert reader.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]

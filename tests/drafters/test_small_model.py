@@ -103,7 +103,7 @@ def test_vocabularies_that_differ_in_padding_alone_share_the_smaller_one(
     tiny: str, tiny_stranger: str, tmp_path: Path
 ) -> None:
     vocab = load_config(tiny).vocab_size
-    padded = save_tiny_llama(tmp_path / "padded", vocabulary=vocab + 8)
+    padded = save_tiny_llama(tmp_path / "padded", vocab_size=vocab + 8)
     assert common_vocabulary(tiny, padded) == common_vocabulary(padded, tiny) == vocab
     with pytest.raises(DrafterMismatch, match=r"drafter tokenizer != target tokenizer from token 0 on \(drafter.path="):
         common_vocabulary(tiny_stranger, tiny)
@@ -114,7 +114,7 @@ def test_vocabularies_that_differ_in_padding_alone_share_the_smaller_one(
 
 
 def test_tokens_that_the_target_does_not_have_are_never_drafted(tmp_path: Path) -> None:
-    padded = Target.load(save_tiny_llama(tmp_path / "padded", vocabulary=300))
+    padded = Target.load(save_tiny_llama(tmp_path / "padded", vocab_size=300))
     small = HeadDrafter(SmallModel(padded, vocabulary=20), level_by_level([4, 2, 2], 40))
     small.start(1, PROMPT, SamplingParams(max_tokens=50))
     tree = small.propose(1)

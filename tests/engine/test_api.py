@@ -117,7 +117,7 @@ async def test_a_stop_string_over_several_tokens_and_rounds_is_found_and_no_part
 
 async def test_an_answer_keeps_the_space_it_begins_with(tmp_path: Path) -> None:
     tokenizer = sentencepiece_tokenizer()
-    model = save_tiny_llama(tmp_path, vocabulary=len(tokenizer))
+    model = save_tiny_llama(tmp_path, vocab_size=len(tokenizer))
     tokenizer.save_pretrained(tmp_path)
     world = tokenizer.convert_tokens_to_ids("\u2581world")
     async with tiny_engine(model, model) as engine:

@@ -29,7 +29,7 @@ HIDDEN = "<other>"  # a control token that the answer's text leaves out
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random Llama whose tokenizer has the control tokens of all formats."""
     known = tokenizer(True)
-    path = save_tiny_llama(tmp_path_factory.mktemp("formats"), vocabulary=len(known), max_position_embeddings=2048)
+    path = save_tiny_llama(tmp_path_factory.mktemp("formats"), vocab_size=len(known), max_position_embeddings=2048)
     known.save_pretrained(path)
     return path
 

@@ -9,21 +9,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import VOCABULARY, tiny_tokenizer
+from tests.conftest import TINY, tiny_tokenizer
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
 _DELTA: dict[str, Any] = {
     "head_dim": 16,
     "linear_num_key_heads": 1,
@@ -49,11 +36,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 """A class of configurations of each kind, and its options."""
 
 
-def save_tiny_hybrid(folder: Path, kind: str, seed: int = 0) -> str:
+def save_tiny_hybrid(folder: Path, kind: str) -> str:
     """Save a model of that kind, with the tiny tokenizer."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     name, options = KINDS[kind]
-    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**_SIZES | options))
+    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**TINY | options))
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return str(folder)

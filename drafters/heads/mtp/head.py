@@ -22,8 +22,7 @@ from drafters.heads.growth.policy_choice import policy_of
 from drafters.heads.head_drafter import HeadDrafter
 from drafters.heads.layers import RMSNorm
 from drafters.heads.mtp.weights import MtpWeights, read_mtp
-from drafters.heads.pooled_session import PooledSession
-from drafters.heads.pooled_weights import PooledWeights
+from drafters.heads.pooled_session import PooledSession, PooledWeights
 from drafters.heads.stack import Stack, StackSpec
 from drafters.parts import weights_path
 from engine.config import Config

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.batch import BLOCK_SIZE, Batch, Int
-from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
+from engine.model.cuda.device_rows import DeviceRows
+from engine.model.cuda.triton_attention import TritonAttention
 
 
 class Places(Protocol):

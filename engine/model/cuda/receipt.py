@@ -23,9 +23,9 @@ from engine.core.hidden_states import States
 from engine.device import Download, uploaded
 from engine.model.cuda.noise_kernels import draw_tokens, noise_keys
 from engine.model.cuda.walk_kernels import Walked, check_blocks, gather_path_rows, move_paths, walk_trees
-from engine.model.drawn_tree import DrawnTree
 from engine.model.kv_pool import KVPool
 from engine.model.runner import bfloat16_bits
+from engine.sampling.drawn_tree import DrawnTree
 
 _STATE_ROWS, _LEAST_ROWS = 128, 4  # accepted rows whose hidden states are sent: of all trees, and of each at least
 _STAYING_ROWS = 512  # of those that stay on the device, where a head may read them before it is known how many they are

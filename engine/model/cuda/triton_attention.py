@@ -21,8 +21,6 @@ them.
 # Triton allows only constexpr annotations on a kernel's parameters.
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 import triton
@@ -32,6 +30,7 @@ from torch import Tensor
 from engine.core.batch import BLOCK_SIZE, Int
 from engine.core.kv_shape import KVShape
 from engine.kernels.attention.attention import Rule
+from engine.model.cuda.device_rows import DeviceRows, Work, grouped, sums_before
 from engine.model.kv_pool import KVPool
 
 CHUNK = 512
@@ -52,55 +51,6 @@ _WARPS = {2: 4, 4: 8}  # of a program that reads texts, by bytes of a number
 _REGISTERS = {} if torch.version.hip else {"maxnreg": 255}  # AMD's compiler has no such option
 _LAUNCH = {"num_stages": 2, "enable_fp_fusion": False, **_REGISTERS}
 _INTERPRETED = bool(triton.knobs.runtime.interpret)  # the interpreter multiplies the bits of bfloat16 as integers
-
-
-class DeviceRows(NamedTuple):
-    """What attention needs to know of a batch's rows, on the device, int32; see `engine.core.batch.Batch`.
-
-    listed: the requests' block tables, then the rows' ancestors. table_of: [rows] and ancestor_ptr: [rows + 1] say
-    where each one's begin. firsts, pairs, parts: see `Work`.
-    """
-
-    prefix_lens: Tensor
-    ancestor_ptr: Tensor
-    table_of: Tensor
-    firsts: Tensor
-    pairs: Tensor
-    parts: Tensor
-    listed: Tensor
-
-
-class Work(NamedTuple):
-    """How the text that rows see is divided. All are [rows + 1] and end with the total, as often as is needed.
-
-    firsts: where each group begins, which is consecutive rows of one request. pairs: how many (group, chunk) pairs come
-    before each group. parts: how many chunks come before each row's first.
-    """
-
-    firsts: Int
-    pairs: Int
-    parts: Int
-
-
-def grouped(table_of: Int, most: int) -> Int:
-    """Return [rows + 1] where each group begins: at most `most` consecutive rows of one request. Groups past the last
-    are empty, so that every batch of as many rows has an array of the same length.
-    """
-    rows = np.arange(len(table_of))
-    begins = np.flatnonzero(np.diff(table_of, prepend=-1))
-    places = rows - np.repeat(begins, np.diff(begins, append=len(rows)))
-    firsts = np.full(len(rows) + 1, len(rows), np.int32)
-    starts = np.flatnonzero(places % most == 0)
-    firsts[: len(starts)] = starts
-    return firsts
-
-
-def _counted(numbers: Int, size: int) -> Int:
-    """Return [size + 1]: the sum of the numbers before each place."""
-    sums = np.zeros(size + 1, np.int32)
-    sums[1 : len(numbers) + 1] = np.cumsum(numbers)
-    sums[len(numbers) + 1 :] = sums[len(numbers)]
-    return sums
 
 
 @triton.jit
@@ -398,7 +348,7 @@ class TritonAttention:
         firsts = np.full(size + 1, len(table_of), np.int32)
         firsts[: len(table_of) + 1] = grouped(table_of, self._large)
         starts = firsts[firsts < len(table_of)]
-        return Work(firsts, _counted(np.maximum.reduceat(chunks, starts), size), _counted(chunks, size))
+        return Work(firsts, sums_before(np.maximum.reduceat(chunks, starts), size), sums_before(chunks, size))
 
     def choose_products(self) -> bool:
         """Multiply a row's own tiles in a product of few rows, if that gives the bits that it gives among many; return

@@ -6,10 +6,10 @@ import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from engine.server.answers import OpenApiResponses
 from engine.server.errors import ApiError
 from engine.server.infill.render import InfillRenderer
 from engine.server.infill.schema import InfillRequest
-from engine.server.openapi import OpenApiResponses
 from engine.server.serving import Serving
 from engine.server.translate import check_model, owned, places_for, text_choices
 from engine.text.fill_in import FillIn

@@ -6,12 +6,11 @@ import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from engine.server.answers import AnthropicError, InputTokens
+from engine.server.answers import AnthropicError, InputTokens, OpenApiResponses
 from engine.server.messages.billing import without_effect
 from engine.server.messages.render import MessagesRenderer
 from engine.server.messages.schema import CountRequest, MessagesRequest
 from engine.server.messages.translate import chat_fields, client_names
-from engine.server.openapi import OpenApiResponses
 from engine.server.schema import ChatRequest
 from engine.server.serving import Serving
 from engine.server.tools.calling import Calling

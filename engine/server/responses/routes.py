@@ -10,9 +10,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from engine.core.errors import OverContext
-from engine.server.answers import JsonObject
+from engine.server.answers import JsonObject, OpenApiResponses
 from engine.server.errors import api_error
-from engine.server.openapi import OpenApiResponses
 from engine.server.responses.functions import shown_tools
 from engine.server.responses.render import ResponsesRenderer, refused
 from engine.server.responses.schema import ResponsesRequest

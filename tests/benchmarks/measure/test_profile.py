@@ -14,8 +14,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.cli.studies import profile
+from benchmarks.kernels.arithmetic import loop_of_integers, loop_of_type, multiply_adds_per_s
 from benchmarks.measure import forward_parts as parts
-from benchmarks.measure.arithmetic import loop_of_integers, loop_of_type, multiply_adds_per_s
 from benchmarks.measure.forward_parts import PARTS, Clock, forward_name, multiplied, split
 from benchmarks.measure.machine_limits import READ, Limits, read_kernel
 from benchmarks.measure.profile import Profile, profile_target, table
@@ -25,7 +25,7 @@ from engine.kernels.threads import Kernel, address_of
 from engine.model.masked import MaskedForward
 from engine.model.stock import StockForward
 from engine.model.target import Target
-from tests.engine.model.test_target import build
+from tests.engine.test_exact import build
 
 APP = typer.Typer()
 APP.command()(profile)
@@ -84,9 +84,9 @@ def forward_of(target: Target, rows: int = 3) -> Any:
     return lambda: target.run([segment])
 
 
-@pytest.mark.parametrize("family", ["llama with grouped queries", "phi with norms of heads"])
+@pytest.mark.parametrize("family", ["llama", "phi with norms of heads"])
 def test_watching_leaves_the_forward_as_it_was(family: str) -> None:
-    target = Target.of_model(build(family), family)
+    target = Target.of_model(build(family, "float32"), family)
     before = Kernel.__call__
     seconds = split(target, forward_of(target))
     assert Kernel.__call__ is before
@@ -95,19 +95,19 @@ def test_watching_leaves_the_forward_as_it_was(family: str) -> None:
 
 
 def test_a_stock_forward_and_one_with_masks_are_told_apart_and_split() -> None:
-    target = Target.of_model(build("phi with norms of heads"), "phi with norms of heads")
+    target = Target.of_model(build("phi with norms of heads", "float32"), "phi with norms of heads")
     assert isinstance(target.forward, StockForward)
     assert forward_name(target) == "stock forward with exact attention"
-    masked = Target.of_model(build("phi with norms of heads"), "phi with norms of heads")
+    masked = Target.of_model(build("phi with norms of heads", "float32"), "phi with norms of heads")
     masked.model.set_attn_implementation("sdpa")
     masked.forward, masked.pool = MaskedForward(masked.model, "phi with norms of heads"), None
     assert forward_name(masked) == "stock forward with masks"
     assert split(masked, forward_of(masked))["attention"] > 0
 
 
-@pytest.mark.parametrize("family", ["llama with grouped queries", "phi with norms of heads"])
+@pytest.mark.parametrize("family", ["llama", "phi with norms of heads"])
 def test_the_numbers_multiplied_are_those_of_all_matrices_but_the_embedding(family: str) -> None:
-    model = build(family)
+    model = build(family, "float32")
     tables = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     expected = sum(w.numel() for w in model.parameters() if w.dim() > 1 and id(w) not in tables)
     assert multiplied(Target.of_model(model, family)) == expected
@@ -125,10 +125,8 @@ def test_limits_keep_the_best_rates_seen() -> None:
 def test_every_line_is_read_once(threads: int) -> None:
     buffer, sums, record = torch.ones(1003, 16), np.zeros((2, 16), np.float32), np.zeros(1, READ)
     record[0] = buffer.data_ptr(), len(buffer), sums.ctypes.data
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     read_kernel()(address_of(record), 2)
-    torch.set_num_threads(before)
     assert (sums.sum(axis=0) == len(buffer)).all()
 
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import shutil
 import statistics
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-from filelock import FileLock
 
 from benchmarks.report.figures import Row
 from benchmarks.tuning import answering, journal, measuring
@@ -29,11 +25,12 @@ from engine.config import load
 from engine.core.errors import ModelError
 from engine.files.answer_rows import AnswerRow
 from engine.files.removal import removed
-from engine.weights import installed_head
 from engine.weights.installed_head import install, made_for
 from engine.weights.resolve import with_own
 from tests.benchmarks.tuning.conftest import PROMPTS, RECIPE, Tune, text_from
+from tests.benchmarks.tuning.test_measuring import rows_of
 from tests.command import talon
+from tests.engine.weights.test_installed_head import head_in
 
 
 def run_of(home: Path) -> Path:
@@ -168,30 +165,6 @@ def test_a_tuning_that_is_stopped_in_every_stage_goes_on_each_time(
     assert again.stdout.splitlines()[-2:] == done.stdout.splitlines()[-2:] and "--again" in again.stderr
 
 
-def row(method: str, prompt: int, seconds: float) -> Row:
-    empty = dict.fromkeys(
-        ("rounds", "mean_accepted_tokens", "time_to_first_token_s", "verifier_busy", "draft_hit_rate", "output_equal",
-         "round_ms_p50", "round_ms_p95", "verify_ms", "draft_ms", "nodes")
-    )  # fmt: skip
-    kept = {"loops": False, "accepted": {}, "temperature": 0.0, "repeat": 0, "tokens": 100}
-    return Row(suite="held out", question_id=str(prompt), method=method, seconds=seconds, **kept, **empty)
-
-
-def rows_of(seconds: dict[str, float]) -> list[Row]:
-    return [row(name, prompt, s * (1 + 0.01 * prompt)) for prompt in range(8) for name, s in seconds.items()]
-
-
-def test_a_head_pays_if_it_is_surely_faster_than_the_best_of_the_others() -> None:
-    gain = Gain.of(rows_of({"none": 4.0, "suffix": 2.0, NEW: 1.6, OLD: 3.0}))
-    assert (gain.other, gain.pays, gain.prompts) == ("suffix", True, 8)
-    assert (gain.ratio, gain.plain) == (pytest.approx(1.25), pytest.approx(2.5))
-    assert str(gain) == "1.25x as fast as suffix (95%: 1.25 to 1.25), 2.50x plain decoding, 8 prompts"
-    assert not Gain.of(rows_of({"none": 4.0, "suffix": 2.0, NEW: 1.6, OLD: 1.5})).pays
-    assert not Gain.of(rows_of({"none": 1.0, "suffix": 2.0, NEW: 1.0})).pays
-    chance = [row(name, n, s) for n in range(8) for name, s in (("none", 2.0), (NEW, 1.7 if n < 5 else 2.6))]
-    assert (gain := Gain.of(chance)).ratio > 1.1 and gain.low < 1 and not gain.pays
-
-
 def test_a_head_that_does_not_pay_is_not_installed_and_the_old_one_goes_on(
     tune: Tune, walker: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,13 +197,6 @@ def begun(tune: Tune, home: Path, monkeypatch: pytest.MonkeyPatch, *options: str
     return run_of(home)
 
 
-def head_in(folder: Path, content: str = "head") -> Path:
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors", "training.json"):
-        (folder / name).write_text(content)
-    return folder
-
-
 def test_a_head_that_paid_and_was_removed_is_installed_again_and_what_a_kill_left_is_cleared(
     tune: Tune, walker: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,32 +213,6 @@ def test_a_head_that_paid_and_was_removed_is_installed_again_and_what_a_kill_lef
     assert tune().exit_code == 0
 
 
-@pytest.mark.parametrize(("number", "fix"), [(errno.ENOSPC, "make room and run"), (errno.EACCES, "see to it")])
-def test_nothing_of_a_head_stays_that_could_not_be_written(
-    number: int, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(path: Path, content: bytes) -> None:
-        raise OSError(number, "no")
-
-    monkeypatch.setattr(installed_head, "write_whole", fails)
-    with pytest.raises(ModelError, match=rf"cannot be written \(no\): {fix}"):
-        install(head_in(tmp_path / "head"), tmp_path / "heads" / "x", "model", "one")
-    assert not [*(tmp_path / "heads" / "x").iterdir()]
-
-
-def test_two_tunings_do_not_install_at_once(tmp_path: Path) -> None:
-    tuned, head = tmp_path / "heads" / "x", head_in(tmp_path / "head")
-    tuned.parent.mkdir()
-    with ThreadPoolExecutor() as pool:
-        with FileLock(tuned.with_name(".x.lock"), thread_local=False):
-            installing = pool.submit(install, head, tuned, "model", "one")
-            with pytest.raises(FutureTimeout):
-                installing.result(0.3)
-            assert made_for(tuned) is None
-        installing.result()
-    assert made_for(tuned) == ("model", "one")
-
-
 def test_starting_over_removes_what_was_measured_and_told_before_the_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,15 +223,6 @@ def test_starting_over_removes_what_was_measured_and_told_before_the_head(
     monkeypatch.setattr(journal, "removed", lambda path: (order.append(path.name), removed(path))[1])
     begin_again(tmp_path)
     assert order[:2] == ["results.jsonl", "journal.json"] and not [*tmp_path.iterdir()]
-
-
-def test_rows_are_counted_of_the_prompts_that_all_who_are_compared_have_answered() -> None:
-    before = rows_of({"none": 4.0, "suffix": 2.0, NEW: 1.6, "left out since": 1.0})
-    left = [one for one in before if (one.method, one.question_id) != ("suffix", "3")]
-    found = measuring._answered_by_all(left, ["none", "suffix", NEW])
-    assert {one.method for one in found} == {"none", "suffix", NEW}
-    assert {one.question_id for one in found} == set("0124567") and len(found) == 3 * 7
-    assert measuring._answered_by_all(left, ["none", "suffix", NEW, OLD]) == []
 
 
 def test_the_head_so_far_is_compared_for_a_model_of_the_hub_too_and_no_answers_are_kept(

@@ -29,7 +29,7 @@ from engine.model.cuda.receipt import Receipt
 from engine.model.target import Target
 from engine.verifier import step
 from engine.wire.loop_link import LoopRouter
-from tests.engine.model.cuda.test_cuda_forward import LLAMA, accelerated, multiply_by_rows, text, use_small_sizes
+from tests.engine.model.cuda.tiny_forward import LLAMA, accelerated, multiply_by_rows, text, use_small_sizes
 from tests.engine.test_exact import decoded
 from tests.engine.verifier.stage import Stage, Wire
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,10 @@ from tests.drafters.heads.layouts.head_gguf import write_described
 from tests.engine.tiny_engine import PROMPTS, tiny_engine
 from tests.engine.weights.family_gguf import draft_head, random_model, write_family
 
-pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
+pytestmark = [
+    pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor"),
+    pytest.mark.usefixtures("no_gradients"),
+]
 FAMILY, LENGTH = "qwen3.5", 12
 
 
@@ -58,12 +60,6 @@ def stored(folder: Path, family: str, model: Any) -> dict[str, Path]:
     made["gguf"].mkdir()
     write_described(made["gguf"], family, model, head=draft_head(model))
     return made
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 class Reference:

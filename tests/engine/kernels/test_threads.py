@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,8 @@ def reverse_kernel(address: Any) -> None:
 
 
 @pytest.fixture(params=[1, 2, 5], autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
+def threads(request: pytest.FixtureRequest) -> None:
     torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -10,12 +10,10 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable
-from copy import deepcopy
 from types import ModuleType
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -39,43 +37,19 @@ from engine.model.masked import MaskedForward
 from engine.model.masked_cache import MaskedCache
 from engine.model.reader.decoder import describe
 from engine.model.state_pool import StatePool
+from tests.engine.test_exact import build
 
-COMMON = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
-}  # fmt: skip
-GROUPED = COMMON | {"num_key_value_heads": 2}
-SHORT = GROUPED | {"head_dim": 16}
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 256}
-CONFIGS = {
-    "llama": transformers.LlamaConfig(**GROUPED),
-    "llama 3.1": transformers.LlamaConfig(**GROUPED, rope_parameters=LLAMA3_ROPE),
-    "llama with yarn": transformers.LlamaConfig(**GROUPED, rope_parameters=YARN),
-    "qwen2": transformers.Qwen2Config(**GROUPED),
-    "qwen3": transformers.Qwen3Config(**SHORT),
-    "mistral": transformers.MistralConfig(**GROUPED, sliding_window=32),
-    "gemma2": transformers.Gemma2Config(**SHORT, sliding_window=32),
-    "gemma3": transformers.Gemma3TextConfig(**SHORT, sliding_window=32),
-    "phi3": transformers.Phi3Config(**GROUPED),
-    "gpt_neox": transformers.GPTNeoXConfig(**COMMON),
-    "olmo2": transformers.Olmo2Config(**GROUPED),
-    "granite": transformers.GraniteConfig(**GROUPED),
-    "gpt_oss": transformers.GptOssConfig(**SHORT, num_local_experts=4, num_experts_per_tok=2),
-    "qwen3 moe": transformers.Qwen3MoeConfig(**SHORT, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
-}
-HYBRID = transformers.Qwen3_5TextConfig(
-    **SHORT,
-    layer_types=["linear_attention", "full_attention", "linear_attention"],
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=16,
-    linear_value_head_dim=16,
-)
-"""A model that lean layers alone run."""
+TARGETS: dict[str, dict[str, Any]] = {
+    "llama": {}, "llama 3.1": {"rope_parameters": LLAMA3_ROPE}, "llama with yarn": {"rope_parameters": YARN},
+    "qwen2": {}, "qwen3": {}, "mistral with a window": {}, "gemma2": {}, "gemma3": {}, "phi3": {}, "gpt_neox": {},
+    "olmo2": {}, "granite": {}, "gpt-oss": {}, "qwen3 with experts": {},
+}  # fmt: skip
+"""What a name adds to its family of `tests.engine.test_exact`."""
 ROWS = 4
 _setup_privateuseone_for_python_backend("gpux")
 DEVICE = torch.device("gpux:0")
@@ -104,13 +78,20 @@ def move(owner: Any) -> Any:
     return owner
 
 
-def target_forward(config: Any, features: tuple[int, ...]) -> None:
+def model_of(name: str) -> Any:
+    family = "llama" if name.startswith("llama") else name
+    return build(family, "bfloat16", **TARGETS.get(name, {}))
+
+
+def target_forward(name: str, features: tuple[int, ...]) -> None:
     """Run what `CudaForward` captures, but for the kernels."""
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model = model_of(name)
     model.set_attn_implementation(stock.NAME)
     move(model)
+    config = model.config
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    shape = KVShape(3, kv_heads or heads, getattr(config, "head_dim", None) or 16, torch.bfloat16)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    shape = KVShape(config.num_hidden_layers, kv_heads or heads, head_dim, torch.bfloat16)
     with MODE, torch.inference_mode():
         forward = CudaForward(model, KVPool(shape, 60, DEVICE), heads // shape.kv_heads)
         cache = KVCache(forward.pool)
@@ -124,10 +105,10 @@ def moved(norm: Norm) -> Norm:
     return Norm(on_device(norm.weight), norm.epsilon)
 
 
-def lean_layers_forward(config: Any) -> None:
+def lean_layers_forward(name: str) -> None:
     """Run what `CudaForward` captures with lean layers, but for the kernels."""
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    heads, kv_heads, structure = config.num_attention_heads, config.num_key_value_heads, describe(model)
+    model = model_of(name)
+    heads, kv_heads, structure = model.config.num_attention_heads, model.config.num_key_value_heads, describe(model)
     shape, states = KVShape(*structure.key_sizes[0], torch.bfloat16), state_shape(structure, torch.bfloat16)
     rules = dict.fromkeys(range(3), Rule(0.1))
 
@@ -154,9 +135,9 @@ def lean_layers_forward(config: Any) -> None:
         assert_on_device(forward._run((0, 2), *map(on_device, [*walk, *rows])))
 
 
-def masked_forward(config: Any) -> None:
+def masked_forward(name: str) -> None:
     """What `MaskedForward` captures."""
-    model = move(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
+    model = move(model_of(name))
     with MODE, torch.inference_mode():
         forward, cache = MaskedForward(model, "any"), MaskedCache(3, 256, fixed=True)
         ids, places = (torch.zeros(1, ROWS, dtype=torch.int64, device=DEVICE) for _ in range(2))
@@ -170,7 +151,7 @@ def assert_on_device(found: tuple[Tensor, ...]) -> None:
 
 def attempt(name: str, work: Callable[..., None], *given: Any) -> None:
     try:
-        work(*deepcopy(given))  # a model's attention is noted in its configuration
+        work(*given)
         error = ""
     except Exception as failure:
         error = "".join(traceback.format_exception(failure)[-3:])
@@ -215,13 +196,13 @@ def main() -> None:
     replace(stock, _window=host_window)
     attempt("host sync", host_sync)
     attempt("mixed devices", mixed_devices)
-    for name, config in CONFIGS.items():
-        attempt(f"target {name}", target_forward, config, (0, 2))
-    for name, config in (("llama", CONFIGS["llama"]), ("qwen3", CONFIGS["qwen3"]), ("qwen3.5", HYBRID)):
-        attempt(f"lean {name}", lean_layers_forward, config)
-    attempt("target without features", target_forward, CONFIGS["llama"], ())
+    for name in TARGETS:
+        attempt(f"target {name}", target_forward, name, (0, 2))
+    for name in ("llama", "qwen3", "qwen3.5"):  # which lean layers alone run
+        attempt(f"lean {name}", lean_layers_forward, name)
+    attempt("target without features", target_forward, "llama", ())
     for name in ("llama", "gpt_neox"):
-        attempt(f"masked {name}", masked_forward, CONFIGS[name])
+        attempt(f"masked {name}", masked_forward, name)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from engine.kernels.attention.attention import Rule
 from engine.kernels.layer.weights import Norm
 from engine.model.cuda import delta_kernels, layer_kernels, noise_kernels, triton_attention, walk_kernels
 from engine.model.cuda.delta_kernels import DeltaNet, LayerStates
-from engine.model.cuda.triton_attention import DeviceRows, TritonAttention
+from engine.model.cuda.device_rows import DeviceRows
+from engine.model.cuda.triton_attention import TritonAttention
 from engine.model.kv_pool import KVPool
 
 CAPABILITIES = (80, 90)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,10 @@ from tests.engine.weights.family_gguf import random_model, write_family
 from tests.engine.weights.family_table import FAMILIES
 from tests.engine.weights.tiny_gguf import TOKENS, described_gguf
 
-pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
+pytestmark = [
+    pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor"),
+    pytest.mark.usefixtures("no_gradients"),
+]
 LEAN = sorted(FAMILIES)
 EXPERTS = ["qwen3 with experts", "mixtral", "gpt-oss", "granite 4 with experts", "nemotron 3 with experts"]
 EXPERTS += ["deepseek v3"]  # whose heads have products of their own too
@@ -68,12 +71,6 @@ def target_of(described: Callable[..., str]) -> Callable[[str], Target]:
         return target
 
     return load
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @every_family

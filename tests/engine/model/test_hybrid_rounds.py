@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,13 +13,9 @@ from engine.model.target import Target
 from tests.engine.test_exact import read
 from tests.engine.weights.family_gguf import random_model
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 LENGTH, VOCABULARY = 60, 262
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 def tree_along(text: list[int], rng: random.Random) -> tuple[TokenTree, list[int]]:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +11,14 @@ from engine.core.batch import Segment
 from engine.core.tree import TokenTree
 from engine.model.masked import MaskedForward
 from engine.model.masked_cache import MaskedCache
-from tests.engine.model.test_target import build, random_tree
+from tests.engine.model.test_target import random_tree
+from tests.engine.test_exact import build
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+
+def masked(family: str = "qwen3", **changes: Any) -> MaskedForward:
+    return MaskedForward(build(family, "float32", **changes), family)
 
 
 def read(forward: MaskedForward, cache: MaskedCache, prompt: list[int]) -> None:
@@ -20,16 +27,10 @@ def read(forward: MaskedForward, cache: MaskedCache, prompt: list[int]) -> None:
     cache.commit(range(len(prompt)))
 
 
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
-
-
-@pytest.mark.parametrize("family", ["llama with grouped queries", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
 def test_recorded_forwards_give_what_plain_ones_give(family: str) -> None:
     """Rows filled up to a bucket, keys and values written by index, the whole cache attended to behind a mask."""
-    plain, recorded, rng = MaskedForward(build(family), family), MaskedForward(build(family), family), random.Random(5)
+    plain, recorded, rng = masked(family), masked(family), random.Random(5)
     recorded.records = True
     for _ in range(2):  # the second text over what the first left behind
         caches = plain.new_cache(120), recorded.new_cache(120)
@@ -53,7 +54,7 @@ def test_recorded_forwards_give_what_plain_ones_give(family: str) -> None:
 
 
 def test_where_a_bucket_does_not_fit_behind_the_text_the_forward_is_a_plain_one() -> None:
-    target = MaskedForward(build("qwen3"), "qwen3")
+    target = masked(max_position_embeddings=256)
     target.records = True
     cache = target.new_cache(250)
     read(target, cache, [7] * 250)
@@ -63,7 +64,7 @@ def test_where_a_bucket_does_not_fit_behind_the_text_the_forward_is_a_plain_one(
 
 
 def test_a_cache_given_back_twice_serves_one_request() -> None:
-    target = MaskedForward(build("qwen3"), "qwen3")
+    target = masked()
     target.records = True
     cache = target.new_cache(40)
     target.release(cache)
@@ -72,7 +73,7 @@ def test_a_cache_given_back_twice_serves_one_request() -> None:
 
 
 def test_a_family_whose_forward_cannot_be_recorded_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = MaskedForward(build("qwen3"), "qwen3")
+    target = masked()
     target.records = True
     monkeypatch.setattr(target, "_tree_recorded", lambda *_: (_ for _ in ()).throw(RuntimeError("while capturing")))
     target.check_recording()
@@ -81,7 +82,7 @@ def test_a_family_whose_forward_cannot_be_recorded_goes_without(monkeypatch: pyt
 
 
 def test_a_text_has_as_many_rows_of_logits_as_are_wanted() -> None:
-    target = MaskedForward(build("qwen3"), "qwen3")
+    target = masked()
     caches = [target.new_cache(20) for _ in range(3)]
     segments = [
         Segment.of_text([1, 2, 3, 4], cache, wanted=wanted)

@@ -23,22 +23,10 @@ from engine.model.reader.decoder import describe
 from engine.model.structure import OtherStructure
 from engine.model.target import Target
 from engine.model.trial.probe import far_positions
+from tests.engine.test_exact import COMMON
 
 CONTEXT, ORIGINAL = 256, 64
-SIZES: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-    "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+SIZES = COMMON | {"head_dim": 16, "max_position_embeddings": CONTEXT}
 COMMON_STRUCTURE = [
     "ApertusConfig",
     "ArceeConfig",

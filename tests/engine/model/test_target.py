@@ -31,36 +31,11 @@ from engine.model.runner import bfloat16_bits
 from engine.model.target import Target
 from engine.model.trial.forward_choice import ForwardChoice
 from tests.conftest import save_tiny_llama
+from tests.engine.test_exact import COMMON, build
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama with grouped queries": ("LlamaConfig", {"num_key_value_heads": 2}),
-    "qwen2": ("Qwen2Config", {"num_key_value_heads": 2}),
-    "qwen3": ("Qwen3Config", {"num_key_value_heads": 2, "head_dim": 8}),
-    "mistral with a sliding window": ("MistralConfig", {"num_key_value_heads": 2, "sliding_window": 12}),
-    "phi3": ("Phi3Config", {"num_key_value_heads": 2}),
-    "gemma2": ("Gemma2Config", {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 12}),
-    "gpt_neox": ("GPTNeoXConfig", {}),
-    "phi with norms of heads": ("PhiConfig", {"qk_layernorm": True}),
-}
-
-
-def build(family: str) -> Any:
-    name, options = FAMILIES[family]
-    torch.manual_seed(0)
-    config = getattr(transformers, name)(**COMMON | options)
-    return AutoModelForCausalLM.from_config(config).eval()
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "mistral with a window", "phi3", "gemma2", "gpt_neox", "phi with norms of heads",
+)  # fmt: skip
 
 
 def random_tree(root: int, truth: list[int], rng: random.Random) -> TokenTree:
@@ -92,7 +67,7 @@ def test_with_masks_logits_and_features_in_a_tree_are_the_stock_forwards_of_each
 ) -> None:
     """The tree grows level by level, and another one follows what was kept of it."""
     monkeypatch.setattr(ForwardChoice, "_try_exact", lambda *_: "as the test wants it")
-    model, layers = build(family), (0, 2)
+    model, layers = build(family, "float32"), (0, 2)
     target = Target.of_model(deepcopy(model), family)
     assert isinstance(target.forward, MaskedForward)
     tree, text = TokenTree.from_lists([5, 1, 2, 3, 4, 6], [-1, 0, 0, 1, 2, 3], [1.0] * 6), [*range(7, 25)]
@@ -113,15 +88,12 @@ def test_with_masks_logits_and_features_in_a_tree_are_the_stock_forwards_of_each
         text += tree.path_tokens(5)
 
 
-LLAMA = COMMON | {"num_key_value_heads": 2}
-
-
 @pytest.mark.parametrize(
     "config",
     [
-        transformers.LlamaConfig(**LLAMA, sliding_window=32),
-        transformers.MistralConfig(**LLAMA, sliding_window=32),
-        transformers.Gemma2Config(**LLAMA, head_dim=8, sliding_window=32),
+        transformers.LlamaConfig(**COMMON, sliding_window=32),
+        transformers.MistralConfig(**COMMON, sliding_window=32),
+        transformers.Gemma2Config(**COMMON, head_dim=8, sliding_window=32),
     ],
     ids=["a key that the family ignores", "a window in all layers", "a window in every other layer"],
 )
@@ -144,8 +116,7 @@ def test_a_window_longer_than_what_is_tried_at_load_is_the_models_own(config: An
 OTHERS = {
     "bloom": BloomConfig(vocab_size=128, hidden_size=32, n_layer=2, n_head=4),
     "chunks": transformers.Llama4TextConfig(  # a token sees those of its own chunk only
-        **COMMON, num_key_value_heads=2, head_dim=8, num_local_experts=2, intermediate_size_mlp=64,
-        attention_chunk_size=64,
+        **COMMON, head_dim=8, num_local_experts=2, intermediate_size_mlp=64, attention_chunk_size=64,
     ),
     "neo": GPTNeoConfig(
         vocab_size=128, hidden_size=32, max_position_embeddings=256, attention_types=[[["global", "local"], 1]],
@@ -184,7 +155,7 @@ def test_a_directory_that_holds_no_model_is_named(tmp_path: Path, config: Any, t
 
 
 def test_positions_that_longrope_would_turn_otherwise_are_no_context() -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     config = Phi3Config(**COMMON, original_max_position_embeddings=64, rope_parameters=rope)
     assert Target.of_model(AutoModelForCausalLM.from_config(config), "phi").context == 64
 

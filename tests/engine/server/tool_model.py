@@ -33,4 +33,4 @@ def save_tool_model(folder: Path) -> str:
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(FILL_IN, special_tokens=True)
     tokenizer.chat_template = TEMPLATE
-    return save_tiny_gguf(folder, tokenizer, vocabulary=264, max_position_embeddings=4096)
+    return save_tiny_gguf(folder, tokenizer, vocab_size=264, max_position_embeddings=4096)

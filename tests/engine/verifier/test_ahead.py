@@ -19,8 +19,8 @@ from engine.core.batch import BLOCK_SIZE, Segment
 from engine.core.drafter_protocol import OnItsWay
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.model.drawn_tree import DrawnTree
 from engine.sampling.argmax import argmax
+from engine.sampling.drawn_tree import DrawnTree
 from engine.sampling.sampler import UNSETTLED, Sampler
 from engine.verifier import ahead
 from engine.verifier import step as step_module

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
-from engine.model.drawn_tree import DrawnTree
+from engine.sampling.drawn_tree import DrawnTree
 from engine.sampling.sampler import Sampler
 from engine.verifier import forward_output
 from engine.verifier.forward_output import RowsOnHost, output_of

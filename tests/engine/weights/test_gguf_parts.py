@@ -14,7 +14,7 @@ from engine.core.errors import ModelError
 from engine.weights.gguf.described_folder import described
 from engine.weights.gguf.file import GgufFile, parts_of, read_gguf
 from engine.weights.gguf.source import GgufSource, open_gguf
-from tests.engine.weights.tiny_gguf import change_last_byte, write_gguf
+from tests.engine.weights.tiny_gguf import change_last_byte, write_all, write_gguf
 
 
 @pytest.fixture
@@ -91,10 +91,7 @@ def further_part(path: Path, number: int, **values: str | int) -> None:
     for key, value in values.items():
         writer.add_key_value(key.replace("__", "."), value, GGUFValueType.get_type(value))
     writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ MERGES = ["Ġ Ġ", "4 8"]
 TOKENS = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in MERGES)]
 HEADS, KEY_HEADS = 4, 2
 WEIGHTS = "tiny.gguf"  # the file of `save_tiny_gguf`
-_LAYER = {
+OF_LAYERS = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -40,6 +40,7 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+"""Names of a layer's parameters in transformers and in a GGUF file."""
 
 
 def tiny_llama(hidden: int = 64, intermediate: int = 96, layers: int = 2) -> LlamaForCausalLM:
@@ -176,7 +177,7 @@ def _name(name: str) -> str:
     if module in whole:
         return f"{whole[module]}.{suffix}"
     _, _, layer, part = module.split(".", 3)
-    return f"blk.{layer}.{_LAYER[part]}.{suffix}"
+    return f"blk.{layer}.{OF_LAYERS[part]}.{suffix}"
 
 
 def _as_stored(name: str, weights: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,10 @@ from tests.engine.test_exact import build
 from tests.engine.tiny_engine import PROMPTS, tiny_engine
 from tests.engine.weights.family_gguf import random_model
 
-pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
+pytestmark = [
+    pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor"),
+    pytest.mark.usefixtures("no_gradients"),
+]
 FAMILIES = ("gemma4", "gemma4 with inputs of layers", "gemma4 whose keys are values")
 TEXT = [(7 * i) % 250 for i in range(40)]
 NEXT = 77
@@ -61,12 +64,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory, model: Any, assistant: Any
             write_assistant(files / "x-assistant.gguf", assistant),
         ),
     }
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 Keys = dict[str, tuple[Tensor, Tensor]]

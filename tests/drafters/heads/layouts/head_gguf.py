@@ -17,6 +17,7 @@ from engine.weights.gguf.describe_process import describe
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import GgufSource
 from tests.engine.weights.family_gguf import write_family
+from tests.engine.weights.tiny_gguf import OF_LAYERS, add_values, write_all
 
 _NAMES = {
     "fc": "fc",
@@ -36,19 +37,10 @@ _WHOLE = {
 }
 _BASES = {"attention_conv.base_kernel": "attn_conv_base", "mlp_conv.base_kernel": "ffn_conv_base"}
 _FLASH_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_OF_LAYERS = {
-    "input_layernorm": "attn_norm",
+_OF_LAYERS = OF_LAYERS | {
     "hidden_norm": "attn_norm_2",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
     "attention_conv.kernel_projection": "attn_conv_proj",
     "mlp_conv.kernel_projection": "ffn_conv_proj",
 }
@@ -80,22 +72,15 @@ def write_file(
 ) -> Path:
     """Write a GGUF file. metadata: without the architecture before it; None leaves out. kind: of the matrices."""
     writer = gguf.GGUFWriter(path, architecture)
-    for key, value in metadata.items():
-        name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
-        if isinstance(value, list):
-            writer.add_array(name, value)
-        elif value is not None:
-            writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+    named = {key if key.startswith("tokenizer.") else f"{architecture}.{key}": value for key, value in metadata.items()}
+    add_values(writer, named)
     for name, array in arrays.items():
         of_kind = kind if array.ndim > 1 and array.dtype == np.float32 and array.shape[-1] % 32 == 0 else Kind.F32
         if array.dtype == np.int64:
             writer.add_tensor(name, array, raw_dtype=Kind.I64)
         else:
             writer.add_tensor(name, gguf.quantize(array, of_kind), raw_dtype=of_kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
     return path
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -21,7 +19,10 @@ from tests.engine.kernels.gemm import int8_reference as reference
 from tests.engine.kernels.quant.random_blocks import CODED, in_eights, random_blocks
 from tests.grids import pairs
 
-pytestmark = pytest.mark.skipif(not instruction_sets(), reason="this processor has no integer products that we know")
+pytestmark = [
+    pytest.mark.skipif(not instruction_sets(), reason="this processor has no integer products that we know"),
+    pytest.mark.usefixtures("use_threads"),
+]
 SETS = [
     pytest.param(
         used,
@@ -30,19 +31,6 @@ SETS = [
     )
     for used in InstructionSet
 ]
-
-
-@pytest.fixture
-def threads() -> int:
-    return 2
-
-
-@pytest.fixture(autouse=True)
-def use_threads(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    yield
-    torch.set_num_threads(before)
 
 
 def rows_of(count: int, inputs: int, seed: int = 0) -> torch.Tensor:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,24 +11,14 @@ from engine.kernels.quant.stored import StoredMatrix
 from tests.engine.kernels.quant.random_blocks import random_blocks
 from tests.grids import pairs
 
-pytestmark = pytest.mark.skipif(not units(), reason="this processor has no unit that `Matmul` knows")
+pytestmark = [
+    pytest.mark.skipif(not units(), reason="this processor has no unit that `Matmul` knows"),
+    pytest.mark.usefixtures("use_threads"),
+]
 Kind = tuple[Unit, torch.dtype]
 _ROWS = (*range(1, 36), 47, 48, 49, 63, 64, 65, 130, 513)
 _ROUNDED = {torch.bfloat16: 1 / 256, torch.float32: 1e-5}
 _SHAPES = [(144, 576), (64, 1536), (40, 24), (51, 100), (16, 32), (1, 1), (17, 33)]
-
-
-@pytest.fixture
-def threads() -> int:
-    return 2
-
-
-@pytest.fixture(autouse=True)
-def use_threads(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    yield
-    torch.set_num_threads(before)
 
 
 _KINDS = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -51,11 +50,10 @@ BITS = {
 
 
 @pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def threads(request: pytest.FixtureRequest) -> int:
+    count: int = request.param
+    torch.set_num_threads(count)
+    return count
 
 
 @pytest.mark.parametrize("kind", CODED)

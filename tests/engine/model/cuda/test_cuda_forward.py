@@ -3,159 +3,45 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Iterator, Sequence
-from copy import deepcopy
-from functools import partial
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-import transformers
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of torch bring it, or pip install triton")
 
-import triton.language as tl
-
-from engine.core.batch import BLOCK_SIZE, Batch, Segment
-from engine.core.kv_shape import KVShape
-from engine.core.params import SamplingParams
+from engine.core.batch import Batch, Segment
 from engine.core.tree import TokenTree
 from engine.model import cuda_products
-from engine.model.cuda import cuda_forward, graphs, noise_kernels, triton_attention
+from engine.model.cuda import cuda_forward, graphs, triton_attention
 from engine.model.cuda.cuda_forward import CudaForward
-from engine.model.cuda.graphs import Recorded, Work
-from engine.model.cuda.receipt import Receipt
+from engine.model.cuda.graphs import Work
 from engine.model.kv_cache import KVCache
-from engine.model.kv_pool import KVPool
-from engine.model.stock import NAME, Unsupported
-from engine.model.target import Target
-from engine.model.trial import forward_choice, probe
-from engine.verifier import step
-from engine.wire.messages import Hello
-from tests.engine.model.test_target import COMMON
-from tests.engine.test_exact import decoded, with_siblings
-from tests.engine.verifier.test_ahead import stage_over, steps
-from tests.engine.verifier.test_loop import DRAFTER
+from engine.model.stock import Unsupported
+from tests.engine.model.cuda.tiny_forward import (
+    DEVICE,
+    FAMILIES,
+    FEATURES,
+    build,
+    forward_of,
+    lean_of,
+    read,
+    run,
+    text,
+    use_short_chunks,
+)  # fmt: skip
+from tests.engine.test_exact import with_siblings
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-FEATURES = (0, 2)
-LLAMA = COMMON | {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-FAMILIES: dict[str, Any] = {
-    "llama": transformers.LlamaConfig(**LLAMA),
-    "mistral with a window": transformers.MistralConfig(**LLAMA, sliding_window=12),
-    "gemma2 with soft caps": transformers.Gemma2Config(**LLAMA, head_dim=8, sliding_window=12),
-    "qwen2 with biases": transformers.Qwen2Config(**LLAMA),
-    "qwen3 with norms of heads": transformers.Qwen3Config(**LLAMA, head_dim=8),
-    "gpt_oss with sinks": transformers.GptOssConfig(
-        **LLAMA, head_dim=8, sliding_window=12, num_local_experts=2, num_experts_per_tok=1
-    ),
-}
-
-
+pytestmark = pytest.mark.usefixtures("small_sizes")
 KINDS = [("llama", torch.bfloat16), *product(list(FAMILIES)[1:3], [torch.float32])]
 LEAN = ["llama", "mistral with a window", "qwen2 with biases", "qwen3 with norms of heads"]
-
-
-def use_small_sizes(patch: pytest.MonkeyPatch) -> None:
-    """Forwards of 4 rows, targets' of 2 to 8, chunks of 64 positions, trials of 16 tokens: the interpreter is slow."""
-    patch.setattr(probe, "_TOKENS", 16)
-    patch.setattr(cuda_products, "SLICE", 4)
-    patch.setattr(cuda_products, "SIZES", (2, 4, 8))
-    patch.setattr(triton_attention, "CHUNK", 64)
-
-
-def use_short_chunks(patch: pytest.MonkeyPatch) -> None:
-    """Chunks of 16 positions, so that short texts have several."""
-    patch.setattr(triton_attention, "CHUNK", 16)
-    patch.setattr(triton_attention, "_TILE_BYTES", 0)  # the smallest tiles, which fit into such chunks
-
-
-def multiply_by_rows(patch: pytest.MonkeyPatch) -> None:
-    """Products whose sums are added in one order in any number of rows: a CPU's libraries choose by the rows too."""
-    patch.setattr(nn.Linear, "forward", lambda self, x: (x[..., None, :] * self.weight).sum(-1))
-
-
-@pytest.fixture(autouse=True)
-def _small_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """And no gradients."""
-    use_small_sizes(monkeypatch)
-    with torch.inference_mode():
-        yield
-
-
-@pytest.fixture
-def _products_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    multiply_by_rows(monkeypatch)
-
-
-def build(family: str, dtype: torch.dtype = torch.float32, layers: int = 2) -> Any:
-    torch.manual_seed(0)
-    config = deepcopy(FAMILIES[family])
-    config.num_hidden_layers = layers
-    return AutoModelForCausalLM.from_config(config).to(DEVICE, dtype).eval()
-
-
-def forward_of(family: str, dtype: torch.dtype = torch.float32) -> CudaForward:
-    """Over a pool in which what nobody has written is NaN."""
-    model = build(family, dtype)
-    model.set_attn_implementation(NAME)
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    pool = KVPool(KVShape(config.num_hidden_layers, 1, head_dim, dtype), 60, DEVICE)
-    pool.keys.fill_(torch.nan)
-    pool.values.fill_(torch.nan)
-    pool.allocate(3)  # so that blocks do not begin at 0
-    return CudaForward(model, pool, 2)
-
-
-def stock_only(model: Any) -> Any:
-    """The model with a part that the lean layers do not know."""
-    model.model.other = nn.Identity()
-    return model
-
-
-def lean_of(family: str, dtype: torch.dtype = torch.float32) -> CudaForward:
-    """The forward, which has run once and goes on with lean layers."""
-    forward = forward_of(family, dtype)
-    cache = read(forward, [1, 2])[0]
-    cache.release()
-    assert forward.take_lean(256)
-    return forward
-
-
 MAKE = {"stock": forward_of, "lean": lean_of}
 MADE = [*((*kind, "stock") for kind in KINDS), ("llama", torch.bfloat16, "lean"), (LEAN[3], torch.float32, "lean")]
 IN_CHUNKS = [pytest.param(*made, marks=[pytest.mark.slow] * (number not in (2, 3))) for number, made in enumerate(MADE)]
 """Windows, soft caps and lean layers; a row of any of `MADE` is compared with itself alone and in a tree."""
-
-
-def text(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(128) for _ in range(length)]
-
-
-def run(forward: CudaForward, *segments: Segment) -> Tensor:
-    """[rows, vocab + features]"""
-    logits, features = forward(Batch.of(segments), FEATURES)
-    assert features is not None
-    return torch.cat([logits, features.flatten(1)], dim=1)
-
-
-def read(forward: CudaForward, tokens: Sequence[int], chunk: int = 8, alone: int = 0) -> tuple[KVCache, Tensor]:
-    """A request that has read a text in chunks, the last `alone` tokens one by one, and what came of it."""
-    cache, found = KVCache(forward.pool), []
-    cache.reserve(len(tokens) + 40)
-    whole = len(tokens) - alone
-    for at in [*range(0, whole, chunk), *range(whole, len(tokens))]:
-        part = tokens[at : min(at + chunk, whole)] if at < whole else [tokens[at]]
-        found.append(run(forward, Segment.of_text(part, cache, "all")))
-        cache.commit(range(len(part)))
-    return cache, torch.cat(found)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +171,7 @@ def test_what_triton_cannot_run_is_unsupported_with_its_reason_unless_it_is_memo
         CudaForward.tried(given.model, given.pool, 2)
 
 
-@pytest.mark.usefixtures("_products_by_rows")
+@pytest.mark.usefixtures("products_by_rows")
 def test_forwards_of_all_sizes_give_a_text_the_same_bits() -> None:
     usual, sized, tokens = forward_of("llama"), forward_of("llama"), text(17, 4)
     sized.sizes = (2, 4, 8, 16)
@@ -360,7 +246,7 @@ def test_so_many_rows_run_together_as_the_blocks_and_ancestors_that_they_list_ha
     assert torch.equal(run(forward, *segments), whole)
 
 
-@pytest.mark.usefixtures("_products_by_rows")
+@pytest.mark.usefixtures("products_by_rows")
 @pytest.mark.parametrize("place", ["all", "last"])
 def test_a_size_in_which_any_operation_gives_a_row_other_bits_is_found(place: str) -> None:
     """Not products alone: a norm chooses its kernel by the rows too."""
@@ -393,137 +279,6 @@ def test_sizes_for_which_there_is_no_memory_leave_the_usual_one(monkeypatch: pyt
     assert forward.pool.free == free and forward.sizes == (4,)
 
 
-def accelerated(model: Any, draft: bool = False) -> Target:
-    """Does what a target does on CUDA with whatever is here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward_choice.ForwardChoice, "accelerated", True)
-        return Target.of_model(model, "tiny", kv_memory=1 << 20, draft=draft)
-
-
-def target_of(family: str) -> Target:
-    return accelerated(build(family, layers=1))
-
-
-def note_split_sums(patch: pytest.MonkeyPatch) -> list[str]:
-    """Where it is noted that a target forbids products to split sums, allows it, or holds them as they are."""
-    flags: list[str] = []
-
-    def note(way: str, *_: object) -> bool:
-        flags.append(way)
-        return True
-
-    for way in ("forbid", "allow", "hold"):
-        patch.setattr(forward_choice, f"{way}_split_sums", partial(note, way))
-    return flags
-
-
-@pytest.fixture(scope="module")
-def loaded() -> tuple[Target, list[str]]:
-    """A mistral with a window and products by rows, and what it noted of split sums: loading tries many forwards.
-
-    A CUDA graph keeps the windows that it was captured with; what stands for one here does too.
-    """
-    model = build("mistral with a window", layers=1)
-
-    class Keeping(Recorded):
-        window = 0
-
-        def __call__(self, *inputs: Tensor, late: Tensor | None = None) -> tuple[Tensor, ...]:
-            now, self.window = model.config.sliding_window, self.window or model.config.sliding_window
-            model.config.sliding_window = self.window
-            out = super().__call__(*inputs, late=late)
-            model.config.sliding_window = now
-            return out
-
-    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        use_small_sizes(patch)
-        multiply_by_rows(patch)
-        patch.setattr(cuda_forward, "Recorded", Keeping)
-        flags = note_split_sums(patch)
-        return accelerated(model), flags
-
-
-@pytest.mark.usefixtures("_products_by_rows")
-def test_a_target_takes_the_cuda_forward_and_drafts_do_not_change_its_text(loaded: tuple[Target, list[str]]) -> None:
-    """What is recorded with the short windows of its trial is not replayed with the real ones."""
-    target, flags = loaded
-    assert isinstance(target.forward, CudaForward) and target.exact, target.inexact_reason
-    assert target.forward_sizes == cuda_products.SIZES and flags == ["forbid", "hold"]
-    prompt, sampling = text(17, 10), SamplingParams(max_tokens=14)
-    plain = decoded(target, prompt, sampling)
-    assert decoded(target, prompt, sampling, plain) == plain
-    assert target.pool is not None and target.pool.free == target.pool.blocks
-    stock = Target.of_model(build("mistral with a window", layers=1), "mistral", 1 << 20)
-    assert decoded(stock, prompt, sampling) == plain
-
-
-@pytest.mark.usefixtures("_products_by_rows")
-def test_requests_share_blocks_of_a_target_with_the_cuda_forward(loaded: tuple[Target, list[str]]) -> None:
-    target, _ = loaded
-    tokens = text(BLOCK_SIZE + 3, 11)
-    first, second = target.open_cache(60), target.open_cache(60)
-    expected, _ = target.prefill(first, tokens)
-    first.cache_blocks(tokens)
-    second.match_prefix(tokens)
-    assert second.length == BLOCK_SIZE and torch.equal(target.prefill(second, tokens[BLOCK_SIZE:])[0], expected)
-    for cache in (first, second):
-        target.release(cache)
-
-
-def test_a_model_whose_logits_come_out_otherwise_is_run_with_masks() -> None:
-    model = build("llama", layers=1)
-    usual = model.config._attn_implementation
-    model.model.layers[0].self_attn.register_forward_hook(
-        lambda module, inputs, out: (out[0] * (1 + (module.config._attn_implementation == NAME)), *out[1:])
-    )
-    target = accelerated(model)
-    assert target.inexact_reason == "its logits differ with exact attention"
-    assert target.pool is None and model.config._attn_implementation == usual
-    assert target.prefill(target.new_cache(20), [1, 2, 3])[0].isfinite().all()
-
-
-def test_a_target_whose_bits_depend_on_a_rows_place_says_so() -> None:
-    def uneven(module: object, inputs: object, out: Tensor) -> Tensor:
-        return out * (1 + 1e-6 * torch.arange(out.shape[1], device=out.device))[:, None]
-
-    model = stock_only(build("llama", layers=1))
-    model.model.norm.register_forward_hook(uneven)
-    target = accelerated(model)
-    assert target.inexact_reason == "a token's logits depend on the rows beside it"
-
-
-@pytest.mark.usefixtures("_products_by_rows")
-def test_a_target_whose_products_agree_in_one_size_alone_is_exact_in_it_and_lets_sums_be_split_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    flags = note_split_sums(monkeypatch)
-
-    def uneven(module: object, inputs: object, out: Tensor) -> Tensor:
-        return out * (1 + 1e-5 * (out.shape[1] - cuda_products.SLICE))
-
-    model = stock_only(build("llama", layers=1))
-    model.model.layers[0].mlp.up_proj.register_forward_hook(uneven)
-    target = accelerated(model)
-    assert target.exact and target.forward_sizes == (cuda_products.SLICE,)
-    assert flags == ["forbid", "allow", "hold"]
-    flags.clear()
-    draft = accelerated(model, draft=True)
-    assert draft.forward_sizes == (cuda_products.SLICE,) and flags == ["forbid"]
-
-
-def test_a_target_of_experts_says_that_their_products_are_not_its_own() -> None:
-    target = target_of("gpt_oss with sinks")
-    assert "is multiplied in a way of its own" in target.inexact_reason
-
-
-def test_without_triton_a_target_on_cuda_is_run_with_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "engine.model.cuda.cuda_forward", None)
-    target = target_of("llama")
-    assert target.inexact_reason == "exact attention on CUDA needs Triton: pip install triton"
-    assert target.forward_sizes == (1,)
-    assert target.prefill(target.new_cache(20), [1, 2, 3])[0].isfinite().all()
-
-
 def test_texts_of_no_length_wait_for_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """All are captured at the start, and leave the pool as free as before."""
     use_short_chunks(monkeypatch)
@@ -538,62 +293,3 @@ def test_texts_of_no_length_wait_for_a_graph(monkeypatch: pytest.MonkeyPatch) ->
     for cache.length in (30, 100):
         run(forward, Segment.of_text(text(4, 2), cache, "all"))
     assert set(forward.recorded) == graphs
-
-
-@pytest.mark.usefixtures("_products_by_rows")
-@pytest.mark.parametrize("tolerance", [2e-9, 1e3], ids=["drawn on the device", "left to the host"])
-def test_rounds_that_are_launched_before_the_last_is_read_give_the_texts_of_one_request_alone(
-    tolerance: float, loaded: tuple[Target, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, _ = loaded
-    monkeypatch.setattr(step, "output_of", Receipt)
-    monkeypatch.setattr(noise_kernels, "_TOLERANCE", tl.constexpr(tolerance))
-    launched = []
-    run_roots = target.run_roots
-
-    def noted(roots: Sequence[Segment], *rest: Any) -> tuple[Tensor, Tensor | None]:
-        launched.append(len(roots))
-        return run_roots(roots, *rest)
-
-    monkeypatch.setattr(target, "run_roots", noted)
-    stage = stage_over(target)
-    asked = [
-        (text(14, 1), SamplingParams(max_tokens=5)),
-        (text(5, 2), SamplingParams(max_tokens=7, temperature=1.2, seed=4)),
-        (text(9, 3), SamplingParams(max_tokens=6, temperature=0.8, seed=9)),
-    ]
-    for number, (prompt, sampling) in enumerate(asked):
-        stage.submit(number, prompt, **msgspec.structs.asdict(sampling))
-    steps(stage, 20)
-    assert launched == [3, 3, 3, 2, 1]
-    for number, (prompt, sampling) in enumerate(asked):
-        assert stage.tokens(number) == decoded(target, prompt, sampling)
-    assert target.pool is not None and target.pool.free == target.pool.blocks
-
-
-@pytest.mark.usefixtures("_products_by_rows")
-def test_hidden_states_that_stay_for_the_drafter_are_those_that_are_sent(
-    loaded: tuple[Target, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The states are those of prompts, of blocks that another request has read, and of accepted paths."""
-    target, _ = loaded
-    monkeypatch.setattr(step, "output_of", Receipt)
-    prompt = text(20, 1)
-    told = []
-    for stays in (True, False):
-        stage = stage_over(target, Hello(feature_layers=(0, 1)))
-        stage.drafts.in_process = stays
-        for number, asked in ((1, prompt), (2, [*prompt[:17], 5, 6])):
-            request = stage.submit(number, asked, max_tokens=6)
-            steps(stage, 1)
-            expected = decoded(target, asked, SamplingParams(max_tokens=6))
-            stage.draft(request, TokenTree.chain(expected[0], expected[1:4], [0.9] * 3))
-            steps(stage, 4)
-            assert stage.tokens(number) == expected
-        told.append([arrays[-1] for _, arrays in stage.verdicts()])
-        stage.drafts.inbox.append((DRAFTER, Hello(), []))
-        stage.verifier._receive()  # nobody wants what is kept any more
-    assert [len(one) for one in told[1]] == [20, 4, 19, 4]
-    for there, here in zip(*told, strict=True):
-        assert isinstance(there, Tensor) and there.shape == here.shape
-        assert (there.view(torch.uint16).cpu().numpy() == here).all()

@@ -26,9 +26,12 @@ from engine.model.cuda.device_walk import fitting_end
 from engine.model.cuda.graphs import Recorded
 from engine.model.target import Target
 from engine.model.trial import probe
-from tests.engine.model.cuda.test_cuda_forward import DEVICE, accelerated, multiply_by_rows, text, use_small_sizes
+from tests.conftest import TINY
+from tests.engine.model.cuda.tiny_forward import DEVICE, accelerated, multiply_by_rows, text, use_small_sizes
 from tests.engine.test_exact import decoded
-from tests.engine.tiny_hybrids import _SIZES, KINDS
+from tests.engine.tiny_hybrids import KINDS
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 PROMPT, SAMPLING = text(4, 10), SamplingParams(max_tokens=5)
 TREE = TokenTree.from_lists([1, 2, 3, 4, 5], [-1, 0, 0, 2, 3], [1.0] * 5)
@@ -39,13 +42,7 @@ def build(kind: str, **options: Any) -> Any:
     name, others = KINDS[kind]
     others = others | {"num_hidden_layers": 2, "layer_types": [others["layer_types"][0], "full_attention"]}
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(getattr(transformers, name)(**_SIZES | others | options)).to(DEVICE).eval()
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
+    return AutoModelForCausalLM.from_config(getattr(transformers, name)(**TINY | others | options)).to(DEVICE).eval()
 
 
 @pytest.fixture(scope="module")

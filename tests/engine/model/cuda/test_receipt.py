@@ -18,26 +18,22 @@ from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
 from engine.model.cuda import noise_kernels, receipt, walk_kernels
 from engine.model.cuda.receipt import Receipt
-from engine.model.drawn_tree import DrawnTree
 from engine.model.kv_cache import KVCache
 from engine.model.kv_pool import KVPool
 from engine.model.runner import bfloat16_bits
 from engine.sampling.argmax import NAN
+from engine.sampling.drawn_tree import DrawnTree
 from engine.sampling.noise import gumbel
 from engine.sampling.sampler import UNSETTLED, Sampler, verify
 from tests.engine.verifier.test_forward_output import VOCABULARY, logits_of, sampler_of, tree_of
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GREEDY, SAMPLED = SamplingParams(temperature=0.0, max_tokens=50), SamplingParams(temperature=0.9, seed=4, max_tokens=50)
 TRUNCATED = SamplingParams(temperature=0.9, top_p=0.5, seed=4, max_tokens=50)
 NODES = 24
 FIRST = 5  # rows of something else before the trees'
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Any:
-    with torch.inference_mode():
-        yield
 
 
 def receipt_of(

@@ -18,8 +18,9 @@ from engine.core.kv_shape import KVShape
 from engine.core.tree import TokenTree
 from engine.kernels.attention.attention import Rule
 from engine.model.cuda import triton_attention
+from engine.model.cuda.device_rows import DeviceRows, grouped
 from engine.model.cuda.padded_rows import PaddedRows
-from engine.model.cuda.triton_attention import DeviceRows, TritonAttention, grouped
+from engine.model.cuda.triton_attention import TritonAttention
 from engine.model.kv_cache import KVCache
 from engine.model.kv_pool import KVPool
 from tests.engine.model.test_target import random_tree
