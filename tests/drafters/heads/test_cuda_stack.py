@@ -113,6 +113,24 @@ def test_graphs_are_shared_by_all_requests_and_made_anew_only_for_positions_beyo
     assert len(stack.cos_sin) == 2050 and not stack._recorded
 
 
+@pytest.mark.parametrize("build", [eagle3, block], ids=lambda build: build.__name__)
+def test_rows_that_pad_a_forward_leave_what_was_read_as_it_is(
+    build: Build, tmp_path: Path, target: TargetWeights
+) -> None:
+    drafter = drafter_of(on_cuda(build, tmp_path, target), [1], POLICY)
+    pool: Any = drafter.head.stack.pool  # type: ignore[attr-defined]
+    drafter.propose(1)
+    session: Any = drafter._requests[1].session
+    read = torch.from_numpy(session.cache.slots(np.arange(session.synced))).long()
+    kept = pool.features[read]
+    features = torch.randn(1, len(drafter.feature_layers), HIDDEN, generator=torch.manual_seed(1))
+    root = TokenTree.root_only(drafter.last_token(1))
+    drafter.observe(1, Verdict(root, [0], [33], bfloat16_bits(features)))
+    drafter.propose(1)
+    assert session.synced > len(read) and 0 in read
+    assert torch.equal(pool.features[read], kept)
+
+
 def test_when_the_pool_or_attentions_room_grows_what_is_held_stays_and_graphs_are_captured_anew(
     tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
