@@ -18,8 +18,8 @@ _WIDEST = 16  # nodes of a layer that a device selects by comparing every pair o
 
 
 class Forwards:
-    """Runs a head's forwards. count, seconds: of the forwards so far, with their predictions; those that are launched
-    together are one.
+    """Runs a head's forwards. count, seconds: of the forwards so far, with their predictions; what was drafted behind a
+    round is one.
     """
 
     def __init__(self, head: Head):
@@ -52,6 +52,7 @@ class Forwards:
                     tries = behind.enter(tries)
                 if tries and not self.head.one_pass:
                     self.head.draft_ahead(tries, policy)
+                    self.count += policy.depth
 
     def draft_behind(self, tries: Sequence[Trie], verdicts: DeviceVerdicts, policy: Policy) -> OnItsWay:
         """Draft what the policy is likely to ask for once the tries have come to what a device will know: `draft_ahead`
