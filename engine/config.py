@@ -39,9 +39,10 @@ class GrowthConfig(_Section):
     """How a draft head's tree grows (`drafters.heads.growth.policies`).
 
     policy: published is that of the method's paper; None: adaptive for heads, the chain for sps. tree: for `static`.
-    depth: layers of `dynamic`. top_k: candidates after each node (`talon`: width of the first layer). mu: gate
-    threshold of `talon`, the rule of its paper, relative to the best of a layer, and of `adaptive`, our variant, which
-    compares c(v) with mu (with what a row costs, where that is less, or half of that, where that is more).
+    depth: layers of `dynamic`, and the most of `adaptive` that a GPU drafts at once. top_k: candidates after each node
+    (`talon`: width of the first layer). mu: gate threshold of `talon`, the rule of its paper, relative to the best of a
+    layer, and of `adaptive`, our variant, which compares c(v) with mu (with what a row costs, where that is less, or
+    half of that, where that is more).
     """
 
     policy: Literal["published", "static", "dynamic", "talon", "adaptive"] | None = None
@@ -161,11 +162,12 @@ class Config(_Section):
     own text a slightly different one, and few rows faster on most processors; auto measures once, and keeps bfloat16
     unless 8 bits are clearly faster (`engine.model.trial.activations`). method: which drafter
     (`drafters.registry`). mode: drafter and verifier in turns (sequential), both at once (async), or whichever proves
-    faster (auto, which is sequential for retrieval alone and on a CPU with fewer than four cores). transport: workers
-    as threads (inproc), as processes (ipc), or as processes of which the drafter may be on another machine (tcp); auto
-    is ipc, or inproc where drafter and verifier use one GPU at the same time. trace: a file for a timeline of the
-    workers, without remote drafters. start_timeout_s: for the workers to load. heartbeat_timeout_s: a worker that is
-    silent for longer is killed and replaced; workers send a heartbeat every 0.5 s, but not during a forward.
+    faster (auto, which is sequential for retrieval alone, on a CPU with fewer than four cores, and on a GPU with a head
+    that drafts behind the target's walks). transport: workers as threads (inproc), as processes (ipc), or as processes
+    of which the drafter may be on another machine (tcp); auto is ipc, or inproc where drafter and verifier use one GPU
+    at the same time. trace: a file for a timeline of the workers, without remote drafters. start_timeout_s: for the
+    workers to load. heartbeat_timeout_s: a worker that is silent for longer is killed and replaced; workers send a
+    heartbeat every 0.5 s, but not during a forward.
     """
 
     model: str = "smollm2-135m"

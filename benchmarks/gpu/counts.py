@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafters.heads.growth import ahead, growth_kernel
+from drafters.heads.growth import ahead, behind, growth_kernel
 from drafters.heads.growth.ahead import _layers_of as layers_of
-from drafters.heads.growth.policies import Dynamic, Policy
+from drafters.heads.growth.policies import Dynamic
 from engine import device as device_module
 from engine.core.batch import Segment
 from engine.core.kv_shape import KVShape
@@ -68,18 +68,17 @@ def run(device: str, layers: int | str = LLAMA_8B.num_hidden_layers) -> Iterator
             for requests in REQUESTS:
                 served.append(tried(f"plain, T={temperature:g}", _plain, tracing, runner, requests, temperature))
                 yield served[-1]
-        for method in HEADS:
-            for temperature in (0.0, 1.0) if method == "eagle3" else (0.0,):
-                for requests in REQUESTS:
-                    name = f"{method}, T={temperature:g}"
-                    served.append(tried(name, _round, tracing, runner, config, method, requests, temperature))
-                    yield served[-1]
-        for name, method, stay, policy in (
-            ("eagle3, T=0, ipc", "eagle3", False, None),
-            ("eagle, dynamic, T=0", "eagle", True, Dynamic()),
-        ):
+        cases: list[tuple[Any, ...]] = [(f"{method}, T=0", method, 0.0) for method in HEADS]
+        cases += [
+            ("eagle3, T=1", "eagle3", 1.0),
+            ("eagle3, T=0, ipc", "eagle3", 0.0, False),
+            ("eagle, dynamic, T=0", "eagle", 0.0, True, Dynamic()),
+            ("eagle3, as served, T=0", "eagle3", 0.0, True, None, True),
+            ("block, as served, T=1", "block", 1.0, True, None, True),
+        ]
+        for name, *case in cases:
             for requests in REQUESTS:
-                served.append(tried(name, _round, tracing, runner, config, method, requests, 0.0, stay, policy))
+                served.append(tried(name, _round, tracing, runner, config, requests, *case))
                 yield served[-1]
         for stay, name in ((True, "eagle3, a prompt"), (False, "eagle3, a prompt, ipc")):
             served.append(tried(name, _prompt, tracing, runner, config, stay))
@@ -139,7 +138,7 @@ def _replace_kernels(tracing: Tracing) -> None:
     graphs._GRAPHS = (DEVICE.type,)
     graphs._warm_up = lambda *_: None
     ahead._layers_of = _layers_of
-    ahead._came_to = _came_to
+    behind._came_to = _came_to
     _count_downloads(tracing)
     graphs._captured = tracing.captured
     device_module._split_up = lambda packed, like: [invented(one.held) for one in like]
@@ -220,18 +219,18 @@ def _round(
     tracing: Tracing,
     runner: Runner,
     config: LlamaConfig,
-    method: str,
     requests: int,
+    method: str,
     temperature: float,
-    states_stay: bool = True,
-    policy: Policy | None = None,
+    *options: Any,
 ) -> Record:
+    """options: further ones of `Rounds`."""
     head = head_of(method, config, _weight)
-    served = Rounds(tracing.counting, runner, config, head, requests, temperature, states_stay, policy)
+    served = Rounds(tracing.counting, runner, config, head, requests, temperature, *options)
     for _ in range(_ROUNDS):
-        steps = served.drafter.steps
+        steps = served.head.steps
         parts, rows = served.step()
-    steps = max(1, served.drafter.steps - steps)
+    steps = max(1, served.head.steps - steps)
     assert runner.pool is not None
     kv_bytes = sum(cache.length for cache in served.caches) * runner.pool.shape.block_bytes // 16
     served.close()

@@ -141,8 +141,8 @@ def _rounds(target: Target, method: str, temperature: float, requests: int) -> R
     rounds = Rounds(partial(_timed, device), target, config, head, requests, temperature)
     for _ in range(_WARM_UPS):  # graphs are captured here
         rounds.step()
-    steps, done = rounds.drafter.steps, [rounds.step() for _ in range(_REPEATS)]
-    steps = rounds.drafter.steps - steps
+    steps, done = rounds.head.steps, [rounds.step() for _ in range(_REPEATS)]
+    steps = rounds.head.steps - steps
     rounds.close()
     ms = {
         name: round(median(1000 * getattr(parts, name)[0] for parts, _ in done), 2)

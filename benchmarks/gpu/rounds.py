@@ -17,14 +17,20 @@ from transformers import LlamaConfig
 
 from drafters.heads.checkpoint import Checkpoint, TargetWeights
 from drafters.heads.growth.policies import Policy
+from drafters.heads.growth.policy_choice import policy_of
 from drafters.heads.head import Head
 from drafters.heads.head_drafter import HeadDrafter
+from drafters.hybrid.hybrid import HybridDrafter
+from drafters.lookup.suffix import SuffixDrafter
+from engine.config import DrafterConfig
 from engine.core.batch import BLOCK_SIZE, Segment
-from engine.core.drafter_protocol import Verdict
+from engine.core.drafter_protocol import Drafter, Verdict
 from engine.core.hidden_states import HiddenStates, States
 from engine.core.outcomes import DraftQuery
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
+from engine.costs.cost_model import CostModel
+from engine.costs.forward_time import ForwardTime
 from engine.model.cuda.receipt import Receipt
 from engine.model.runner import Runner, bfloat16_bits
 from engine.sampling.drawn_tree import DrawnTree
@@ -35,6 +41,7 @@ from .models import kind_of, layout_of
 REQUESTS = (1, 8, 32)
 _PAST = 512  # positions of each text, where the model reads twice as many
 _ACCEPTED = 2  # accepted nodes of each tree below its root
+_FORWARD_S = {1: 8.3e-3, 64: 8.7e-3, 1920: 86.6e-3}  # seconds of a forward by its rows, as an H100 took
 M = TypeVar("M")
 
 
@@ -76,14 +83,20 @@ class Parts(Generic[M]):
 class Rounds(Generic[M]):
     """Requests with a tree a round. measuring: of one part of a round. states_stay: whether hidden states are taken
     from the device, as within a process; between processes they pass the host. policy: None: that of the head's paper.
+    served: draft as by default, with retrieval's nodes, and cut trees to the nodes that pay.
     """
 
     def __init__(
         self, measuring: Callable[[], AbstractContextManager[M]], runner: Runner, config: LlamaConfig, head: Head,
         requests: int, temperature: float, states_stay: bool = True, policy: Policy | None = None,
+        served: bool = False,
     ):  # fmt: skip
         self.measuring, self.runner, self.hidden_size = measuring, runner, config.hidden_size
-        self.drafter = HeadDrafter(head, policy or head.published_growth)
+        self.costs, options = CostModel(ForwardTime(_FORWARD_S)), DrafterConfig()
+        usual = policy_of(options, head.published_growth) if served else head.published_growth
+        self.head = HeadDrafter(head, policy or usual)
+        memories = [SuffixDrafter(options.budget)]
+        self.drafter: Drafter = HybridDrafter(self.head, memories, options.budget) if served else self.head
         self.numbers, self.states_stay = range(requests), states_stay
         self.states = [HiddenStates(shared=True) for _ in self.numbers]
         past = min(_PAST, config.max_position_embeddings // 2)
@@ -98,7 +111,7 @@ class Rounds(Generic[M]):
             self.drafter.observe(number, Verdict(root, [0], [9], self._features(past)))
 
     def _features(self, rows: int) -> States:
-        shape, device = (rows, len(self.drafter.feature_layers), self.hidden_size), self.drafter.head.device
+        shape, device = (rows, len(self.drafter.feature_layers), self.hidden_size), self.head.head.device
         states = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         return states if self.states_stay else bfloat16_bits(states)
 
@@ -126,6 +139,9 @@ class Rounds(Generic[M]):
         measuring, layers = self.measuring, self.drafter.feature_layers
         with measuring() as draft:
             trees = self.drafter.propose_many([DraftQuery(number, ()) for number in self.numbers])
+        if self.drafter.calibrated:
+            pay = self.costs.paying_nodes([tree.confidence for tree in trees])
+            trees = [tree.keep(nodes) for tree, nodes in zip(trees, pay, strict=True)]
         begins = [*accumulate(map(len, trees), initial=0)]
         with measuring() as forward:
             segments = [Segment.of_tree(tree, cache) for tree, cache in zip(trees, self.caches, strict=True)]
@@ -141,6 +157,7 @@ class Rounds(Generic[M]):
             receipt.wait(sent)
             verdicts = self._verify(drawn, logits, receipt)
         with measuring() as told:
+            self.costs.observe_round(len(trees), len(logits), sum(len(one.tokens) for one in verdicts), 0.0)
             for number, verdict in zip(self.numbers, verdicts, strict=True):
                 self.drafter.observe(number, verdict)
             full = [cache.length // BLOCK_SIZE for cache in self.caches]
@@ -155,13 +172,16 @@ class Rounds(Generic[M]):
         """Verify as the verifier does, once the receipt is there."""
         absent = self.runner.vocab_size - 1
         receipt.take([token for one in drawn for token in _accepting(one.tree, absent)])
-        verdicts = []
+        verdicts, prices = [], self.costs.rates(len(drawn), False)
         for i, one in enumerate(drawn):
             rows = logits[one.first : one.first + len(one.tree)]
             path, tokens = verify(one.tree, rows, one.sampler, receipt.known(i))
             if (of_path := receipt.states_of(i, path)) is not None:
                 self.states[i].add(one.cache.length, of_path, unsent=True)
-            verdicts.append(Verdict(one.tree, path, tokens, self.states[i].take()))
+            states = self.states[i].take()
+            verdicts.append(
+                Verdict(one.tree, path, tokens, states, token_s=prices.token_s, row_tokens=prices.row_tokens)
+            )
         return verdicts
 
     def close(self) -> None:

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from drafters.heads.growth.ahead import DraftsBehind, Keep, draft_ahead, draft_behind
-from drafters.heads.growth.policies import Dynamic
+from drafters.heads.growth.ahead import Keep, draft_ahead, draft_behind
+from drafters.heads.growth.behind import DraftsBehind
+from drafters.heads.growth.policies import Policy
 from drafters.heads.growth.trie import Trie
 from drafters.heads.layers import DecoderLayer, Linear, RMSNorm
 from drafters.heads.stack import GrowingPool, StackLayer, StackSpec, norm_of
@@ -94,13 +95,11 @@ class CudaStack:
         self.owner = CaptureOwner()
         self.cos_sin = self.first.rotary.halves(_POSITIONS)
 
-    def draft_ahead(self, tries: Sequence[Trie], roots: Sequence[Tensor], policy: Dynamic) -> None:
+    def draft_ahead(self, tries: Sequence[Trie], roots: Sequence[Tensor], policy: Policy) -> None:
         """See `drafters.heads.growth.ahead`."""
         draft_ahead(self, tries, roots, policy)
 
-    def draft_behind(
-        self, keep: Keep, tries: Sequence[Trie], verdicts: DeviceVerdicts, policy: Dynamic
-    ) -> DraftsBehind:
+    def draft_behind(self, keep: Keep, tries: Sequence[Trie], verdicts: DeviceVerdicts, policy: Policy) -> DraftsBehind:
         """See `drafters.heads.growth.ahead`."""
         return draft_behind(self, keep, tries, verdicts, policy)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drafters.heads import pooled_session
 from drafters.heads.feature_session import FeatureSession, FeatureWeights
+from drafters.heads.growth.behind import DraftsBehind
 from drafters.heads.growth.policies import Policy
 from drafters.heads.session import Session
 from engine.core.drafter_protocol import DeviceVerdicts
@@ -32,9 +33,10 @@ class FeatureHead(FeatureWeights):
         roots = self.roots([trie.session for trie in tries])
         stack.draft_ahead(tries, roots, policy)
 
-    def draft_behind(self, tries: Sequence[Any], verdicts: DeviceVerdicts, policy: Policy) -> Any:
+    def draft_behind(self, tries: Sequence[Any], verdicts: DeviceVerdicts, policy: Policy) -> DraftsBehind:
         stack: Any = self.stack
-        return stack.draft_behind(self.keep, tries, verdicts, policy)
+        launched: DraftsBehind = stack.draft_behind(self.keep, tries, verdicts, policy)
+        return launched
 
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> Session:
         if self.stack is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drafters.heads.growth.policies import Dynamic, Policy
+from drafters.heads.growth.policies import Policy
 from drafters.heads.growth.trie import Trie, TriePlace
 from drafters.heads.head import Head
 from engine.core.drafter_protocol import DeviceVerdicts, OnItsWay
@@ -18,7 +18,9 @@ _WIDEST = 16  # nodes of a layer that a device selects by comparing every pair o
 
 
 class Forwards:
-    """Runs a head's forwards. count, seconds: of the forwards so far, with their predictions."""
+    """Runs a head's forwards. count, seconds: of the forwards so far, with their predictions; what was drafted behind a
+    round is one.
+    """
 
     def __init__(self, head: Head):
         self.head = head
@@ -37,25 +39,24 @@ class Forwards:
         return nodes
 
     def draft_ahead(self, places: list[TriePlace], policy: Policy) -> None:
-        """Draft what the policy will ask for below node 0 of tries of which nothing is drafted, where a head does that
-        without waiting for each layer.
+        """Draft what the policy is likely to ask for below node 0 of tries of which nothing is drafted, where a head
+        does that without waiting for each layer.
         """
-        if not (isinstance(policy, Dynamic) and self._grows_on_device(policy)):
+        if not self._drafts_ahead(policy):
             return
+        behind, self._behind = self._behind, None
         new = dict.fromkeys(trie for trie, path in places if not path and 0 not in trie.seen)
         if tries := [trie for trie in new if trie.ranking.top_k >= policy.top_k]:
-            started = time.perf_counter()
-            behind, self._behind = self._behind, None
-            if behind is not None:
-                tries = behind.enter(tries)
-            if tries:
-                self.head.draft_ahead(tries, policy)
-            self.seconds += time.perf_counter() - started
-            self.count += policy.depth + 1
+            with self._counted(not self.head.one_pass):
+                if behind is not None:
+                    tries = behind.enter(tries)
+                if tries and not self.head.one_pass:
+                    self.head.draft_ahead(tries, policy)
+                    self.count += policy.depth
 
     def draft_behind(self, tries: Sequence[Trie], verdicts: DeviceVerdicts, policy: Policy) -> OnItsWay:
-        """Draft what the policy will ask for once the tries have come to what a device will know: `draft_ahead` enters
-        it. Each of them `may_draft_behind`.
+        """Draft what the policy is likely to ask for once the tries have come to what a device will know: `draft_ahead`
+        enters it. Each of them `may_draft_behind`.
         """
         self._behind = self.head.draft_behind(tries, verdicts, policy)
         sent: OnItsWay = self._behind.sent
@@ -68,10 +69,11 @@ class Forwards:
         ranking, session = trie.ranking, trie.session
         ranked = ranking.top_k >= policy.top_k and ranking.ranks_on_device
         read = 0 < session.synced == len(trie.text) - 1 and not session.count_unread()
-        return self._grows_on_device(policy) and ranked and read
+        return self._drafts_ahead(policy) and ranked and read
 
-    def _grows_on_device(self, policy: Policy) -> bool:
-        return isinstance(policy, Dynamic) and self.head.drafts_ahead and policy.top_k <= _WIDEST
+    def _drafts_ahead(self, policy: Policy) -> bool:
+        """Return whether a device can draft what the policy is likely to ask for."""
+        return self.head.drafts_ahead and (self.head.one_pass or (policy.depth > 0 and policy.top_k <= _WIDEST))
 
     def descend(self, places: list[TriePlace]) -> list[int]:
         """Return the node at the end of each path, drafted where its request does not have it yet."""

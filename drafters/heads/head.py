@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from drafters.heads.checkpoint import TargetWeights
+from drafters.heads.growth.behind import DraftsBehind
 from drafters.heads.growth.policies import Candidates, Policy
 from drafters.heads.growth.ranking import Ranking
 from drafters.heads.session import Session, Unranked
@@ -64,17 +65,15 @@ class Head(ABC):
 
     @property
     def drafts_ahead(self) -> bool:
-        """Whether `draft_ahead` can be called."""
+        """Whether `draft_behind` can be called, and `draft_ahead` unless all comes from one pass."""
         return False
 
     def draft_ahead(self, tries: Sequence[Any], policy: Policy) -> None:
         """Draft below node 0 of these tries all that the policy is likely to ask for, and enter it."""
         raise NotImplementedError
 
-    def draft_behind(self, tries: Sequence[Any], verdicts: DeviceVerdicts, policy: Policy) -> Any:
-        """Read what a round will have come to, and draft what the policy is likely to ask for; return the
-        `drafters.heads.growth.ahead.DraftsBehind`. Called where `drafts_ahead` is true.
-        """
+    def draft_behind(self, tries: Sequence[Any], verdicts: DeviceVerdicts, policy: Policy) -> DraftsBehind:
+        """Read what a round will have come to, and draft what the policy is likely to ask for."""
         raise NotImplementedError
 
     def begin(self, asked: Sequence[tuple[Any, list[list[int]]]]) -> list[list[int]]:

@@ -107,8 +107,7 @@ class HeadDrafter(Drafter):
             for trie, row in {places[row].trie: row for row in reversed(waiting)}.items():
                 if trie not in served:  # there is nothing to draft from, or no space for even one
                     trees[row] = TokenTree.root_only([*trie.text, *places[row].path][-1])
-            if not advice:
-                self._forwards.draft_ahead([places[row] for row in group], self.policy)
+            self._forwards.draft_ahead([places[row] for row in group], self.policy)
             roots = self._forwards.begin([places[row] for row in group])
             growths = {}
             for row, root in zip(group, roots, strict=True):

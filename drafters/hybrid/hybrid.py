@@ -9,7 +9,7 @@ is the head alone, with chances learned from verdicts, and drafting only where i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from math import inf
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from drafters.hybrid.merge import Merge
 from drafters.hybrid.rescues import Gains, Rescues
 from drafters.hybrid.retrieval_advice import RetrievalAdvice, followings
 from engine.config import Config
-from engine.core.drafter_protocol import BetweenSteps, Drafter, Verdict
+from engine.core.drafter_protocol import BetweenSteps, DeviceVerdicts, Drafter, OnItsWay, Verdict
 from engine.core.outcomes import DraftQuery, Following
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
@@ -121,6 +121,11 @@ class HybridDrafter(Drafter):
                 retrieved[row], row in drafting, advice[row].expected_misses
             )
         return trees
+
+    def draft_behind(self, trees: Mapping[int, int], verdicts: DeviceVerdicts) -> OnItsWay | None:
+        """The head alone drafts behind a round; retrieval's nodes are merged once the host knows what it came to."""
+        sent: OnItsWay | None = None if self._pending_verdicts else self.head.draft_behind(trees, verdicts)
+        return sent
 
     def _advice(self, queries: Sequence[DraftQuery], trees: Sequence[TokenTree]) -> list[RetrievalAdvice]:
         """Return retrieval's part in the growth of each tree. The requests share the time of the head's forwards.

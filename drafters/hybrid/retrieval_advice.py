@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from itertools import islice
 
 from drafters.heads.growth.policies import Frontier
@@ -33,13 +34,15 @@ class RetrievalAdvice:
         self.expected_misses = max(0.0, 1 - sum(self._followings[0][1])) if self.gain > self.needed else 0.0
         return self.gain > self.needed
 
-    def worth_drafting(self, frontier: Frontier) -> bool:
+    def worth_drafting(self, frontier: Frontier, drafted: Container[int] = ()) -> bool:
         if self.one_pass:
             return True
+        misses = {False: 0.0, True: 0.0}  # at nodes that are yet to be drafted, and at the others
         places = zip(frontier.nodes, frontier.parents, frontier.tokens, frontier.confidence, strict=True)
-        misses = sum(prob * max(0.0, 1 - sum(self._known(*place)[1])) for *place, prob in places)
-        pays = misses * self.rescue > self.needed
-        self.expected_misses += misses * pays
+        for *place, prob in places:
+            misses[place[0] in drafted] += prob * max(0.0, 1 - sum(self._known(*place)[1]))
+        pays = misses[False] * self.rescue > self.needed
+        self.expected_misses += misses[True] + misses[False] * pays
         return pays
 
     def candidates(self, node: int, parent: int, token: int, seen: Following | None) -> Following:

@@ -17,7 +17,8 @@ class Method:
     torch model. merges: it drafts with what `drafters.parts` names, one method that has a model and some that have
     none. probes: it learns from nodes that it does not expect to be accepted, so they must not be cut. remembers: it
     drafts from what earlier requests of the same owner were answered. reads_keys: it needs the target's keys and
-    values, which the lean decoder alone gives. bit: its place among the bits of
+    values, which the lean decoder alone gives. behind: on a GPU it drafts behind the target's walks
+    (`Drafter.draft_behind`), for which both take turns in one loop. bit: its place among the bits of
     `TokenTree.source`, 0 to 31, by which messages name it; drafters that are not in the table share the last one.
     """
 
@@ -27,6 +28,7 @@ class Method:
     probes: bool = False
     remembers: bool = False
     reads_keys: bool = False
+    behind: bool = False
     bit: int = 31
 
 
@@ -38,11 +40,11 @@ METHODS = {
     "recycling": Method("drafters.lookup.recycling:TokenRecycling", remembers=True, bit=4),
     "datastore": Method("drafters.lookup.datastore:DatastoreDrafter", bit=5),
     "sps": Method("drafters.small_model:SmallModel", has_model=True, bit=6),
-    "eagle": Method("drafters.heads.eagle:EagleHead", has_model=True, bit=7),
-    "eagle3": Method("drafters.heads.eagle3:Eagle3Head", has_model=True, bit=8),
+    "eagle": Method("drafters.heads.eagle:EagleHead", has_model=True, behind=True, bit=7),
+    "eagle3": Method("drafters.heads.eagle3:Eagle3Head", has_model=True, behind=True, bit=8),
     "medusa": Method("drafters.heads.medusa:MedusaHead", has_model=True, bit=9),
     "hydra": Method("drafters.heads.hydra:HydraHead", has_model=True, bit=10),
-    "block": Method("drafters.heads.one_pass.block:BlockHead", has_model=True, bit=11),
+    "block": Method("drafters.heads.one_pass.block:BlockHead", has_model=True, behind=True, bit=11),
     "hybrid": Method("drafters.hybrid.hybrid:HybridDrafter", has_model=True, merges=True, bit=12),
     "mtp": Method("drafters.heads.mtp.head:MtpHead", has_model=True, bit=13),
     "assistant": Method("drafters.heads.assistant.head:AssistantHead", has_model=True, reads_keys=True, bit=14),

@@ -38,6 +38,7 @@ class RoundTimer:
         self.costs = CostModel(ForwardTime({1: 0.001}), config.mode)
         self.busy_ns = self.forward_ns = 0
         self._ended_ns = self._forward_ended_ns = 0  # when the latest round ended, and its forward
+        self._behind_s = 0.0  # what the drafts took that were launched behind it
         self._rows = self._requests = 1  # of the latest forward, and those of which trees were verified in it
 
     # At start-up.
@@ -74,7 +75,7 @@ class RoundTimer:
         if wait_s:
             self.costs.observe_wait(wait_s)
         for request in decoding:
-            request.note_wait(wait_s / len(waited) if request in waited else 0.0)
+            request.note_wait((wait_s + self._behind_s) / len(waited) if request in waited else 0.0)
 
     def end_forward(
         self, started_ns: int, segments: Sequence[Segment], output: Output, queued: bool, behind: OnItsWay | None = None
@@ -83,8 +84,8 @@ class RoundTimer:
         behind the one before it, at whose end it began. behind: drafts that were launched behind it, which are waited
         for too, and whose time is none of the forward's.
         """
-        behind_ns = round(output.wait(behind) * 1e9)
-        started_ns = (self._forward_ended_ns if queued else started_ns) + behind_ns
+        self._behind_s = output.wait(behind)
+        started_ns = (self._forward_ended_ns if queued else started_ns) + round(self._behind_s * 1e9)
         if self.config.verifier.simulated_latency_ms:
             time.sleep(self.config.verifier.simulated_latency_ms / 1000)
         name = "verify" if segments[0].tree is not None else "prefill"

@@ -78,7 +78,10 @@ assert "torch" in sys.modules
     ("device", "changes", "transport", "said"),
     [
         ("cuda", {"method": "eagle3", "mode": "async"}, "inproc", "in a stream each"),
-        ("cuda", {"method": "hybrid", "mode": "auto"}, "inproc", "in a stream each"),
+        ("cuda", {"method": "sps", "mode": "auto"}, "inproc", "in a stream each"),
+        ("cuda", {"method": "hybrid", "drafter.head": "medusa", "mode": "auto"}, "inproc", "in a stream each"),
+        ("cuda", {"method": "hybrid", "drafter.head": "eagle3", "mode": "auto"}, "ipc", None),  # in turns
+        ("cuda", {"method": "block", "mode": "auto"}, "ipc", None),
         ("cuda", {"method": "eagle3", "mode": "async", "transport": "ipc"}, "ipc", "unless MPS runs"),
         ("cuda", {"method": "eagle3", "mode": "sequential"}, "ipc", None),  # in turns, in one process
         ("cuda", {"method": "suffix", "mode": "async"}, "ipc", None),  # drafts on the CPU

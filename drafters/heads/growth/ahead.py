@@ -1,15 +1,13 @@
 """Drafts whole trees on a GPU in one go, before the policy on the host asks for them.
 
 A policy asks for a layer of nodes, reads what the head predicts after them, and asks for the next: a wait for each
-layer. `Dynamic` expands the best nodes of each layer, which the device finds itself. So all layers are launched one
-after the other, each with the nodes that the device has selected, and what the head predicted comes to the host once.
-It is entered in the requests' tries, where the policy finds all that it asks for. So the policy alone decides what a
-tree is: a node that it wants and the device did not select is drafted then, as everywhere.
+layer. Where it expands the best nodes of each layer, the device finds these itself, as far as the head's own
+probabilities tell. So all layers are launched one after the other, each with the nodes that the device has selected,
+and what the head predicted comes to the host once. It is entered in the requests' tries, where the policy finds what it
+asks for. So the host alone decides what a tree is, with its own order of the nodes where retrieval takes part or
+chances are calibrated: a node that it wants and the device did not select is drafted then, as everywhere.
 
-`draft_behind` launches the same behind the target's walk down the trees before, of which the host knows nothing yet.
-The head then reads as many rows of each text as may have been accepted. Those past the walk's end read zeros, and
-write to slots that no other row sees, since a tree's nodes begin behind all of them: only how much of the text they
-see, and their positions, depend on the walk.
+`draft_behind` launches the same behind the walks of a round (`drafters.heads.growth.behind`).
 """
 
 from __future__ import annotations
@@ -17,18 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from drafters.heads.growth.behind import DraftsBehind, keys_after, noise_keys
 from drafters.heads.growth.growth_kernel import Grounds, TreeLayer, select
-from drafters.heads.growth.policies import Candidates, Dynamic
+from drafters.heads.growth.policies import Candidates, Policy
 from drafters.heads.growth.ranking import Ranking
 from drafters.heads.growth.trie import Trie
 from engine.core.batch import Rows
 from engine.core.drafter_protocol import DeviceVerdicts
 from engine.device import PackedDownload, uploaded
-from engine.sampling.noise_bits import keys_from
 
 
 class HeadStep(Protocol):
@@ -74,17 +71,19 @@ class _Drafted(NamedTuple):
 
 
 class _Steps:
-    """The forwards of all layers of some trees, prepared before anything is known of their nodes. firsts: the slots of
-    their first nodes; ends: upper bounds of how many slots of its text each tree sees, and of its root's position.
+    """The forwards of all layers of some trees, prepared before anything is known of their nodes. They are one more
+    than the latest trees asked for. firsts: the slots of their first nodes; ends: upper bounds of how many slots of its
+    text each tree sees, and of its root's position.
     """
 
     def __init__(
-        self, stack: HeadSteps, tries: Sequence[Trie], firsts: list[int], ends: list[tuple[int, int]], policy: Dynamic
+        self, stack: HeadSteps, tries: Sequence[Trie], firsts: list[int], ends: list[tuple[int, int]], policy: Policy
     ):
-        self.tries, self.width, layers = tries, policy.top_k, range(policy.depth)
+        self.tries, self.width = tries, policy.top_k
+        layers = range(min(policy.depth, 1 + max(trie.reach for trie in tries)))
         sessions: list[Any] = [trie.session for trie in tries]
         for session, first in zip(sessions, firsts, strict=True):
-            session.cache.reserve(first + policy.depth * self.width)
+            session.cache.reserve(first + len(layers) * self.width)
         parts = [*zip(sessions, firsts, ends, strict=True)]
         self.steps = [
             stack.step([_rows(session.cache, first, end, layer, self.width) for session, first, end in parts])
@@ -136,36 +135,7 @@ class _Steps:
         return Ranking.best_of_all(asked, keys[layer, :, : len(parts[0])].contiguous().flatten())
 
 
-class DraftsBehind:
-    """Trees that a device drafts for what a round comes to. sent: on its way to the host; logits: [trees, vocab], after
-    each text.
-    """
-
-    def __init__(self, tries: Sequence[Trie], verdicts: DeviceVerdicts, found: Sequence[Tensor], logits: Tensor):
-        self._tries, self._logits = tries, logits
-        self.sent = PackedDownload([verdicts.lengths, verdicts.tokens, *found])
-
-    def enter(self, tries: Sequence[Trie]) -> list[Trie]:
-        """Enter what was drafted for those of the tries that have come to what the device knew, and return the others:
-        where the host had to draw, or to read more, the session reads as always.
-        """
-        lengths, tokens, *found = self.sent.read()
-        layers, entered = _layers_of(found), set[Trie]()
-        for tree, (trie, logits) in enumerate(zip(self._tries, self._logits.split(1), strict=True)):
-            session: Any = trie.session
-            if trie in tries and _came_to(session, tokens[tree, : int(lengths[tree])]):
-                session.has_read_behind(tokens.shape[1], logits)
-                _enter(trie, tree, len(self._tries), layers)
-                entered.add(trie)
-        return [trie for trie in tries if trie not in entered]
-
-
-def _came_to(session: Any, tokens: Tensor) -> bool:
-    """Return whether a round came to the tokens that the device drew. `benchmarks.gpu.counts` replaces this."""
-    return bool(session.unread_tokens == tokens.tolist())
-
-
-def draft_ahead(stack: HeadSteps, tries: Sequence[Trie], roots: Sequence[Tensor], policy: Dynamic) -> None:
+def draft_ahead(stack: HeadSteps, tries: Sequence[Trie], roots: Sequence[Tensor], policy: Policy) -> None:
     """Draft all layers below node 0 of each trie, of which nothing has been drafted. roots: the logits after it."""
     sessions: list[Any] = [trie.session for trie in tries]
     firsts = [session.first + len(session.positions) - 1 for session in sessions]
@@ -180,7 +150,7 @@ def draft_ahead(stack: HeadSteps, tries: Sequence[Trie], roots: Sequence[Tensor]
 
 
 def draft_behind(
-    stack: HeadSteps, keep: Keep, tries: Sequence[Trie], verdicts: DeviceVerdicts, policy: Dynamic
+    stack: HeadSteps, keep: Keep, tries: Sequence[Trie], verdicts: DeviceVerdicts, policy: Policy
 ) -> DraftsBehind:
     """Read with the head what a round comes to, and draft all layers below that for each trie. Its session has read all
     of its text so far.
@@ -196,7 +166,7 @@ def draft_behind(
         [session.synced - 1 for session in sessions],
     ]
     given, places, ahead_of_walk, keys, *needed = uploaded(
-        [reading.given, reading.places, torch.tensor(before), _noise_keys(tries, most + policy.depth), *steps.needed],
+        [reading.given, reading.places, torch.tensor(before), noise_keys(tries, most + policy.depth), *steps.needed],
         verdicts.lengths.device,
     )
     keep(verdicts.features.flatten(0, 1), places)
@@ -204,23 +174,18 @@ def draft_behind(
     last, prefixes, positions = (ahead_of_walk + verdicts.lengths).unbind()
     logits = reading.run(given, needed[0], last)
     if keys.numel():
-        layers = torch.arange(policy.depth + 1, device=keys.device)
-        keys = keys.gather(1, (verdicts.lengths - 1).long()[:, None] + layers).T
+        keys = keys_after(keys, verdicts, len(steps.steps) + 1).T
         keys = keys[..., None].expand(-1, -1, policy.top_k).contiguous()
     grounds = Grounds(prefixes, positions, places.index_select(0, last))
-    return DraftsBehind(tries, verdicts, steps.launch(logits, grounds, needed, keys), logits)
 
+    def enter(came: list[tuple[int, Trie]], found: list[Tensor]) -> None:
+        layers = _layers_of(found)
+        for tree, trie in came:
+            session: Any = trie.session
+            session.has_read_behind(most, logits[tree : tree + 1])
+            _enter(trie, tree, trees, layers)
 
-def _noise_keys(tries: Sequence[Trie], count: int) -> Tensor:
-    """Return [trees, count] int64: the keys of the noise of each text, from what its shortest walk ends before; none
-    where none is needed.
-    """
-    samplings = [trie.ranking.sampling for trie in tries]
-    if all(sampling.greedy for sampling in samplings):
-        return torch.empty(0, dtype=torch.int64)
-    begins = [trie.session.synced + 2 for trie in tries]
-    keys = [keys_from(one.seed, begin, count) for one, begin in zip(samplings, begins, strict=True)]
-    return torch.from_numpy(np.stack(keys).view(np.int64))
+    return DraftsBehind(tries, verdicts, steps.launch(logits, grounds, needed, keys), enter)
 
 
 def _layers_of(parts: Sequence[Tensor]) -> list[_Drafted]:
@@ -252,3 +217,4 @@ def _enter(trie: Trie, tree: int, trees: int, layers: Sequence[_Drafted]) -> Non
                 trie.child[pair], trie.depth[node] = node, trie.depth[pair[0]] + 1
         following, prob = drafted.following[own, :columns].tolist(), drafted.prob[own, :columns].tolist()
         trie.note(nodes, Candidates(following, prob))
+    trie.ahead = nodes[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Protocol
 
 from drafters.heads.forwards import Forwards
@@ -15,19 +16,23 @@ from engine.core.tree import TokenTree
 class Advice(Protocol):
     """Another source's part in the growth of one tree."""
 
-    def worth_drafting(self, frontier: Frontier) -> bool:
-        """Return whether the head should expand these nodes; otherwise the other source continues alone."""
+    def worth_drafting(self, frontier: Frontier, drafted: Container[int] = ()) -> bool:
+        """Return whether the head should expand those of these nodes that are not drafted; otherwise the other source
+        continues there alone.
+        """
 
     def candidates(self, node: int, parent: int, token: int, seen: Following | None) -> Following:
         """Return what may follow a node of the growing tree, given the head's prediction there (None: not drafted)."""
 
 
 class Growth:
-    """A tree that grows from the node `root` of a trie, below `token`. known: node of the tree -> node of the trie."""
+    """A tree that grows from the node `root` of a trie, below `token`. known: node of the tree -> node of the trie.
+    reach: layers below the root that the head drafts.
+    """
 
     def __init__(self, trie: Trie, root: int, token: int, policy: Policy, adviser: Advice | None):
         self.trie, self.policy, self.adviser = trie, policy, adviser
-        self.known = {0: root}
+        self.known, self.reach = {0: root}, 0
         self.steps = policy.steps(token)
         self.frontier = next(self.steps)
 
@@ -35,15 +40,22 @@ class Growth:
         return self.frontier.builder.tree().prune(self.policy.budget)
 
     def undrafted(self) -> list[tuple[int, int, int]]:
-        """Return (node, its parent's node of the trie, token) of the frontier's nodes to draft."""
+        """Return (node, its parent's node of the trie, token) of the frontier's nodes to draft. Those that a GPU has
+        drafted ahead are entered in `known`.
+        """
         frontier, known = self.frontier, self.known
-        if self.adviser is not None and frontier.parents[0] >= 0 and not self.adviser.worth_drafting(frontier):
-            return []
-        return [
-            (node, known[parent], token)
-            for node, parent, token in zip(frontier.nodes, frontier.parents, frontier.tokens, strict=True)
-            if node not in known and parent in known
-        ]
+        found, lacking = False, list[tuple[int, int, int]]()
+        for node, parent, token in zip(frontier.nodes, frontier.parents, frontier.tokens, strict=True):
+            if node in known or parent not in known:
+                continue
+            if 0 < (there := self.trie.child.get((known[parent], token), 0)) <= self.trie.ahead:
+                known[node], found = there, True
+            else:
+                lacking.append((node, known[parent], token))
+        if self.adviser is not None and frontier.parents[0] >= 0 and not self.adviser.worth_drafting(frontier, known):
+            lacking = []
+        self.reach += found or bool(lacking)
+        return lacking
 
     def candidates(self) -> Candidates:
         """Return what may follow the frontier's nodes."""
@@ -70,7 +82,7 @@ def grow(
             try:
                 growth.frontier = growth.steps.send(growth.candidates())
             except StopIteration as end:
-                trees[row] = end.value
+                trees[row], growth.trie.reach = end.value, growth.reach
                 del growths[row]
 
 

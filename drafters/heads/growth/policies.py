@@ -119,9 +119,12 @@ class Policy(ABC):
     """How a tree grows. budget: maximum nodes, root included. top_k: candidates wanted after each node.
 
     max_expansions: the most nodes it yields in one growth, for which a head must have room. row_tokens: what verifying
-    one more node costs at present, in tokens, by the verifier's cost model; None if that is unknown.
+    one more node costs at present, in tokens, by the verifier's cost model; None if that is unknown. depth: the most
+    layers below the root's candidates that a GPU drafts before they are asked for, the best `top_k` nodes of each; 0
+    where the policy expands others.
     """
 
+    depth: int = 0
     budget: int
     top_k: int
     max_expansions: int
@@ -240,11 +243,12 @@ class Adaptive(Policy):
     considered. So size, depth and width follow the head's confidence. Where a row costs less than mu, as on a GPU, its
     cost is the gate: trees then grow to the budget. Where it costs more than twice as much, half of its cost is: nodes
     below are not verified. As in `Dynamic`, a full tree takes better nodes in place of its worst, and the best `top_k`
-    of a layer are expanded as long as they may have such children.
+    of a layer are expanded as long as they may have such children. Trees may be deeper than
+    `depth`.
     """
 
-    def __init__(self, budget: int = 60, top_k: int = 10, mu: float = 0.03):
-        self.budget, self.top_k, self.mu = budget, top_k, mu
+    def __init__(self, budget: int = 60, top_k: int = 10, mu: float = 0.03, depth: int = 7):
+        self.budget, self.top_k, self.mu, self.depth = budget, top_k, mu, depth
         self.max_expansions = 4 * budget  # leaves space for deep trees beside wide ones
 
     def steps(self, root: int) -> Steps:

@@ -30,5 +30,5 @@ def _named(options: DrafterConfig, published: Policy, name: str) -> Policy:
     if name == "talon":
         return TalonPaperPolicy(options.budget, growth.top_k, growth.mu)
     if name == "adaptive":
-        return Adaptive(options.budget, growth.top_k, growth.mu)
+        return Adaptive(options.budget, growth.top_k, growth.mu, growth.depth)
     return published

@@ -5,6 +5,7 @@ The tree of a round and those of all outcomes that the engine asks about share w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,7 +22,9 @@ from engine.core.outcomes import Following
 class Trie:
     """A request's text and the nodes below it, numbered as in its session.
 
-    child: (node, token) -> the child node. depth: of each node. seen: what the head predicts after it.
+    child: (node, token) -> the child node. depth: of each node. seen: what the head predicts after it. ahead: the last
+    of the nodes that a GPU drafted before they were asked for, all of which come first. reach: layers that the head
+    drafted of its latest tree, below the root's candidates.
     """
 
     text: list[int]
@@ -30,9 +33,11 @@ class Trie:
     child: dict[tuple[int, int], int] = field(default_factory=dict)
     depth: dict[int, int] = field(default_factory=lambda: {0: 0})
     seen: dict[int, Following] = field(default_factory=dict)
+    ahead: int = 0
+    reach: int = sys.maxsize
 
     def forget_nodes(self) -> None:
-        self.child, self.depth, self.seen = {}, {0: 0}, {}
+        self.child, self.depth, self.seen, self.ahead = {}, {0: 0}, {}, 0
 
     def commit(self, start: int, features: Tensor | None) -> None:
         """Commit true features of the text's positions from `start` on: see `Session.commit`."""

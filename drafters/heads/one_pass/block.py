@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from drafters.heads.checkpoint import WEIGHT_FILES, Checkpoint, TargetWeights
-from drafters.heads.growth.policies import Candidates
+from drafters.heads.growth.behind import DraftsBehind
+from drafters.heads.growth.policies import Candidates, Policy
+from drafters.heads.one_pass.behind import draft_behind
 from drafters.heads.one_pass.block_forward import find_all
 from drafters.heads.one_pass.block_session import BlockSession, begin
 from drafters.heads.one_pass.block_weights import BlockWeights
 from drafters.heads.session import Unranked
+from engine.core.drafter_protocol import DeviceVerdicts
 
 
 class BlockHead(BlockWeights):
@@ -33,6 +36,13 @@ class BlockHead(BlockWeights):
             new = [(each, one.ranking) for one, of in zip(asked, sessions, strict=True) for each in of.forwards]
             find_all(new)
         return super().rank(asked)
+
+    @property
+    def drafts_ahead(self) -> bool:
+        return hasattr(self.stack, "draft_behind")
+
+    def draft_behind(self, tries: Sequence[Any], verdicts: DeviceVerdicts, policy: Policy) -> DraftsBehind:
+        return draft_behind(self, tries, verdicts)
 
     def begin(self, asked: Sequence[tuple[Any, list[list[int]]]]) -> list[list[int]]:
         begin([(session, session.short(paths)) for session, paths in asked])

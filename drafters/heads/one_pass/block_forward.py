@@ -22,7 +22,7 @@ from drafters.heads.one_pass.markov_link import NO_LINK, add_link
 from drafters.heads.one_pass.spine import Spine
 from drafters.heads.top import Floats, Integers, enter, top, write_top
 from engine.core.outcomes import Following
-from engine.device import downloaded
+from engine.device import downloaded, uploaded
 from engine.kernels.jit_cache import versioned
 
 _NO_CHANGE = np.empty((0, 0), np.float32)
@@ -52,6 +52,11 @@ class BlockForward:
         self._totals = np.empty(rows, np.float32)  # sum of exp(score - best score) of all tokens
         self._gates, self._sure = (part.float().contiguous().numpy() for part in (outputs.gates, outputs.sure))
 
+    def take(self, gain: float, scores: Tensor, ids: Tensor, totals: Tensor) -> None:
+        """Take the likeliest tokens of all rows, which were found elsewhere. gain: the factor of a link there."""
+        self._gain, self._found = np.float32(gain), set(range(len(ids)))
+        self._scores[:], self._ids[:], self._totals[:] = scores.numpy(), ids.numpy(), totals.numpy()
+
     def following(self, head: BlockWeights, ranking: Ranking, asked: Sequence[RowQuery]) -> list[Following]:
         """Return what the head predicts in each case."""
         rows, before = np.array([one.row for one in asked]), np.array([one.before for one in asked])
@@ -71,20 +76,17 @@ class BlockForward:
         return list(zip(head.tokens[ids].tolist(), probs.tolist(), strict=True))
 
     def linked(self, head: BlockWeights, one: RowQuery) -> Tensor:
-        """Return [1, draft_vocab] float32: the logits of a row that was asked for before, its candidates' with their
-        links.
-        """
+        """Return [1, draft_vocab]: the logits of a row that was asked for before, its candidates' with their links."""
         assert one.row in self._found
-        logits = self.outputs.logits[one.row : one.row + 1].to("cpu", torch.float32, copy=True)
-        if head.link is not None:
-            row, ids = logits[0].numpy(), self._ids[one.row]
-            scores = row[ids]
-            head.link.add(scores, ids, self._gates[one.row], one.before)
-            row[ids] = scores
+        logits, ids = self.outputs.logits[one.row : one.row + 1], self._ids[one.row]
         if head.spine is not None:
-            [changes] = self._changes(head.spine, np.array([one.row]), np.array([one.before]))
-            logits[0, self._ids[one.row]] += torch.from_numpy(changes)
-        return logits.to(head.device)
+            [more] = self._changes(head.spine, np.array([one.row]), np.array([one.before]))
+        elif head.link is not None:
+            head.link.add(more := np.zeros(len(ids), np.float32), ids, self._gates[one.row], one.before)
+        else:
+            return logits
+        added = uploaded([torch.from_numpy(ids), torch.from_numpy(more)], logits.device)
+        return logits[0].float().index_add(0, *added)[None]
 
     def _changes(self, spine: Spine, rows: Integers, before: Integers) -> Floats:
         """Return [n, candidates]: by how much DSpine scores the rows' candidates otherwise behind these tokens."""
@@ -119,10 +121,8 @@ def find_all(asked: Sequence[tuple[BlockForward, Ranking]]) -> None:
     best = top(scores, new[0][0]._scores.shape[1])
     counts = [len(forward.positions) for forward, _ in new]
     found = zip(*(part.split(counts) for part in downloaded(best)), strict=True)
-    for (forward, ranking), (scores, ids, totals) in zip(new, found, strict=True):
-        forward._begin(ranking)
-        forward._scores[:], forward._ids[:], forward._totals[:] = scores.numpy(), ids.numpy(), totals.numpy()
-        forward._found = set(range(len(ids)))
+    for (forward, ranking), best_of_rows in zip(new, found, strict=True):
+        forward.take(ranking.gain, *best_of_rows)
 
 
 @njit(cache=True, nogil=True)

@@ -167,16 +167,17 @@ class BlockSession(Session):
         """Return the positions of the rows of `count` blocks."""
         return list(range(self.synced, self.synced + self.head.size)) * count
 
-    def rows(self, paths: list[tuple[int, ...]]) -> Rows:
+    def rows(self, paths: list[tuple[int, ...]], more: int = 0) -> Rows:
         """Return the blocks' rows, for the stack. A row sees the context and its block, or only the block's rows up to
-        it.
+        it. more: positions by which the text may have grown before.
         """
         assert self.cache is not None
-        size, count = self.head.size, len(paths)
-        blocks = [list(range(at, at + size)) for at in range(self.slots, self.slots + size * count, size)]
+        size, count, first = self.head.size, len(paths), self.slots + more
+        blocks = [list(range(at, at + size)) for at in range(first, first + size * count, size)]
         sees = [block[: row + 1] if self.head.causal else block for block in blocks for row in range(size)]
         n = size * count
-        return Rows(self.cache, self.slots, self.tokens(paths), self.positions(count), [self.slots] * n, sees)
+        positions = [position + more for position in self.positions(count)]
+        return Rows(self.cache, first, self.tokens(paths), positions, [first] * n, sees)
 
     def above(self) -> int:
         """Return the slot of the pool that keeps the last position's context vector."""
@@ -217,6 +218,11 @@ class BlockSession(Session):
                 layer.read(context, places, cache, self.slots + at)
         self.last = context[-1].clone()
         self.has_read(len(positions))
+
+    @property
+    def unread_tokens(self) -> list[int] | None:
+        """See `drafters.heads.pooled_session.PooledSession.unread_tokens`."""
+        return self._pending[0][2] if len(self._pending) == 1 else None
 
     def has_read(self, count: int) -> None:
         """Note that all features are read: their keys and values are in the next `count` slots."""

@@ -251,11 +251,13 @@ class BlockWeights(Head):
         made, kept = self.output(states[:, : self.hidden_size]), states[:, self.hidden_size :]
         return made if self.spine is None else torch.cat([made[:, : len(self.target_ids)], kept], dim=1)
 
-    def outputs(self, multiplied: Tensor) -> Outputs:
-        """Split what was multiplied. multiplied: [rows, outputs], states times `output`; see `multiplied`."""
+    def outputs(self, multiplied: Tensor, on_host: Tensor | None = None) -> Outputs:
+        """Split what was multiplied. multiplied: [rows, outputs], states times `output`; see `multiplied`. on_host:
+        what is beside the logits there, if it has come to the host.
+        """
         vocab, rank = len(self.target_ids), 0 if self.link is None else self.link.first.shape[1]
         gated = self.link is not None and self.link.gate is not None
-        logits, parts = multiplied[:, :vocab], multiplied[:, vocab:].cpu()
+        logits, parts = multiplied[:, :vocab], multiplied[:, vocab:].cpu() if on_host is None else on_host
         gates = parts[:, :rank] if gated else parts if self.spine is not None else parts.new_zeros(len(parts), rank)
         sure = (
             parts[:, rank if gated else 0 :][:, :1] if self.confidence is not None else parts.new_zeros(len(parts), 1)

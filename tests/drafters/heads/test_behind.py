@@ -20,9 +20,14 @@ import triton.language as tl
 from benchmarks.gpu.rounds import head_of
 from drafters.heads import cuda_stack, eagle
 from drafters.heads.growth import ranking
-from drafters.heads.growth.policies import Dynamic, Policy
+from drafters.heads.growth.policies import Adaptive, Dynamic, Policy
 from drafters.heads.head_drafter import HeadDrafter
+from drafters.hybrid.hybrid import HybridDrafter
+from drafters.hybrid.retrieval_advice import RetrievalAdvice
+from drafters.lookup.suffix import SuffixDrafter
 from engine.core.params import SamplingParams
+from engine.costs.cost_model import CostModel
+from engine.costs.forward_time import ForwardTime
 from engine.drafting.worker import DrafterWorker
 from engine.model.cuda import noise_kernels, triton_attention
 from engine.model.cuda.receipt import Receipt
@@ -70,7 +75,7 @@ def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def drafter_of(target: Target) -> HeadDrafter:
+def drafter_of(target: Target, policy: Policy) -> HeadDrafter:
     """A head that knows what follows a token by itself."""
     model, hidden = target.model, CONFIG.hidden_size
 
@@ -83,24 +88,36 @@ def drafter_of(target: Target) -> HeadDrafter:
 
     head: Any = head_of("eagle", CONFIG, made)
     head.lm_head.weight = model.lm_head.weight.data
-    return HeadDrafter(head, Dynamic(depth=2, top_k=2, budget=6))
+    return HeadDrafter(head, policy)
 
 
 class Rounds:
-    """Runs requests with a drafter in the verifier's loop. drafted: how many trees were drafted after their verdicts;
-    behind: for how many requests each round was drafted behind its walk.
+    """Runs requests with a drafter in the verifier's loop. served: with the one that serves a head by default. drafted:
+    how many trees were drafted after their verdicts; behind: for how many requests each round was drafted behind its
+    walk; more: forwards for nodes that a policy asked for and the device had not selected; reach: the most layers that
+    the head drafted of a tree.
     """
 
-    def __init__(self, target: Target, asked: Sequence[tuple[list[int], SamplingParams]], patch: pytest.MonkeyPatch):
+    def __init__(
+        self,
+        target: Target,
+        asked: Sequence[tuple[list[int], SamplingParams]],
+        patch: pytest.MonkeyPatch,
+        served: bool = False,
+    ):
         router: Any = LoopRouter()
-        self.stage = Stage(router=router, **{"verifier.cut": False, "method": "eagle", "drafter.path": "any"})
-        self.drafted, self.behind = 0, list[int]()
+        method = {"method": "hybrid"} if served else {"method": "eagle", "verifier.cut": False}
+        self.stage = Stage(router=router, **{"drafter.path": "any", **method})
+        self.drafted, self.behind, self.more, self.reach = 0, list[int](), 0, 0
         verifier = self.stage.verifier
+        verifier.timer.costs = CostModel(ForwardTime({1: 1e6, 256: 1e6}))  # any draft is worth its time
         for part in (verifier, verifier.front_end, verifier.drafter_link, verifier.ahead, verifier.timer):
             part.target = target
-        drafter = drafter_of(target)
-        worker = verifier.inline_drafter = DrafterWorker(drafter, cast(Any, Wire()), router.dealer)
+        drafter = drafter_of(target, Adaptive(6, 2, depth=2) if served else Dynamic(depth=2, top_k=2, budget=6))
+        self.drafter = HybridDrafter(drafter, [SuffixDrafter(6)], 6) if served else drafter
+        worker = verifier.inline_drafter = DrafterWorker(self.drafter, cast(Any, Wire()), router.dealer)
         draft_ahead, draft_behind = drafter.head.draft_ahead, drafter.head.draft_behind
+        extend = drafter.head.extend
 
         def ahead(tries: Sequence[Any], policy: Policy) -> None:
             self.drafted += len(tries)
@@ -108,8 +125,14 @@ class Rounds:
 
         def behind(tries: Sequence[Any], *given: Any) -> Any:
             self.behind.append(len(tries))
+            self.reach = max(self.reach, *(trie.reach for trie in tries))
             return draft_behind(tries, *given)
 
+        def extended(given: Any) -> Any:
+            self.more += 1
+            return extend(given)
+
+        patch.setattr(drafter.head, "extend", extended)
         patch.setattr(drafter.head, "draft_ahead", ahead)
         patch.setattr(drafter.head, "draft_behind", behind)
         worker.turn()
@@ -129,10 +152,27 @@ def test_texts_are_those_of_one_request_alone_and_trees_are_drafted_before_the_h
 ) -> None:
     asked = [(text(9, 1), GREEDY), (text(14, 2), SAMPLED), (text(5, 3), GREEDY)]
     rounds = Rounds(target, asked, monkeypatch)
-    assert rounds.drafted == 3, "the first tree of each"
+    assert rounds.drafted == 3 and rounds.more == 0, "the first tree of each"
     accepted = {len(tokens.tokens) for tokens in rounds.stage.emitted()}
     assert {1, 2} < accepted, "of several lengths"
     assert rounds.behind[0] == 3 and len(rounds.behind) > 2
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_what_serves_a_head_by_default_drafts_behind_the_walk_too_and_the_host_merges_retrieval(
+    together: int, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trees are merged with retrieval's, cut to the nodes that pay, and as deep as the head is sure. Where requests
+    are alone, the head drafts on wherever it is asked; together, they get what the device selects.
+    """
+    asked = [(text(14, 2) * 2, SAMPLED), (text(5, 3), GREEDY), (text(9, 1) * 2, GREEDY)]
+    if together > 1:
+        monkeypatch.setattr(RetrievalAdvice, "worth_drafting", lambda *_: False)
+    for some in (asked,) if together > 1 else (asked[:1], asked[1:2]):
+        with pytest.MonkeyPatch.context() as patch:
+            rounds = Rounds(target, some, patch, served=True)
+        assert rounds.drafted == max(rounds.behind) == len(some), "the first tree of each is drafted after its verdict"
+        assert (rounds.more > 0) is (together == 1) and rounds.reach > 0
 
 
 def test_where_the_host_draws_trees_are_drafted_after_the_verdict_and_texts_are_the_same(

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed: CUDA builds of to
 from drafters.heads import cuda_stack
 from drafters.heads.checkpoint import TargetWeights
 from drafters.heads.growth.growth_kernel import Grounds, TreeLayer, select
-from drafters.heads.growth.policies import Candidates, Dynamic, TreeBuilder
+from drafters.heads.growth.policies import Adaptive, Candidates, Dynamic, TreeBuilder
 from engine.core.drafter_protocol import DeviceVerdicts, Verdict
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
@@ -192,6 +192,20 @@ def test_a_tree_that_grows_on_the_device_is_the_policys_and_the_host_waits_once(
     assert same(*(drafter.propose_many(follow)[0] for drafter in drafters))
 
 
+def test_one_layer_more_is_drafted_than_the_latest_tree_asked_for(
+    tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter: Any = drafter_of(on_cuda(eagle, tmp_path, target), [2], Adaptive(budget=8, top_k=2, mu=2.0, depth=3))
+    steps, step = list[Any](), cuda_stack.CudaStack.step
+    monkeypatch.setattr(cuda_stack.CudaStack, "step", lambda *of: steps.append(of) or step(*of))
+    drafter.propose(2)
+    assert len(steps) == 1 + 3, "one reads the text, and the first tree may be as deep as any"
+    features = bfloat16_bits(torch.zeros(1, len(drafter.feature_layers), HIDDEN))
+    drafter.observe(2, Verdict(TokenTree.root_only(drafter.last_token(2)), [0], [9], features))
+    drafter.propose(2)
+    assert len(steps) == 4 + 1 + 1, "its policy expands the root alone"
+
+
 @pytest.mark.parametrize("build", [eagle, eagle3], ids=lambda build: build.__name__)
 def test_capturing_a_graph_changes_nothing_that_it_reads(
     build: Build, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
@@ -258,7 +272,8 @@ def as_on_device(verdicts: dict[int, Verdict], most: int) -> DeviceVerdicts:
 
 
 @pytest.mark.parametrize(
-    ("build", "temperature"), [(eagle, 0.0), pytest.param(eagle3, 0.0, marks=pytest.mark.slow), (eagle3, 0.8)]
+    ("build", "temperature"),
+    [(eagle, 0.0), pytest.param(eagle3, 0.0, marks=pytest.mark.slow), (eagle3, 0.8), (block, 0.0), (block, 0.8)],
 )
 def test_trees_drafted_before_the_host_knows_what_was_accepted_are_those_drafted_afterwards(
     build: Build, temperature: float, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.heads.checkpoint import TargetWeights
+from drafters.heads.growth.lockstep import Growth
 from drafters.heads.growth.policies import Adaptive, TreeBuilder
 from drafters.heads.head_drafter import HeadDrafter
 from drafters.hybrid.hybrid import HybridDrafter, with_sources
@@ -104,6 +106,35 @@ def test_the_more_requests_share_a_step_the_less_it_has_to_bring(drafter: Hybrid
     assert drafter.head.steps == steps
     drafter.propose_many([(1, ()), (2, ())])
     assert drafter.head.steps > steps
+
+
+def test_what_a_gpu_has_drafted_ahead_is_in_the_tree_though_no_step_is_worth_its_time(drafter: HybridDrafter) -> None:
+    def growth() -> Growth:
+        """The growth of a tree, with the root's candidates."""
+        advice = RetrievalAdvice(Merge(), root, 1e9, 1.0, 0.5)
+        grown = Growth(trie, 0, trie.text[-1], drafter.head.policy, advice)
+        grown.frontier = grown.steps.send(grown.candidates())
+        return grown
+
+    drafter.settle()
+    drafter.head.propose(1)  # as if on a GPU
+    trie, root = drafter.head._requests[1], TokenTree.root_only(TEXT[-1])
+    assert growth().undrafted() == [] and growth().reach == 0
+    trie.ahead = max(trie.depth)
+    grown = growth()
+    assert grown.undrafted() == [] and grown.reach == 1
+    drafted = [node for node in grown.frontier.nodes if node in grown.known]
+    assert len(drafted) == len(grown.frontier.nodes) > 1
+    assert grown.adviser is not None and cast(RetrievalAdvice, grown.adviser).expected_misses > 0
+
+
+def test_a_step_has_to_pay_at_the_nodes_that_are_not_drafted_yet() -> None:
+    text = TreeBuilder([5])
+    below = text.frontier([text.add(0, 6, 0.6), text.add(0, 7, 0.3)])
+    for drafted, pays, misses in (([], True, 0.9), ([2], True, 0.9), ([1], False, 0.6), ([1, 2], False, 0.9)):
+        advice = RetrievalAdvice(Merge(), TokenTree.root_only(5), 0.2, 1.0, 0.5)
+        assert advice.worth_drafting(below, drafted) is pays
+        assert advice.expected_misses == pytest.approx(misses)
 
 
 def test_below_the_root_a_one_pass_heads_candidates_cost_no_forward() -> None:

@@ -116,6 +116,10 @@ def test_the_time_of_drafts_that_are_launched_behind_a_forward_is_not_the_forwar
 
     timer.end_forward(1_000_000, cast(Any, [Root(1)]), cast(Any, SimpleNamespace(wait=wait)), False, drafts)
     assert waited == [drafts] and timer.forward_ns == 6_000_000
+    noted, request = list[float](), cast(Any, SimpleNamespace(wants_draft=True, hit=False, root_only=False))
+    request.waiting_since_ns, request.note_wait = 8_000_000, noted.append
+    timer.observe_wait([request])
+    assert noted == [pytest.approx(0.003)], "they are waited for, like what the host drafts"
 
 
 SUFFIX, HEAD = source_of("suffix"), source_of("block")

@@ -1,0 +1,67 @@
+"""Drafts that a GPU begins behind the target's walk down the trees before, of which the host knows nothing yet.
+
+A head reads as many rows of each text as may have been accepted. Those past the walk's end read zeros, and write to
+slots that no other row sees, since drafted rows begin behind all of them: only how much of the text these see, and
+their positions, depend on the walk. Once the host knows what a round came to, it enters what was drafted for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafters.heads.growth.trie import Trie
+from engine.core.drafter_protocol import DeviceVerdicts
+from engine.device import PackedDownload
+from engine.sampling.noise_bits import keys_from
+
+Enter = Callable[[list[tuple[int, Trie]], list[Tensor]], None]
+"""Enters what was drafted, which has come to the host, for these trees, by their index, in their tries."""
+
+
+class DraftsBehind:
+    """What a device drafts for what a round comes to. found: what `enter` takes. sent: on its way to the host."""
+
+    def __init__(self, tries: Sequence[Trie], verdicts: DeviceVerdicts, found: Sequence[Tensor], enter: Enter):
+        self._tries, self._enter = tries, enter
+        self.sent = PackedDownload([verdicts.lengths, verdicts.tokens, *found])
+
+    def enter(self, tries: Sequence[Trie]) -> list[Trie]:
+        """Enter what was drafted for those of the tries that have come to what the device knew, and return the others:
+        where the host had to draw, or to read more, the session reads as always.
+        """
+        lengths, tokens, *found = self.sent.read()
+        came = [
+            (tree, trie)
+            for tree, trie in enumerate(self._tries)
+            if trie in tries and _came_to(trie.session, tokens[tree, : int(lengths[tree])])
+        ]
+        self._enter(came, found)
+        return [trie for trie in tries if all(trie is not entered for _, entered in came)]
+
+
+def _came_to(session: Any, tokens: Tensor) -> bool:
+    """Return whether a round came to the tokens that the device drew. `benchmarks.gpu.counts` replaces this."""
+    return bool(session.unread_tokens == tokens.tolist())
+
+
+def noise_keys(tries: Sequence[Trie], count: int) -> Tensor:
+    """Return [trees, count] int64: the keys of the noise of each text, from what its shortest walk ends before; none
+    where none is needed.
+    """
+    samplings = [trie.ranking.sampling for trie in tries]
+    if all(sampling.greedy for sampling in samplings):
+        return torch.empty(0, dtype=torch.int64)
+    begins = [trie.session.synced + 2 for trie in tries]
+    keys = [keys_from(one.seed, begin, count) for one, begin in zip(samplings, begins, strict=True)]
+    return torch.from_numpy(np.stack(keys).view(np.int64))
+
+
+def keys_after(keys: Tensor, verdicts: DeviceVerdicts, count: int) -> Tensor:
+    """Return [trees, count] int64: of these keys, those from each walk's end on."""
+    steps = torch.arange(count, device=keys.device)
+    return keys.gather(1, (verdicts.lengths - 1).long()[:, None] + steps)
