@@ -111,6 +111,8 @@ def check_memory(stored: GgufFile | QuantisedCheckpoint, field: str, free_bytes:
         return
     if isinstance(stored, GgufFile):
         what, bits, said = "the file", _BITS, "its "
+    elif stored.packed:
+        what, bits, said = "the checkpoint", {}, ""
     else:
         what, bits, said = f"the model as {stored.kind.lower()},", _QUANTISED_BITS, "weights="
     sizes = {name: _GROWTH * size / 8 * stored.elements + _BESIDE for name, size in bits.items()}

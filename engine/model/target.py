@@ -169,7 +169,7 @@ class Target(Runner):
             weights = weights_of(stored, model)
             return cls(path, facts, choice.of_file(weights, taken, facts, proof), device, weights.kind, model)
         except (Unreadable, OtherStructure, AttributeError) as error:  # a part of the structure is missing
-            if isinstance(stored, GgufFile):
+            if isinstance(stored, GgufFile) or stored.packed:
                 return first_line(error)
             raise ModelError(
                 f"weights={stored.kind.lower()}: this model cannot be run with quantised weights "

@@ -18,13 +18,16 @@ from numpy.typing import NDArray
 from engine.core.errors import ModelError, printable, shown
 
 _TYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_TYPES |= {"U8": np.dtype("u1")}
+NUMBERS = ("F32", "F16", "BF16")
+CODES = "U8"
 _LARGEST_HEADER = 100_000_000  # bytes, as in safetensors itself
 
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """A tensor of a safetensors file, which is read when it is needed. kind: F32, F16 or BF16. start: its first byte in
-    the file, which stays open.
+    """A tensor of a safetensors file, which is read when it is needed. kind: of `NUMBERS`, or CODES. start: its first
+    byte in the file, which stays open.
     """
 
     name: str
@@ -40,6 +43,12 @@ class CheckpointTensor:
 
     def numbers(self, first: int, count: int) -> NDArray[np.float32]:
         """Return `count` of its elements, from element `first` on. Raises ModelError if the file has been cut."""
+        stored = self.stored(first, count)
+        wide: NDArray[Any] = stored.astype(np.uint32) << 16 if self.kind == "BF16" else stored
+        return wide.view(np.float32) if self.kind == "BF16" else wide.astype(np.float32, copy=False)
+
+    def stored(self, first: int, count: int) -> NDArray[Any]:
+        """Return `count` of its elements as the file has them. See `numbers`."""
         stored: NDArray[Any] = np.empty(count, _TYPES[self.kind])
         view, done = memoryview(stored.data).cast("B"), 0
         at = self.start + first * stored.itemsize
@@ -47,12 +56,11 @@ class CheckpointTensor:
             if not (read := os.preadv(self.content.fileno(), [view[done:]], at + done)):
                 raise ModelError(f"model={self.path}: the file was cut short while it was read; get it again")
             done += read
-        wide: NDArray[Any] = stored.astype(np.uint32) << 16 if self.kind == "BF16" else stored
-        return wide.view(np.float32) if self.kind == "BF16" else wide.astype(np.float32, copy=False)
+        return stored
 
 
-def read_checkpoint(folder: Path, field: str) -> dict[str, CheckpointTensor]:
-    """Read the tensors of a directory, by name. field: `KEY=VALUE`, for errors.
+def read_checkpoint(folder: Path, field: str, kinds: tuple[str, ...] = NUMBERS) -> dict[str, CheckpointTensor]:
+    """Read the tensors of a directory, by name. field: `KEY=VALUE`, for errors. kinds: of tensors that it may hold.
 
     Raises ModelError if there are no safetensors files, or one is damaged or cut short or holds other types.
     """
@@ -60,7 +68,7 @@ def read_checkpoint(folder: Path, field: str) -> dict[str, CheckpointTensor]:
     for file in weight_files(folder):
         try:
             content = file.open("rb")
-            tensors |= _tensors_of(file, content, os.fstat(content.fileno()).st_size, field)
+            tensors |= _tensors_of(file, content, os.fstat(content.fileno()).st_size, field, kinds)
         except OSError as error:
             raise ModelError(f"{field}: {file.name} cannot be read: {error.strerror}; get it again") from error
         except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -82,7 +90,9 @@ def weight_files(folder: Path) -> list[Path]:
     return [single] if single.is_file() else []
 
 
-def _tensors_of(file: Path, content: BinaryIO, size: int, field: str) -> dict[str, CheckpointTensor]:
+def _tensors_of(
+    file: Path, content: BinaryIO, size: int, field: str, kinds: tuple[str, ...]
+) -> dict[str, CheckpointTensor]:
     """Return the tensors of a file. Raises ValueError if what the header says does not fit the file."""
     length = int.from_bytes(content.read(8), "little")
     if not 0 < length <= min(size - 8, _LARGEST_HEADER):
@@ -92,7 +102,7 @@ def _tensors_of(file: Path, content: BinaryIO, size: int, field: str) -> dict[st
     for name, about in header.items():
         if name == "__metadata__":
             continue
-        if (kind := about["dtype"]) not in _TYPES:
+        if (kind := about["dtype"]) not in kinds:
             raise ModelError(
                 f"{field}: tensor {printable(name, 100)} is stored as {shown(kind)}, and only F32, F16 and BF16 are "
                 "quantised; leave it out"

@@ -17,20 +17,23 @@ from engine.core.errors import ConfigError, ModelError, first_line
 from engine.files.progress import shown
 from engine.files.whole_file import write_whole
 from engine.weights.cache import home, is_intact, keep
-from engine.weights.checkpoint import read_checkpoint
+from engine.weights.checkpoint import CODES, NUMBERS, read_checkpoint
 from engine.weights.gguf.source import SOURCE, source_of
 from engine.weights.identity import model_identity
 
 FORMAT = 1
 """Raise it when the contents of such a directory change, or how weights are quantised."""
+PACKED = "mxfp4"
+"""How a checkpoint may be quantised so that its blocks are taken as they are."""
 _CONFIG = "config.json"
+_QUANTISATION = "quantization_config"
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # configuration and tokenizer
 
 
 @dataclass(frozen=True)
 class QuantisedSource:
     """The checkpoint that a directory of the cache stands for, and how it is quantised. checkpoint: its directory.
-    weights: as in the configuration, such as q8_0. state: of the checkpoint's files.
+    weights: as in the configuration, such as q8_0, or PACKED. state: of the checkpoint's files.
     """
 
     checkpoint: str
@@ -67,8 +70,9 @@ def quantised_folder(model: str, weights: str) -> str:
     source = QuantisedSource.of(folder.resolve(), weights)
     if is_intact(source.folder) and quantised_source_of(source.folder) == source:
         return str(source.folder)
-    config = _config_of(folder, field)
-    read_checkpoint(folder, field)  # a damaged checkpoint is refused before anything is written
+    config = _config_of(folder, weights)
+    kinds = (*NUMBERS, CODES) if weights == PACKED else NUMBERS
+    read_checkpoint(folder, field, kinds)  # a damaged checkpoint is refused before anything is written
     copied = [file for file in folder.iterdir() if file.suffix in _COPIED and not file.name.endswith(".index.json")]
 
     def build(unfinished: Path) -> None:
@@ -80,6 +84,14 @@ def quantised_folder(model: str, weights: str) -> str:
     with shown() as report:
         needed = sum(file.stat().st_size for file in copied)
         return str(keep(source.folder, field, needed, build, report, lambda made: quantised_source_of(made) == source))
+
+
+def is_packed(folder: Path) -> bool:
+    """Return whether the directory is a checkpoint whose matrices lie in blocks of the type PACKED."""
+    try:
+        return bool(json.loads((folder / _CONFIG).read_bytes())[_QUANTISATION]["quant_method"] == PACKED)
+    except (OSError, ValueError, TypeError, LookupError):
+        return False
 
 
 def quantised_source_of(folder: Path) -> QuantisedSource | None:
@@ -97,17 +109,17 @@ def unquantised(folder: Path) -> Path:
     return folder if source is None else Path(source.checkpoint)
 
 
-def _config_of(folder: Path, field: str) -> dict[str, Any]:
+def _config_of(folder: Path, weights: str) -> dict[str, Any]:
     """Return the model's configuration, with the type that quantised weights are computed with."""
     try:
         config: dict[str, Any] = json.loads((folder / _CONFIG).read_text(encoding="utf8"))
         parts = [config, *(config[key] for key in ("text_config",) if key in config)]
-        quantisation = [key for part in parts for key in part if key == "quantization_config"]
+        quantisation = [part.pop(_QUANTISATION) for part in parts if _QUANTISATION in part]
         for part in parts:
             part.pop("torch_dtype", None)
             part["dtype"] = "bfloat16"
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ModelError(f"model={folder}: no usable config.json in this directory: {first_line(error)}") from error
-    if quantisation:
-        raise ConfigError(f"{field}: the weights of {folder} are quantised already; leave weights out")
+    if quantisation and weights != PACKED:
+        raise ConfigError(f"weights={weights}: the weights of {folder} are quantised already; leave weights out")
     return config

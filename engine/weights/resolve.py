@@ -18,7 +18,7 @@ from engine.weights.draft_head import ASSISTANT, assistant_beside, method_of
 from engine.weights.gguf.described_folder import DESCRIPTION_BYTES, describe, described
 from engine.weights.gguf.source import is_unchanged, read_source, remember, source_of
 from engine.weights.hub import fetched
-from engine.weights.quantised import quantised_folder
+from engine.weights.quantised import PACKED, is_packed, quantised_folder
 from engine.weights.trained import best_head, trained_for, trained_for_name
 
 _SMALL_MODEL = "sps"
@@ -49,7 +49,16 @@ def resolve(model: str, key: str = "model") -> str:
 def target_folder(config: Config) -> str:
     """Return the directory of the configuration's target, with its weights as configured. See `resolve`."""
     folder = resolve(config.model)
-    return folder if config.weights == AUTO else quantised_folder(folder, config.weights)
+    packed = config.weights == AUTO and is_packed(Path(folder)) and not _on_gpu(config)
+    weights = PACKED if packed else config.weights
+    return folder if weights == AUTO else quantised_folder(folder, weights)
+
+
+def _on_gpu(config: Config) -> bool:
+    """Return whether the target will run on a GPU."""
+    from torch import cuda  # takes a second, which other models' front ends do not need
+
+    return config.device != "cpu" and cuda.is_available()
 
 
 def resolved(config: Config) -> Config:

@@ -89,18 +89,19 @@ def route_kernel(address: Any) -> None:
     work = carray(address, 1)[0]
     for row in range(thread_id(), work.rows, num_threads()):
         logits, chosen = work.logits + row * work.logit_count * work.width, row * work.top_k * 4
-        last, last_expert, allowed = np.float32(np.inf), -1, _allowed(work, logits)
-        top = sums = np.float32(0)
+        top, total = _softmax_of(work, logits)
+        last, last_expert, allowed = np.float32(np.inf), -1, _allowed(work, logits, top, total)
+        sums = np.float32(0)
         for rank in range(work.top_k):
             best, best_expert = np.float32(-np.inf), -1
             for expert in range(work.experts):
                 if work.groups > 1 and allowed >> (expert * work.groups // work.experts) & 1 == 0:
                     continue
-                x = _score(work, logits, expert)
+                x = _score(work, logits, expert, top, total)
                 if (x < last or (x == last and expert > last_expert)) and (best_expert < 0 or x > best):
                     best, best_expert = x, expert
             best_expert = max(best_expert, 0)  # where logits are NaN
-            if rank == 0:
+            if rank == 0 and work.bias == 0:
                 top = best
             share = _share(work, logits, best_expert, top)
             sums += share
@@ -122,7 +123,20 @@ def route_kernel(address: Any) -> None:
 
 
 @njit
-def _allowed(work: Any, logits: int) -> Any:
+def _softmax_of(work: Any, logits: int) -> Any:
+    """Return the largest logit and the sum of the softmax, where experts are chosen by it and a bias; else 0 and 1."""
+    top, total = np.float32(0), np.float32(1)
+    if work.sigmoid == 0 and work.bias != 0:
+        top, total = np.float32(-np.inf), np.float32(0)
+        for expert in range(work.experts):
+            top = max(top, number_at(logits + expert * work.width, work.width))
+        for expert in range(work.experts):
+            total += _share(work, logits, expert, top)
+    return top, total
+
+
+@njit
+def _allowed(work: Any, logits: int, top: Any, total: Any) -> Any:
     """Return a bit for each group of which experts are chosen; none where all are of one."""
     allowed, each = np.int64(0), work.experts // work.groups
     for _ in range(work.top_groups if work.groups > 1 else 0):
@@ -132,7 +146,7 @@ def _allowed(work: Any, logits: int) -> Any:
                 continue
             first = second = np.float32(-np.inf)
             for expert in range(group * each, (group + 1) * each):
-                x = _score(work, logits, expert)
+                x = _score(work, logits, expert, top, total)
                 first, second = max(first, x), max(second, min(first, x))
             x = first + second if work.counted == 2 else first
             if x > best:
@@ -142,11 +156,13 @@ def _allowed(work: Any, logits: int) -> Any:
 
 
 @njit
-def _score(work: Any, logits: int, expert: int) -> Any:
-    """Return what the experts are chosen by."""
+def _score(work: Any, logits: int, expert: int, top: Any, total: Any) -> Any:
+    """Return what the experts are chosen by. top, total: of the softmax, which logits without a bias rank alike."""
     x = number_at(logits + expert * work.width, work.width)
     if work.sigmoid != 0:
         x = _sigmoid(x)
+    elif work.bias != 0:
+        x = _share(work, logits, expert, top) / total
     return x if work.bias == 0 else x + float_at(work.bias + 4 * expert)
 
 

@@ -46,6 +46,7 @@ _NORMS = (  # names of a layer's norms: before the mixer, of its result, before 
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     ("attention_layernorm", "", "feedforward_layernorm", ""),
+    ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
     ("operator_norm", "", "ffn_norm", ""),
     ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
     ("input_layernorm", "", "pre_ff_layernorm", ""),
@@ -126,7 +127,7 @@ def _described(model: Any, stored: StoredWeights | None) -> DecoderStructure:
         head=linear_structure(model, "", ("lm_head",)),
         embedding=f"{prefix}{embed}.weight",
         tied=embedding.weight is model.lm_head.weight,
-        embedding_scale=_embedding_scale(embedding) * float(getattr(base, "embedding_multiplier", 1.0)),
+        embedding_scale=_embedding_scale(embedding) * _multiplier(base, config, hidden),
         logit_divisor=_logit_divisor(base, config),
         logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         layer_inputs=_layer_inputs(base, prefix, vocab_size),
@@ -225,6 +226,11 @@ def _layer_inputs(base: Any, prefix: str, tokens: int) -> PerLayerInputsStructur
         embedding_scale=_embedding_scale(getattr(base, embedding)),
         scale=float(base.per_layer_input_scale),
     )
+
+
+def _multiplier(base: Any, config: Any, hidden: int) -> float:
+    """Return what embeddings are multiplied by, as families say it."""
+    return hidden**0.5 if getattr(config, "mup_enabled", False) else float(getattr(base, "embedding_multiplier", 1.0))
 
 
 def _embedding_scale(embed: Any) -> float:

@@ -14,7 +14,7 @@ from torch import nn
 from engine.kernels.quant.layouts import STEP
 from engine.kernels.simd import LANES
 from engine.kernels.state.walk import MOST_TAPS
-from engine.model.reader.parts import linear_structure, only, rms_structure
+from engine.model.reader.parts import linear_structure, named_part, only, rms_structure
 from engine.model.structure import (
     AttentionStructure,
     ChannelGatesStructure,
@@ -32,12 +32,12 @@ _OF_HEADS = "query_key_value"
 """A matrix that has the outputs of each head together: its query, its key and its value."""
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "qkv_proj", "rotary_emb", "v_norm", _OF_HEADS}
 _OUT = ("o_proj", "out_proj", "dense")
-_ROTATE_IN_WINDOWS = ("cohere2",)
+_ROTATE_IN_WINDOWS = ("cohere2", "afmoe")
 """Families whose layers rotate only if they have a window. Their code says it, and no module."""
 _NORMS_LAST = ("query_layernorm", "key_layernorm")  # which are applied after rotation
 _SUB_NORM = "attn_sub_norm"
-_GATE = "g_proj"
-"""A matrix that makes one gate for each head."""
+_GATES = ("g_proj", "gate_proj")
+"""A matrix that makes one gate for each head, or one for each of its dimensions."""
 _HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), _NORMS_LAST)
 
 
@@ -51,7 +51,7 @@ def attention_structure(
     head_dim = getattr(attention, "head_dim", None) or head_sizes(config)[2]
     heads = getattr(attention, out).in_features // head_dim
     norms = next((names for names in _HEAD_NORMS if hasattr(attention, names[0])), None)
-    only(attention, _ATTENTION | {out, _SUB_NORM, _GATE} | {*(norms or ())})
+    only(attention, _ATTENTION | {out, _SUB_NORM, *_GATES} | {*(norms or ())})
     rotated = rotated if _rotates(attention, config) else 0
     keys_of = _keys_of(attention, earlier)
     parts: tuple[str, ...] = ("q_proj", "k_proj", "v_proj") if keys_of is None else ("q_proj",)
@@ -64,10 +64,13 @@ def attention_structure(
         parts = (*parts, "q_proj")
         query, gate = (Picked(2 * head_dim, tuple(range(at, at + head_dim))) for at in (0, head_dim))
         orders = (query, None, None, gate)
-    if getattr(attention, _GATE, None) is not None:  # gates of a head, which are taken for each of its dimensions
-        if gated or len(parts) != 3 or attention.g_proj.out_features != heads:
-            raise OtherStructure(f"{type(attention).__name__} with {_GATE}")
-        gated, parts, orders = True, (*parts, _GATE), (None, None, None, Picked(1, (0,) * head_dim))
+    if (gates := getattr(attention, name := named_part(attention, _GATES), None)) is not None:
+        own = [*attention.parameters(recurse=False)]  # such as a bias of the gates
+        if gated or own or len(parts) != 3 or gates.out_features not in (heads, heads * head_dim):
+            raise OtherStructure(f"{type(attention).__name__} with {name}")
+        gated, parts = True, (*parts, name)
+        if gates.out_features == heads:  # which are taken for each of their dimensions
+            orders = (None, None, None, Picked(1, (0,) * head_dim))
     if hasattr(attention, _OF_HEADS):
         parts = (_OF_HEADS,) * 3
         orders = tuple(Picked(3 * head_dim, tuple(range(at * head_dim, (at + 1) * head_dim))) for at in range(3))

@@ -11,7 +11,7 @@ from engine.kernels.layer.activation import Activation
 from engine.kernels.quant.layouts import STEP
 from engine.model.reader.mixers import held_as
 from engine.model.reader.parts import activation_of, linear_structure, named_part, only, rms_structure
-from engine.model.reader.router import CORRECTION, routing_of
+from engine.model.reader.router import CORRECTION, routing_of, scale_of
 from engine.model.structure import ExpertsStructure, LinearStructure, MlpStructure, NormStructure, OtherStructure
 from engine.weights.stored_weights import OWN, StoredWeights
 
@@ -106,29 +106,32 @@ def _gated_mlp(mlp: Any, prefix: str, stored: StoredWeights | None = None) -> Ml
 
 
 def _experts(mlp: Any, prefix: str) -> ExpertsStructure:
-    shared, shared_gate = next((names for names in _SHARED if hasattr(mlp, names[0])), ("", ""))
+    shared, shared_gate = next((names for names in _SHARED if getattr(mlp, names[0], None) is not None), ("", ""))
     named = named_part(mlp, ("gate", "router"))
     nothing = {name for name, part in mlp.named_children() if isinstance(part, nn.Identity)}
     only(mlp, {named, "experts", shared, shared_gate} | nothing)
     router, experts = getattr(mlp, named), mlp.experts
-    parts = {name for name, _ in [*router.named_parameters(), *router.named_buffers()]} - {CORRECTION}
+    parts = {name for name, _ in [*router.named_parameters(), *router.named_buffers()]}
+    correction = {name for name in parts if name.endswith(CORRECTION)}
+    [weight, *others] = sorted(parts - correction, key=lambda name: not name.endswith("weight"))
     shapes = {name: weight.shape for name, weight in experts.named_parameters()}
     biases = _EXPERT_BIASES if shapes.keys() >= {*_EXPERT_BIASES} else ("", "")
     plain = "up_proj" in shapes
     gate_up = "up_proj" if plain else "gate_up_proj"
-    if parts - {"bias"} != {"weight"} or shapes.keys() != {gate_up, "down_proj", *biases} - {""}:
+    if others not in ([], ["bias"]) or shapes.keys() != {gate_up, "down_proj", *biases} - {""}:
         raise OtherStructure("experts or a router with parts of their own")
-    (count, hidden), in_turn = router.weight.shape, hasattr(experts, "alpha")  # as only one family has them: proved
+    count, hidden = router.get_parameter(weight).shape
+    in_turn = hasattr(experts, "alpha")  # as only one family has them: proved
     inner = shapes["down_proj"][1 if in_turn else 2]
     expected = (count, hidden, 2 * inner) if in_turn else (count, (1 if plain else 2) * inner, hidden)
     if shapes[gate_up] != expected or hidden % 32 or inner % 32:
         raise OtherStructure("experts of sizes that 32 does not divide")
     activation = Activation.CLAMPED if in_turn else activation_of(experts.act_fn)
     routing = routing_of(router)
-    routers = [f"{prefix}{named}.weight", *([f"{prefix}{shared_gate}.weight"] if shared_gate else [])]
-    of_router = (f"{prefix}{named}.bias" if "bias" in parts else "", *([""] if shared_gate else []))
-    bias = f"{prefix}expert_bias" if getattr(mlp, "use_expert_bias", False) else ""
-    bias = f"{prefix}{named}.{CORRECTION}" if hasattr(router, CORRECTION) else bias
+    routers = [f"{prefix}{named}.{weight}", *([f"{prefix}{shared_gate}.weight"] if shared_gate else [])]
+    of_router = (f"{prefix}{named}.bias" if others else "", *([""] if shared_gate else []))
+    bias = f"{prefix}expert_bias" if hasattr(mlp, "expert_bias") else ""
+    bias = next((f"{prefix}{named}.{name}" for name in correction), bias)
     gate_up_bias, down_bias = (f"{prefix}experts.{name}" if name else "" for name in biases)
     return ExpertsStructure(
         router=LinearStructure(tuple(routers), of_router, (None,) * len(routers)),
@@ -138,7 +141,7 @@ def _experts(mlp: Any, prefix: str) -> ExpertsStructure:
         inner=inner,
         top_k=int(router.top_k),
         bias=bias,
-        scale=float(getattr(router, "routed_scaling_factor", 1.0)),
+        scale=scale_of(router),
         **routing._asdict(),
         shared=_gated_mlp(getattr(mlp, shared), f"{prefix}{shared}.") if shared else None,
         shared_gate=bool(shared_gate),

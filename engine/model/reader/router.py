@@ -13,6 +13,7 @@ from engine.model.structure import OtherStructure
 
 CORRECTION = "e_score_correction_bias"
 """What is added to an expert's score where experts are chosen, and is no part of its share."""
+_SCALES = ("routed_scaling_factor", "route_scale")
 _ROWS = 16
 _MOST_GROUPS = 63  # a kernel notes in a word which ones are chosen
 _TINY = -16.0  # a logit whose sigmoid is 1e-7
@@ -31,8 +32,15 @@ class Routing(NamedTuple):
 
 def routing_of(router: Any) -> Routing:
     """Return how a router chooses. Raises OtherStructure if it chooses in a way that no kernel follows."""
+    if hasattr(router, _SCALES[1]):  # as only one family names it: proved
+        return Routing(sigmoid=True, normalised=True)
     found = _choosing_of(router)
     return found._replace(least=_least(router)) if found.sigmoid and found.normalised else found
+
+
+def scale_of(router: Any) -> float:
+    """Return what multiplies all shares."""
+    return next((float(getattr(router, name)) for name in _SCALES if hasattr(router, name)), 1.0)
 
 
 def _choosing_of(router: Any) -> Routing:

@@ -26,12 +26,13 @@ from engine.files.checked_file import Damaged, read_checked, write_checked
 from engine.kernels.gemm.int8.dots import instruction_sets
 from engine.kernels.gemm.matmul import Unit, units
 from engine.kernels.gemm.product import Product, multiplies
-from engine.kernels.quant.layouts import has_layout, layout_of
+from engine.kernels.quant.layouts import STEP, has_layout, layout_of
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.simd import features
 from engine.model.trial.proof import described_by
 from engine.weights.gguf.file import GgufFile
 from engine.weights.gguf.header import GgufTensor
+from engine.weights.packed_experts import a_part_of, packed_rows
 from engine.weights.quantised_weights import QuantisedCheckpoint
 
 _FILE = "activations.txt"
@@ -120,15 +121,18 @@ def usual_cost(seconds: Mapping[int, float]) -> float:
 
 
 def _sample(stored: GgufFile | QuantisedCheckpoint) -> list[StoredMatrix]:
-    """Return some of the large matrices of the type that most are of, without embeddings."""
+    """Return some of the large matrices of the type that most are of, without embeddings; of experts a few."""
     read: dict[Callable[[], StoredMatrix], tuple[int, ...]] = {}  # with the shape of each
     if isinstance(stored, QuantisedCheckpoint):
         for tensor in stored.tensors.values():
-            read[partial(stored.matrix, tensor)] = tensor.shape
+            if not stored.packed:
+                read[partial(stored.matrix, tensor)] = tensor.shape
+            elif part := a_part_of(tensor):
+                read[partial(packed_rows, part, stored.tensors)] = tensor.shape[1], STEP * tensor.shape[2]
     else:
         for one in stored.tensors:
             if one.kind.name == stored.kind and has_layout(stored.kind):
-                read[partial(_read, stored, one)] = one.shape[::-1]
+                read[partial(_read, stored, one)] = one.shape[1::-1]
     usual = {make: prod(shape) for make, shape in read.items() if len(shape) == 2 and shape[0] <= _WIDEST * shape[1]}
     large = [make for make, size in usual.items() if 2 * size >= max(usual.values())]
     count = min(_MATRICES, len(large))

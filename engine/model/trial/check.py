@@ -19,7 +19,7 @@ from engine.model.structure import DecoderStructure, OtherStructure
 from engine.weights.draft_head import ASSISTANT, assistant_beside, brings_head
 from engine.weights.gguf.file import GgufFile
 from engine.weights.quantised_weights import QuantisedCheckpoint
-from engine.weights.resolve import resolve, with_own
+from engine.weights.resolve import target_folder, with_own
 from engine.weights.stored_weights import Unreadable
 
 _POSITIONS = 8192  # for which memory is told
@@ -27,7 +27,7 @@ _POSITIONS = 8192  # for which memory is told
 
 def lines_of(model: str) -> Iterator[str]:
     """Return what `talon models check` prints. Raises ModelError if the model cannot be read."""
-    folder = Path(resolve(model))
+    folder = Path(target_folder(Config(model=model)))
     config, stored = load_config(str(folder)), open_stored(folder)
     check_quantisation(str(folder), config)
     stock = skeleton(str(folder), config)
@@ -35,7 +35,7 @@ def lines_of(model: str) -> Iterator[str]:
     size, structure, reason = _described(stock, stored)
     facts = facts_of(stock)
     yield f"family: {config.model_type}, {parameters / 1e9:.2f} billion parameters, {len(_layers(stock))} layers"
-    yield f"types: {stored.kinds if isinstance(stored, GgufFile) else _type_of(config)}"
+    yield f"types: {_types_of(stored, config)}"
     yield f"forward: {f'the stock one, slower: {reason}' if reason else 'lean, if its logits agree at the first start'}"
     yield f"memory: {size / 1e9:.2f} GB of weights{'' if structure is None else _keys(structure)}"
     yield f"positions: {'not named' if facts is None else f'{facts.own_context:,} of {facts.full_context:,}'}"
@@ -73,6 +73,12 @@ def _described(
 def _layers(stock: torch.nn.Module) -> list[str]:
     """Return the names of its layers."""
     return [name for name, _ in stock.named_modules() if name.rpartition(".")[0].endswith("layers")]
+
+
+def _types_of(stored: GgufFile | QuantisedCheckpoint | None, config: Any) -> str:
+    if isinstance(stored, GgufFile):
+        return stored.kinds
+    return _type_of(config) if stored is None else f"{_type_of(config)}, experts in {stored.kind}"
 
 
 def _type_of(config: Any) -> str:

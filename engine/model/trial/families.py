@@ -57,7 +57,7 @@ class Family(NamedTuple):
 
 FAMILIES = (
     Family("Llama, Mistral", "LlamaConfig", {}, ("llama",)),
-    Family("Ministral 3", "Ministral3Config", {"head_dim": 16}),
+    Family("Ministral 3", "Ministral3Config", {"head_dim": 16}, (), "not lean: queries are scaled by position"),
     Family("Mixtral", "MixtralConfig", {"num_local_experts": 4}, ("llama",), "GGUF: in bfloat16 on a CPU alone"),
     Family("Qwen2", "Qwen2Config", {}, ("qwen2",)),
     Family("Qwen3", "Qwen3Config", {"head_dim": 16}, ("qwen3",)),
@@ -76,7 +76,7 @@ FAMILIES = (
            _GEMMA4 | {"layer_types": ["full_attention"] * 4, "enable_moe_block": True, "hidden_size_per_layer_input": 0,
                       "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}, ("gemma4",), "the same"),
     Family("gpt-oss", "GptOssConfig", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, ("gpt-oss",),
-           "MXFP4 in its own bits from GGUF, as bfloat16 from the hub's layout"),
+           "MXFP4 in its own bits, from GGUF and the hub's layout"),
     Family("Phi-3, Phi-4", "Phi3Config", {}, ("phi3",), "GGUF: not with factors for long texts"),
     Family("Phi-1, Phi-2", "PhiConfig"),
     Family("Granite 3", "GraniteConfig", {}, ("granite",)),
@@ -109,6 +109,9 @@ FAMILIES = (
     Family("Hunyuan, dense", "HunYuanDenseV1Config", {"head_dim": 16}),
     Family("EXAONE 4", "Exaone4Config", {"head_dim": 16}),
     Family("ERNIE 4.5", "Ernie4_5Config", {"head_dim": 16}),
+    Family("ERNIE 4.5 with experts", "Ernie4_5_MoeConfig",
+           {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1, "moe_intermediate_size": 64}),
+    Family("Trinity (AFMoE)", "AfmoeConfig", {"head_dim": 16, "num_dense_layers": 1} | _EXPERTS),
     Family("Helium", "HeliumConfig", {"head_dim": 16}),
     Family("Seed-OSS", "SeedOssConfig", {"head_dim": 16}),
     Family("GPT-NeoX, Pythia", "GPTNeoXConfig"),

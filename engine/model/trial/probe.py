@@ -17,13 +17,14 @@ from engine.core.tree import TokenTree
 from engine.model.loading import name_of
 from engine.model.reader.ternary import is_ternary
 from engine.model.runner import Runner
-from engine.model.trial.stock_logits import StockLogits
+from engine.model.trial.stock_logits import NEAR, Offsets, StockLogits
 from engine.model.windows import has_windows
 
 _TOKENS = 24
 _ACCEPTED = 3  # nodes of the tree that are committed
 _FAR_ERROR = 5.0  # a far text's error may be so many times the near text's
 _TOLERANCE, _TOLERANCE_OF_8_BITS = 0.1, 0.3
+_APART = 1 / 3  # of what a gap changes, the error may be so much
 _ROUTED = 1.5  # with experts, the error may be so many times what the stock forward differs from itself
 _LIMITS = ("original_max_position_embeddings", "sliding_window", "attention_chunk_size")
 
@@ -32,8 +33,8 @@ class ModelProbe:
     """Tries whether a forward agrees with that of transformers, and a token's bits alone with those in a batch.
 
     expected: [tokens from `split` on, vocab] float32, the logits of the stock forward; beyond: those with short
-    windows, None if the model names no windows; far: the logits where the text begins at a later position, by that
-    position.
+    windows, None if the model names no windows; far, apart: the logits where the text begins at a later position, and
+    where only what is read as a tree stands there, by that position.
 
     rounds: whether the model itself rounds rows to 8 bits. routes: whether it has experts. split: the tokens
     before it are read as text, the rest as a tree.
@@ -48,9 +49,11 @@ class ModelProbe:
         self.split = _TOKENS // 2
         self.tokens = [(7 + 31 * i) % self.config.vocab_size for i in range(_TOKENS)]
         far, windowed = far_positions(self.config, context), has_windows(self.config)
-        self.expected, *logits = stock(self.tokens, [0, *far], self.split, windowed)
+        places = [Offsets(at if at != context // 2 or at == far[-1] else 0, at) for at in far]
+        self.expected, *logits = stock(self.tokens, [Offsets(), *places], self.split, windowed)
         self.beyond = logits.pop() if windowed else None
-        self.far = dict(zip(far, logits, strict=True))
+        self.far = {at: found for at, found in zip(places, logits, strict=True) if at.before}
+        self.apart = {at: found for at, found in zip(places, logits, strict=True) if not at.before}
         if self.expected.isnan().any():
             raise ModelError(
                 f"model={name}: the logits of a short text are not numbers (NaN) in {name_of(model.dtype)}: "
@@ -74,26 +77,38 @@ class ModelProbe:
         return self._error(target, expected) <= self._tolerance(target)
 
     def agrees_anywhere(self, target: Runner) -> bool:
-        """Return whether the text gives the logits of the first positions and of all far ones. A far text may err
-        little more than the near one does: in bfloat16 a scale by position can be smaller than what rounding is
+        """Return whether the text gives the logits of the first positions, of all far ones, and of a gap. A far text
+        may err little more than the near one does: in bfloat16 a scale by position can be smaller than what rounding is
         allowed. The near one is read last, so that it shows a forward that far positions change.
         """
-        far = max((self._error(target, expected, start) for start, expected in self.far.items()), default=0.0)
+        far = max((self._error(target, expected, at) for at, expected in self.far.items()), default=0.0)
+        apart = [(self._error(target, found, at), self._allowed(target, found)) for at, found in self.apart.items()]
         near, tolerance = self._error(target, self.expected), self._tolerance(target)
-        return near <= tolerance and far <= min(tolerance, max(1e-3, _FAR_ERROR * near))
+        limit = min(tolerance, max(1e-3, _FAR_ERROR * near))
+        return near <= tolerance and far <= limit and all(error <= max(limit, allowed) for error, allowed in apart)
 
-    def _error(self, target: Runner, expected: Tensor, start: int = 0) -> float:
-        """Return the text's error in standard deviations of the expected logits, when it begins at position `start`.
+    def _allowed(self, target: Runner, apart: Tensor) -> float:
+        """Return what rounding may change where a gap gives these logits. A rotation that is a little wrong is far
+        wrong between tokens that are far apart, and errs about as much as a gap changes. Some models' scores there are
+        differences of large numbers, of which rounding to 16 bits changes something, and rounding to 8 more than can be
+        told from a fault.
+        """
+        if target.dtype == torch.float32:
+            return 0.0
+        return torch.inf if self._has_8_bits(target) else _APART * self._difference(apart, self.expected)
+
+    def _error(self, target: Runner, expected: Tensor, at: Offsets = NEAR) -> float:
+        """Return the text's error in standard deviations of the expected logits, when it stands there.
 
         A model with experts has the error of its median row: where two experts' scores are nearly equal, rounding alone
         decides between them, and that row's logits differ from the stock forward's by far more than rounding does.
         """
         cache = target.new_cache(_TOKENS * 3)
         try:
-            target.run([replace(Segment.of_text(self.tokens[: self.split], cache), offset=start)])
+            target.run([replace(Segment.of_text(self.tokens[: self.split], cache), offset=at.before)])
             cache.commit(range(self.split))
             tree, spine = self._with_siblings()
-            logits, _ = target.run([replace(Segment.of_tree(tree, cache), offset=start)])
+            logits, _ = target.run([replace(Segment.of_tree(tree, cache), offset=at.after)])
         finally:
             target.release(cache)
         return self._difference(logits[spine].float(), expected)
@@ -105,12 +120,15 @@ class ModelProbe:
         return float(error.nan_to_num(torch.inf))
 
     def _tolerance(self, target: Runner) -> float:
-        if self.rounds or target.activations == "int8" or target.kv_type == "q8_0":
+        if self._has_8_bits(target):
             return _TOLERANCE_OF_8_BITS
         if target.dtype == torch.float32:
             return 1e-3
         by_routing = _ROUTED * self._own_difference() if self.routes else 0.0
         return max(_TOLERANCE, min(_TOLERANCE_OF_8_BITS, by_routing))
+
+    def _has_8_bits(self, target: Runner) -> bool:
+        return self.rounds or target.activations == "int8" or target.kv_type == "q8_0"
 
     def _own_difference(self) -> float:
         """Return how far the stock forward's logits of the text are from its own where the text begins elsewhere. If

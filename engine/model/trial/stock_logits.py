@@ -28,12 +28,24 @@ from engine.model.windows import short_windows
 _HEAD_ROWS = 1 << 14  # outputs of the last matrix that are in memory together
 
 
+class Offsets(NamedTuple):
+    """What is added to the positions of a text's tokens before `first`, and of the others."""
+
+    before: int = 0
+    after: int = 0
+
+
+NEAR = Offsets()
+
+
 class StockLogits(Protocol):
     """The forward that a trial compares with."""
 
-    def __call__(self, tokens: list[int], starts: Sequence[int], first: int = 0, beyond: bool = False) -> list[Tensor]:
-        """Return [tokens - first, vocab] float32, the logits of the text's tokens from `first` on, at each of these
-        first positions; then, if `beyond`, those at the first position of all with short windows.
+    def __call__(
+        self, tokens: list[int], offsets: Sequence[Offsets], first: int = 0, beyond: bool = False
+    ) -> list[Tensor]:
+        """Return [tokens - first, vocab] float32, the logits of the text's tokens from `first` on, for each of these
+        offsets; then, if `beyond`, those without offsets and with short windows.
         """
         ...
 
@@ -44,16 +56,18 @@ class WholeStock:
     def __init__(self, model: Any, name: str):
         self.model, self.name = model, name
 
-    def __call__(self, tokens: list[int], starts: Sequence[int], first: int = 0, beyond: bool = False) -> list[Tensor]:
-        found = [self._logits(tokens, start)[first:] for start in starts]
+    def __call__(
+        self, tokens: list[int], offsets: Sequence[Offsets], first: int = 0, beyond: bool = False
+    ) -> list[Tensor]:
+        found = [self._logits(tokens, one, first)[first:] for one in offsets]
         if beyond:
             with short_windows(self.model.config.get_text_config()):
-                found.append(self._logits(tokens, 0)[first:])
+                found.append(self._logits(tokens, NEAR, first)[first:])
         return found
 
-    def _logits(self, tokens: list[int], start: int) -> Tensor:
+    def _logits(self, tokens: list[int], offsets: Offsets, first: int) -> Tensor:
         device = self.model.device
-        places = {"position_ids": torch.arange(start, start + len(tokens), device=device)[None]} if start else {}
+        places = _places(len(tokens), offsets, first, device)
         try:
             ids = torch.tensor([tokens], device=device)
             logits: Tensor = self.model(ids, use_cache=False, **places).logits[0].float()
@@ -83,6 +97,18 @@ def _talons_attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation(usual)
 
 
+def _places(rows: int, offsets: Offsets, first: int, device: torch.device | None = None) -> dict[str, Tensor]:
+    """Return the options of a call for a text of so many rows. Without the mask, which hides nothing, transformers
+    would take a gap between positions for the end of a text.
+    """
+    if not any(offsets):
+        return {}
+    positions = torch.arange(rows, device=device)
+    positions[:first] += offsets.before
+    positions[first:] += offsets.after
+    return {"position_ids": positions[None], "attention_mask": torch.ones_like(positions)[None]}
+
+
 class ReadsParameters(Protocol):
     """Where the weights come from."""
 
@@ -102,11 +128,13 @@ class LayeredStock:
         self.passed: list[dict[int, Rule]] = []
         self._several = False  # whether layers return a tuple
 
-    def __call__(self, tokens: list[int], starts: Sequence[int], first: int = 0, beyond: bool = False) -> list[Tensor]:
+    def __call__(
+        self, tokens: list[int], offsets: Sequence[Offsets], first: int = 0, beyond: bool = False
+    ) -> list[Tensor]:
         with stock_products(), self._embeddings_of(tokens):
-            readings = [self._reading(tokens, starts)]
+            readings = [self._reading(tokens, offsets, first)]
             if beyond:
-                readings.append(self._reading(tokens, [0], short=True))
+                readings.append(self._reading(tokens, [NEAR], first, short=True))
             for index, layer in enumerate(self.base.layers):
                 at = f"{self.prefix}layers.{index}."
                 weights = {name: self.weights.values(f"{at}{name}") for name, _ in layer.named_parameters()}
@@ -118,12 +146,12 @@ class LayeredStock:
             with self._layers(lambda *_, **__: self._made(last)), self._head_in_slices(first):
                 return [*self.model(ids, use_cache=False).logits.float()]
 
-    def _reading(self, tokens: list[int], starts: Sequence[int], short: bool = False) -> _Reading:
-        """Record the layers' calls for the text at these first positions; they are one batch, if the calls allow it."""
+    def _reading(self, tokens: list[int], offsets: Sequence[Offsets], first: int, short: bool = False) -> _Reading:
+        """Record the layers' calls for the text at these offsets; they are one batch, if the calls allow it."""
         with self._windows(short):
-            calls = [self._calls(len(tokens), start) for start in starts]
+            calls = [self._calls(len(tokens), one, first) for one in offsets]
             with _talons_attention(self.model):
-                marked = self._calls(1, 0)
+                marked = self._calls(1)
         with suppress(_Apart):
             calls = [[_Call(*map(_batch, zip(*of_layer, strict=True))) for of_layer in zip(*calls, strict=True)]]
         return _Reading(short, calls, marked, [call[0].args[0] for call in calls], {})
@@ -139,8 +167,8 @@ class LayeredStock:
     def _windows(self, short: bool) -> AbstractContextManager[object]:
         return short_windows(self.model.config.get_text_config()) if short else nullcontext()
 
-    def _calls(self, rows: int, start: int) -> list[_Call]:
-        """Return the arguments of each layer's call for a text that begins at this position."""
+    def _calls(self, rows: int, offsets: Offsets = NEAR, first: int = 0) -> list[_Call]:
+        """Return the arguments of each layer's call for a text of so many rows."""
         calls: list[_Call] = []
 
         def pass_on(state: Tensor, *args: Any, **options: Any) -> Tensor | tuple[Tensor]:
@@ -149,11 +177,10 @@ class LayeredStock:
             calls.append(_Call((state, *args), options))
             return self._made(state)
 
-        places = {"position_ids": torch.arange(start, start + rows)[None]} if start else {}
         with self._layers(pass_on):
             try:
                 decoder = getattr(self.model, self.prefix.partition(".")[0])
-                made = decoder(torch.arange(rows)[None], use_cache=False, **places)
+                made = decoder(torch.arange(rows)[None], use_cache=False, **_places(rows, offsets, first))
                 if made.last_hidden_state.dim() == 3:
                     return calls
             except _TakesFirst:
@@ -161,7 +188,7 @@ class LayeredStock:
         if self._several:
             raise OtherStructure("layers that return neither a state nor a state and more")
         self._several = True
-        return self._calls(rows, start)
+        return self._calls(rows, offsets, first)
 
     def _made(self, state: Tensor) -> Tensor | tuple[Tensor]:
         """Return the state in the form in which this family's layers return it: alone, or as the first of several

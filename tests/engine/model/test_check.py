@@ -9,11 +9,13 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from engine.config import Config
 from engine.core.errors import ModelError
 from engine.model.loading import load_model
 from engine.model.trial import check
 from engine.model.trial.check import lines_of
 from engine.model.trial.families import FAMILIES, table
+from tests.engine import test_exact
 from tests.engine.weights import family_table
 from tests.engine.weights.family_gguf import draft_head, random_model, write_family
 
@@ -22,6 +24,12 @@ ROOT = Path(__file__).parents[3]
 
 def test_the_table_of_the_documents_is_that_of_the_command() -> None:
     assert table() in (ROOT / "docs" / "models.md").read_text(encoding="utf8")
+
+
+def test_every_family_that_the_table_names_is_proved_exact_by_a_test() -> None:
+    tested = {config for config, _ in test_exact.FAMILIES.values()}
+    stock = {"GPT2Config", "Ministral3Config"}  # the first has no lm_head, the second scales queries by position
+    assert {family.config for family in FAMILIES} - stock <= tested
 
 
 def test_every_architecture_that_the_table_names_is_read_from_a_file_by_a_test_and_no_other_is() -> None:
@@ -65,8 +73,8 @@ def test_a_draft_head_in_the_file_is_found(home: Path) -> None:
 def test_a_draft_head_is_found_for_a_model_of_the_hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("qwen3.5")
     write_family(home / "x.gguf", "qwen3.5", model, head=draft_head(model))
-    folder = check.resolve(str(home / "x.gguf"))
-    monkeypatch.setattr(check, "resolve", {"org/name": folder}.__getitem__)
+    folder = check.target_folder(Config(model=str(home / "x.gguf")))
+    monkeypatch.setattr(check, "target_folder", lambda config: {"org/name": folder}[config.model])
     assert dict(line.split(": ", 1) for line in lines_of("org/name"))["drafter"].startswith("its own head")
 
 

@@ -23,7 +23,7 @@ from engine.kernels.layer.weights import ExpertMlp
 from engine.model.decoder import LeanDecoder
 from engine.model.loading import load_config, load_model, skeleton, weights_of
 from engine.model.target import Target
-from engine.model.trial.stock_logits import LayeredStock, WholeStock, passed_rules
+from engine.model.trial.stock_logits import LayeredStock, Offsets, WholeStock, passed_rules
 from engine.model.windows import short_windows
 from engine.weights.gguf.source import open_gguf
 from engine.weights.gguf.weights import GgufWeights
@@ -107,10 +107,11 @@ def test_the_stock_forward_of_a_file_reads_a_weight_once_for_all_texts(
     layered, read_names, usual = LayeredStock(model, weights), list[str](), weights.values
     monkeypatch.setattr(weights, "values", lambda name: read_names.append(name) or usual(name))
     text = random.Random(1).choices(range(len(TOKENS)), k=48)
-    found = layered(text, [0, 200, 400], 20, beyond=True)
+    offsets = [Offsets(), Offsets(200, 200), Offsets(0, 400)]
+    found = layered(text, offsets, 20, beyond=True)
     assert sorted(read_names) == [name for name, _ in sorted(model.named_parameters()) if ".layers." in name]
     whole = load_model(folder, "auto", torch.device("cpu"))
-    expected = WholeStock(whole, family)(text, [0, 200, 400], 20, beyond=True)
+    expected = WholeStock(whole, family)(text, offsets, 20, beyond=True)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape == (28, len(TOKENS))
         error = (ours - theirs).pow(2).mean(1).median().sqrt()  # rounding may choose other experts
@@ -178,8 +179,8 @@ def test_experts_have_one_set_of_bits_in_batches_of_many_rows(
         assert all(torch.equal(read(target, text, chunk), expected) for chunk in (64, 200))
 
 
-@pytest.mark.parametrize("family", EXPERTS)
-def test_experts_round_their_rows_to_8_bits_where_that_is_wanted(described: Callable[..., str], family: str) -> None:
+@pytest.mark.parametrize("family", [pytest.param(one, marks=[pytest.mark.slow] * (one not in EXPERTS)) for one in LEAN])
+def test_rows_are_rounded_to_8_bits_where_that_is_wanted(described: Callable[..., str], family: str) -> None:
     target = Target.load(described(family), kv_memory=1 << 22, activations="int8")
     assert isinstance(target.forward, LeanDecoder) and target.exact and target.activations == "int8"
     torch.set_num_threads(2)

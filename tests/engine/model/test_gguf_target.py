@@ -24,7 +24,7 @@ from engine.model.loading import load_config, load_model, skeleton, weights_of
 from engine.model.target import Target
 from engine.model.trial import forward_choice
 from engine.model.trial import proof as proofs
-from engine.model.trial.stock_logits import LayeredStock, WholeStock
+from engine.model.trial.stock_logits import LayeredStock, Offsets, WholeStock
 from engine.weights.gguf.source import open_gguf
 from engine.weights.gguf.weights import GgufWeights
 from engine.weights.stored_weights import StoredWeights
@@ -72,9 +72,10 @@ def test_the_stock_forward_layer_by_layer_has_the_bits_of_the_whole(directory: C
     folder = directory(kind=Kind.Q8_0)
     model, weights = unfilled(folder)
     layered = LayeredStock(model, weights)
-    found = layered(TEXT, [0, 200, 400])
+    offsets = [Offsets(), Offsets(200, 200), Offsets(0, 400)]
+    found = layered(TEXT, offsets, 20)
     whole = WholeStock(load_model(folder, "auto", torch.device("cpu")), "tiny")
-    for ours, theirs in zip(found, whole(TEXT, [0, 200, 400]), strict=True):
+    for ours, theirs in zip(found, whole(TEXT, offsets, 20), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0.02 * float(theirs.std()))
     [rules] = layered.passed
     assert [(rules[layer].scale, rules[layer].window) for layer in (0, 1)] == [(0.25, 0)] * 2

@@ -31,8 +31,7 @@ from tests.engine.test_exact import EXPERTS, FAMILIES, IN_BOTH, STATES, STOCK, b
 from tests.engine.tiny_engine import PROMPTS, tiny_engine
 
 pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
-RENAMED = {"gpt_neox", "gpt_neox, one after the other"}
-"""Families whose checkpoints have other names than transformers' model."""
+STATES_BESIDE_EXPERTS = {family for family in STATES if "experts" in family} | {"qwen3-next"}
 KINDS = ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 CPU = torch.device("cpu")
 TEXT = list(range(5, 45))
@@ -97,7 +96,7 @@ def test_the_lean_decoder_runs_it_and_agrees_with_the_stock_forward(
 
 
 OF_A_KIND = {"phi3", "gemma2", "gemma4 with inputs of layers", "gemma4 whose keys are values", "phi", "youtu"}
-OF_A_KIND |= {"granite 4", "nemotron-h", "falcon-h1"}
+OF_A_KIND |= {"granite 4", "nemotron-h", "falcon-h1", "lfm3"}
 """Families whose matrices are joined, shared or missing, and layers with a state; the others have names like these."""
 
 
@@ -105,7 +104,7 @@ OF_A_KIND |= {"granite 4", "nemotron-h", "falcon-h1"}
     "family",
     [
         pytest.param(family, marks=[pytest.mark.slow] * (family not in OF_A_KIND))
-        for family in sorted((FAMILIES.keys() - EXPERTS - STATES - STOCK - RENAMED - {"llama", "qwen2"}) | OF_A_KIND)
+        for family in sorted(FAMILIES.keys() - EXPERTS - STATES_BESIDE_EXPERTS - STOCK - {"llama", "qwen2"})
     ],
 )
 def test_every_dense_family_of_the_lean_decoder_can_be_quantised(checkpoint: Callable[..., str], family: str) -> None:
@@ -155,7 +154,7 @@ def test_a_pass_of_the_proof_is_remembered_beside_the_checkpoint_and_not_in_it(c
 
 
 def test_what_cannot_be_run_with_quantised_weights_is_refused_in_one_line(checkpoint: Callable[..., str]) -> None:
-    for family in ("mixtral", "gpt_neox", "phi with norms of heads"):
+    for family in ("mixtral", "phi with norms of heads"):
         with pytest.raises(
             ModelError, match=r"^weights=q8_0: this model cannot be run with quantised wei.* \(.*\); leave"
         ):

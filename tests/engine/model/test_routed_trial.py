@@ -1,7 +1,10 @@
-"""A model with experts is judged as far as rounding does not choose its experts."""
+"""A model with experts is judged as far as rounding does not choose its experts, and by tokens that are far apart."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import deepcopy
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from engine.core.errors import ModelError
+from engine.model import decoder
 from engine.model.decoder import LeanDecoder
+from engine.model.rotary import Frequencies, RotaryTables
 from engine.model.target import Target
-from engine.model.trial.stock_logits import WholeStock
+from engine.model.trial.stock_logits import Offsets, WholeStock
+from tests.engine.weights.family_gguf import random_model
 
 SIZES = {
     "vocab_size": 128,
@@ -24,6 +30,7 @@ SIZES = {
     "intermediate_size": 128,
     "max_position_embeddings": 256,
 }
+BASES = (0.5, 2.0)
 LAST_FOUR, ALL = slice(-4, None), slice(None)
 
 
@@ -52,11 +59,11 @@ def test_what_may_differ_in_bfloat16(
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     right = WholeStock.__call__
 
-    def changed(self: WholeStock, tokens: list[int], starts: list[int], *options: Any) -> list[Tensor]:
-        found = right(self, tokens, starts, *options)
+    def changed(self: WholeStock, tokens: list[int], offsets: list[Offsets], *options: Any) -> list[Tensor]:
+        found = right(self, tokens, offsets, *options)
         noise = torch.randn(found[0].shape, generator=torch.Generator().manual_seed(1)) * found[0].std() * by
-        for start, logits in zip(starts, found, strict=True):
-            if far_too or not start:
+        for places, logits in zip(offsets, found, strict=True):
+            if far_too or not any(places):
                 logits[rows] += noise[rows]
         return found
 
@@ -66,3 +73,20 @@ def test_what_may_differ_in_bfloat16(
     else:
         with pytest.raises(ModelError, match="its logits with one differ"):
             Target.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("of_base", BASES)
+def test_a_wrong_rotary_base_is_seen(of_base: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In near texts it changes logits by little more than rounding does: by 0.01 of their deviation here."""
+
+    def wrong(kinds: Sequence[Frequencies]) -> RotaryTables:
+        powers = [[of_base ** (-at / len(kind.of_position)) for at in range(len(kind.of_position))] for kind in kinds]
+        angles = [tuple(map(mul, kind.of_position, some)) for kind, some in zip(kinds, powers, strict=True)]
+        return RotaryTables([Frequencies(*one) for one in zip(angles, [k.scaling for k in kinds], strict=True)])
+
+    model = random_model("gpt-oss").bfloat16()
+    assert isinstance(Target.of_model(deepcopy(model), "right", kv_memory=1 << 22).forward, LeanDecoder)
+    monkeypatch.setattr(decoder, "RotaryTables", wrong)
+    target = Target.of_model(model, "wrong", kv_memory=1 << 22)
+    assert not isinstance(target.forward, LeanDecoder)
+    assert target.stock_reason == "its logits differ from those of the lean decoder"
