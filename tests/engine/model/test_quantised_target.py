@@ -31,7 +31,6 @@ from tests.engine.test_exact import EXPERTS, FAMILIES, IN_BOTH, STATES, STOCK, b
 from tests.engine.tiny_engine import PROMPTS, tiny_engine
 
 pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
-STATES_BESIDE_EXPERTS = {family for family in STATES if "experts" in family} | {"qwen3-next"}
 KINDS = ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 CPU = torch.device("cpu")
 TEXT = list(range(5, 45))
@@ -98,13 +97,14 @@ def test_the_lean_decoder_runs_it_and_agrees_with_the_stock_forward(
 OF_A_KIND = {"phi3", "gemma2", "gemma4 with inputs of layers", "gemma4 whose keys are values", "phi", "youtu"}
 OF_A_KIND |= {"granite 4", "nemotron-h", "falcon-h1", "lfm3"}
 """Families whose matrices are joined, shared or missing, and layers with a state; the others have names like these."""
+OF_STATES = {"qwen3.5", "lfm2", "falcon-h1 with norms"}
 
 
 @pytest.mark.parametrize(
     "family",
     [
         pytest.param(family, marks=[pytest.mark.slow] * (family not in OF_A_KIND))
-        for family in sorted(FAMILIES.keys() - EXPERTS - STATES_BESIDE_EXPERTS - STOCK - {"llama", "qwen2"})
+        for family in sorted((FAMILIES.keys() - EXPERTS - STATES - STOCK - {"llama", "qwen2"}) | OF_A_KIND | OF_STATES)
     ],
 )
 def test_every_dense_family_of_the_lean_decoder_can_be_quantised(checkpoint: Callable[..., str], family: str) -> None:
