@@ -107,6 +107,7 @@ LATE = {  # modules that import within functions, or folders (with a dot), and w
     "engine.placement": "the front end reads configurations without torch",
     "engine.weights.gguf.file": "numba takes half a second, which a look at a file's header does not need",
     "engine.weights.hub": "the hub's client takes a second, which local files do not need",
+    "engine.weights.resolve": "torch takes a second, which the user's process pays for packed experts alone",
     "engine.weights.tokenizer": "transformers takes seconds, while the verifier imports too",
     "engine.wire.keys": "only tcp needs the authenticator",
     "engine.worker": "a worker imports what its role needs, and reports a failed import in one line",

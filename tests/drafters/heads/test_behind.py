@@ -111,6 +111,7 @@ class Rounds:
         self.drafted, self.behind, self.more, self.reach = 0, list[int](), 0, 0
         verifier = self.stage.verifier
         verifier.timer.costs = CostModel(ForwardTime({1: 1e6, 256: 1e6}))  # any draft is worth its time
+        patch.setattr("engine.costs.cost_model._LONGEST_S", 1e9)  # and prompts are read at once
         for part in (verifier, verifier.front_end, verifier.drafter_link, verifier.ahead, verifier.timer):
             part.target = target
         drafter = drafter_of(target, Adaptive(6, 2, depth=2) if served else Dynamic(depth=2, top_k=2, budget=6))
