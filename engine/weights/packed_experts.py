@@ -18,7 +18,7 @@ from engine.weights.stored_weights import Place, Unreadable
 KIND = "MXFP4"
 _CODES, _EXPONENTS = "_blocks", "_scales"
 _PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
-"""Of a parameter, whose outputs lie in turn."""
+"""The parts of each parameter of experts, whose outputs lie in turn."""
 _NONE = 255  # an exponent that stands for no number
 
 

@@ -41,7 +41,8 @@ class DraftsBehind:
             if trie in tries and _came_to(trie.session, tokens[tree, : int(lengths[tree])])
         ]
         self._enter(came, found)
-        return [trie for trie in tries if all(trie is not entered for _, entered in came)]
+        entered = {trie for _, trie in came}
+        return [trie for trie in tries if trie not in entered]
 
 
 def _came_to(session: Any, tokens: Tensor) -> bool:

@@ -243,8 +243,7 @@ class Adaptive(Policy):
     considered. So size, depth and width follow the head's confidence. Where a row costs less than mu, as on a GPU, its
     cost is the gate: trees then grow to the budget. Where it costs more than twice as much, half of its cost is: nodes
     below are not verified. As in `Dynamic`, a full tree takes better nodes in place of its worst, and the best `top_k`
-    of a layer are expanded as long as they may have such children. Trees may be deeper than
-    `depth`.
+    of a layer are expanded as long as they may have such children. Trees may be deeper than `depth`.
     """
 
     def __init__(self, budget: int = 60, top_k: int = 10, mu: float = 0.03, depth: int = 7):

@@ -256,6 +256,14 @@ def states_of(number: int) -> States:
     return np.full((BLOCK_SIZE, 2, 4), number, np.uint16)
 
 
+def read_with_states(pool: KVPool, text: list[int]) -> None:
+    """Cache the text's blocks and their hidden states, as if they had been computed."""
+    cache = KVCache(pool)
+    cache.reserve(len(text))
+    cache.length = len(text)
+    cache.cache_blocks(text, states_of)
+
+
 def with_states(pool: KVPool, text: list[int]) -> list[States]:
     return KVCache(pool).match_prefix(text, with_hidden_states=True)
 
@@ -263,10 +271,7 @@ def with_states(pool: KVPool, text: list[int]) -> list[States]:
 def test_hidden_states_are_found_with_the_blocks_by_a_head_that_wants_the_same_layers(tmp_path: Path) -> None:
     with saving_pool(tmp_path) as pool:
         pool.forget_hidden_states([1, 2])
-        cache = KVCache(pool)
-        cache.reserve(len(TEXT))
-        cache.length = len(TEXT)
-        cache.cache_blocks(TEXT, states_of)
+        read_with_states(pool, TEXT)
     for layers, found in (([1, 2], 3), ([1, 3], 0), ([], 0)):
         with saving_pool(tmp_path) as pool:
             pool.forget_hidden_states(layers)
@@ -279,10 +284,7 @@ def test_hidden_states_are_found_with_the_blocks_by_a_head_that_wants_the_same_l
 def test_hidden_states_stay_in_the_folder_until_a_head_asks_for_them(tmp_path: Path) -> None:
     with saving_pool(tmp_path) as pool:
         pool.forget_hidden_states([1, 2])
-        cache = KVCache(pool)
-        cache.reserve(BLOCK_SIZE)
-        cache.length = BLOCK_SIZE
-        cache.cache_blocks(TEXT, states_of)
+        read_with_states(pool, TEXT[:BLOCK_SIZE])
     with saving_pool(tmp_path) as pool:
         pool.forget_hidden_states([1, 2])
         block_key = BlockKey(0, tuple(TEXT[:BLOCK_SIZE]))
@@ -294,10 +296,7 @@ def test_hidden_states_stay_in_the_folder_until_a_head_asks_for_them(tmp_path: P
 def test_hidden_states_are_read_back_for_blocks_that_the_pool_still_has(tmp_path: Path) -> None:
     with saving_pool(tmp_path) as pool:
         pool.forget_hidden_states([1, 2])
-        cache = KVCache(pool)
-        cache.reserve(BLOCK_SIZE)
-        cache.length = BLOCK_SIZE
-        cache.cache_blocks(TEXT, states_of)
+        read_with_states(pool, TEXT[:BLOCK_SIZE])
     with saving_pool(tmp_path) as pool:
         adopted(pool, TEXT)
         pool.forget_hidden_states([1, 2])
@@ -311,10 +310,7 @@ def test_hidden_states_of_other_layers_than_the_blocks_were_published_with_are_n
         assert pool.saved is not None
         pool.saved.save(bytes(32), lambda: 0 if goes_on.wait(30) else None)
         pool.forget_hidden_states([1, 2])
-        cache = KVCache(pool)
-        cache.reserve(BLOCK_SIZE)
-        cache.length = BLOCK_SIZE
-        cache.cache_blocks(TEXT, states_of)
+        read_with_states(pool, TEXT[:BLOCK_SIZE])
         pool.forget_hidden_states([1, 3])
         pool._keep_hidden_states(0, states_of(9))
         goes_on.set()
