@@ -9,11 +9,17 @@ constant of theirs, which is compiled as the number that it was. A change of any
 Two processes that compile at once would give two functions one file: numba reads the index, chooses a name that is
 free, and writes both, and closures of one function share an index. So writers take turns here. Whatever else fails
 (a full disk, a file that a power cut has emptied, a folder that is read only) costs the cache alone.
+
+numba tells functions of one name, such as two closures of one function, apart by numbers, which begin at 1 in every
+process. Where one closure is compiled and another one, which another process gave the same number, is then loaded, the
+linker takes the first for both, and a kernel computes something else. So numbers begin anywhere here.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -27,7 +33,7 @@ from zlib import crc32
 
 import llvmlite.binding as llvm
 from filelock import FileLock
-from numba.core import caching, event
+from numba.core import bytecode, caching, event
 
 _PACKAGES = ("engine", "drafters", "retrieval_index")
 _ROOT = Path(__file__).parents[2]
@@ -203,5 +209,12 @@ class _Nowhere(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):
         return str(Path(self._py_file).parent / "__pycache__")
 
 
+def _number_functions_anew() -> None:
+    """Let numba tell this process's functions apart by numbers that no other process uses."""
+    bytecode.FunctionIdentity._unique_ids = count(secrets.randbits(60))
+
+
+_number_functions_anew()
+os.register_at_fork(after_in_child=_number_functions_anew)
 caching.IndexDataCacheFile = _Files
 caching.CacheImpl._locator_classes.append(_Nowhere)

@@ -107,6 +107,69 @@ def test_a_constant_that_a_kernel_reads_compiles_it_again_and_what_else_is_besid
     assert run(tmp_path) == "5 0\n", "a constant that is read with its module"
 
 
+LONG = "\n        ".join(["x = x * 3 % 1_000_003 ^ x + 1"] * 300)
+CLOSURES = f"""
+import sys
+from numba import njit
+from engine.kernels.jit_cache import versioned
+
+def made(inner):
+    @njit
+    def closure(x):
+        {LONG}
+        return inner(x) + inner(x + 1)  # too long to become a part of its callers
+
+    return closure
+
+def summed(factor):
+    @njit
+    def added(x):
+        {LONG}
+        return x + factor
+
+    return added
+
+one, two = made(summed(1)), made(summed(2))
+
+@njit(cache=True)
+@versioned
+def first(x):
+    return one(x) + one(x + 1)
+
+@njit(cache=True)
+@versioned
+def second(x):
+    return two(x) + two(x + 1)
+
+def told(kernel, closure):
+    right = kernel(1) == closure.py_func(1) + closure.py_func(2)
+    print("right" if right else "wrong", sum(kernel.stats.cache_hits.values()))
+"""
+FORKED = """
+import importlib, os, sys
+import engine.kernels.jit_cache
+
+for module in ("engine.former", "engine.later"):
+    if os.fork() == 0:
+        importlib.import_module(module)
+        sys.exit()
+    os.wait()
+"""
+
+
+def test_a_kernel_that_is_loaded_does_not_call_another_closure_that_was_compiled_here(tmp_path: Path) -> None:
+    """Both have one name, and are among the first functions that a process compiles, or one that was forked."""
+    files = {"outer": CLOSURES, "forked": FORKED}
+    for name, told in (("former", "told(second, two)"), ("later", "told(first, one)\ntold(second, two)")):
+        files[name] = f"from engine.outer import *\n{told}\n"
+    package(tmp_path, {f"engine/{name}.py": source for name, source in files.items()})
+    expected = "right 0\nright 0\nright 1\n"
+    assert run(tmp_path, "engine.former") + run(tmp_path, "engine.later") == expected
+    for kept in tmp_path.rglob("*.nb[ic]"):
+        kept.unlink()
+    assert run(tmp_path, "engine.forked") == expected
+
+
 def test_the_size_of_a_group_of_codes_is_part_of_its_readers_key() -> None:
     assert "engine.core.kv_shape" in jit_cache._read_at_compile_time("engine.kernels.attention.finite_blocks")
 
