@@ -24,7 +24,7 @@ from engine.kernels.quant.layouts import STEP as BLOCK_INPUTS
 from engine.kernels.quant.unpack import exponents, factor_bytes
 from engine.kernels.simd import FLOAT, LANES, fused, pointer, same
 
-_INT, _WORD = ir.IntType(32), ir.IntType(64)
+_BYTE, _INT, _WORD = (ir.IntType(bits) for bits in (8, 32, 64))
 AHEAD = 8
 """Groups by which the codes of a matrix are prefetched ahead."""
 
@@ -52,19 +52,24 @@ def sum_groups(
     later = ahead.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        for part in range(LANES // used.lanes):
+        with cgutils.for_range(builder, _WORD(LANES // used.lanes)) as loop:
             for count in row_counts(builder, args[3], used.rows):
-                _Block(builder, used, of, later, count, part).sum(*args[4:])
+                _Block(builder, used, of, later, count, loop.index).sum(*args[4:])
         return context.get_dummy_value()
 
     return types.void(instructions, layout, ahead, *[types.int64] * 6), generate
 
 
 class _Block:
-    """Emits the sums of `count` rows and the outputs of a vector, the `part`th of 16 outputs."""
+    """Emits the sums of `count` rows and the outputs of a vector, the `part`th of 16 outputs. One loop runs over the
+    parts, since to compile each would take twice the time.
+    """
 
-    def __init__(self, builder: ir.IRBuilder, used: InstructionSet, of: QuantLayout, ahead: int, count: int, part: int):
-        self.builder, self.used, self.of, self.count, self.part = builder, used, of, count, part
+    def __init__(
+        self, builder: ir.IRBuilder, used: InstructionSet, of: QuantLayout, ahead: int, count: int, part: ir.Value
+    ):
+        self.builder, self.used, self.of, self.count = builder, used, of, count
+        self.first = builder.mul(part, _WORD(used.lanes))
         self.ahead = ahead * of.tile_bytes // of.steps
         self.offsets, self.values = of.offset is not None, of.values
         self.bits, self.bias = multiplied_codes(of, used)
@@ -92,9 +97,7 @@ class _Block:
                     here = self._after(groups, inner.index, self.count * ROW_GROUP_BYTES)
                     self._add_group(sums, tile, inner.index, here, numbers, apart)
         for row, cell in enumerate(sums):
-            place = builder.add(
-                self._after(scratch, _WORD(row), scratch_stride), _WORD(4 * self.part * self.used.lanes)
-            )
+            place = self._after(self._after(scratch, _WORD(row), scratch_stride), self.first, 4)
             builder.store(builder.load(cell), pointer(builder, place, self.floats), align=4)
 
     def _add_group(
@@ -108,15 +111,15 @@ class _Block:
     ) -> None:
         """Add a group's products. numbers: the tile's scales and offsets. apart: how far the panels after next are."""
         builder, of = self.builder, self.of
-        codes_at = opaque(builder, self._after(builder.add(tile, _WORD(of.codes_at)), group, of.code_bytes))
+        codes_at = self._after(builder.add(tile, _WORD(of.codes_at)), group, of.code_bytes)
+        codes_at = opaque(builder, self._after(codes_at, self.first, 4))
         share = opaque(builder, self._after(tile, group, of.tile_bytes // of.steps))
         later = opaque(builder, builder.add(share, apart))
         for line in range(0, of.tile_bytes // of.steps if self.ahead else 0, LINE_BYTES):
             fetch_line(builder, builder.add(share, _WORD(self.ahead + line)))
             fetch_panel_line(builder, builder.add(later, _WORD(line)))
         if of.factors is not None:
-            stored = factor_bytes(builder, of, tile, group)
-            factors = [self._factor(stored, i * LANES) for i in range(of.step_factors)]
+            factors = self._factors(tile, group)
             numbers = [builder.fmul(numbers[i // of.halves], factor) for i, factor in enumerate(factors)]
         codes = self._codes(codes_at)
         if self.values is not None:
@@ -164,27 +167,47 @@ class _Block:
 
     def _number(self, tile: ir.Value, index: int) -> ir.Value:
         """Return a tile's scales or offsets, as float32."""
-        builder, lanes = self.builder, self.used.lanes
+        builder = self.builder
         if self.of.exponents:
-            powers, first = exponents(builder, tile), self.part * lanes
-            return builder.shuffle_vector(powers, powers, ir.Constant(self.ints, [*range(first, first + lanes)]))
-        address = builder.add(tile, _WORD(2 * (index * LANES + self.part * lanes)))
-        halves = builder.load(pointer(builder, address, ir.VectorType(ir.HalfType(), lanes)), align=2)
+            return self._lanes(self._part_first(exponents(builder, tile)), 0)
+        address = self._after(builder.add(tile, _WORD(2 * index * LANES)), self.first, 2)
+        halves = builder.load(pointer(builder, address, ir.VectorType(ir.HalfType(), self.used.lanes)), align=2)
         return builder.fpext(halves, self.floats)
 
-    def _factor(self, stored: ir.Value, first: int) -> ir.Value:
-        """Return a group's factors of one kind, as float32. stored: all of the step, of which they begin at `first`."""
+    def _factors(self, tile: ir.Value, group: ir.Value) -> list[ir.Value]:
+        """Return a group's factors, kind by kind, as float32."""
+        builder, of, kinds = self.builder, self.of, range(self.of.step_factors)
+        if of.factor_bits == 8:
+            at = self._after(builder.add(tile, _WORD(of.factors_at)), group, of.factor_bytes)
+            bytes_, at = ir.VectorType(_BYTE, self.used.lanes), builder.add(at, self.first)
+            places = [builder.add(at, _WORD(kind * LANES)) for kind in kinds]
+            stored = [builder.load(pointer(builder, place, bytes_), align=1) for place in places]
+        else:
+            together = self._part_first(factor_bytes(builder, of, tile, group))
+            stored = [self._lanes(together, kind * LANES) for kind in kinds]
+        whole = [builder.sub(builder.zext(some, self.ints), same(self.ints, of.factor_bias)) for some in stored]
+        return [builder.sitofp(some, self.floats) for some in whole]
+
+    def _part_first(self, numbers: ir.Value) -> ir.Value:
+        """Return numbers, 16 for all outputs, or several times 16, with those of this part first in each 16."""
         builder, lanes = self.builder, self.used.lanes
-        order = ir.Constant(self.ints, [first + self.part * lanes + lane for lane in range(lanes)])
-        numbers = builder.zext(builder.shuffle_vector(stored, stored, order), self.ints)
-        return builder.sitofp(builder.sub(numbers, same(self.ints, self.of.factor_bias)), self.floats)
+        if lanes == LANES:
+            return numbers
+        order = ir.Constant(words(numbers.type.count), [lane ^ lanes for lane in range(numbers.type.count)])
+        second = builder.shuffle_vector(numbers, numbers, order)
+        return builder.select(builder.icmp_unsigned("==", self.first, _WORD(0)), numbers, second)
+
+    def _lanes(self, numbers: ir.Value, first: int) -> ir.Value:
+        """Return as many of the numbers as a vector holds, from `first` on."""
+        order = ir.Constant(self.ints, [*range(first, first + self.used.lanes)])
+        return self.builder.shuffle_vector(numbers, numbers, order)
 
     def _codes(self, address: ir.Value) -> list[ir.Value]:
         """Return a step's eight vectors of codes; those of 8 bits as signed numbers for AVX2."""
         builder, bits = self.builder, self.of.bits
 
         def vector(index: int) -> ir.Value:
-            place = builder.add(address, _WORD(4 * (index * LANES + self.part * self.used.lanes)))
+            place = builder.add(address, _WORD(4 * index * LANES))
             return builder.load(pointer(builder, place, self.ints), align=4)
 
         def masked(x: ir.Value, mask: int) -> ir.Value:
