@@ -13,6 +13,7 @@ Values that codes stand for are looked up, and multiplied as codes of 5 bits if 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
@@ -20,7 +21,7 @@ from functools import cache
 from llvmlite import ir
 
 from engine.kernels.quant.layouts import QuantLayout
-from engine.kernels.simd import call_intrinsic, features, pointer, same
+from engine.kernels.simd import LANES, call_intrinsic, features, pointer, same
 
 _BYTE, _SHORT, _INT, _WORD = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 PAIRS_OF_16_BITS = {2: 8, 3: 8, 4: 8, 5: 4, 6: 2}
@@ -46,14 +47,14 @@ class InstructionSet(IntEnum):
 
     @property
     def rows(self) -> int:
-        """Rows that are multiplied with a group's codes while these are in registers. Their sums are there too, except
-        with AVX2, where to keep four of eight in memory costs less than to unpack the codes twice.
+        """Rows that are multiplied with a step's codes while these are in registers. Their sums are there too, except
+        in vectors of 8 outputs, where to keep them in memory costs less than to unpack the codes again.
         """
-        return {InstructionSet.AVX512_VNNI: 16, InstructionSet.AVX_VNNI: 4, InstructionSet.AVX2: 8}[self]
+        return 16 if self is InstructionSet.AVX512_VNNI else 8
 
 
 def multiplied_codes(layout: QuantLayout, instructions: InstructionSet) -> tuple[int, int]:
-    """Return the bits of a layout's codes, or of the values that they stand for, as `dot` takes them, and the number
+    """Return the bits of a layout's codes, or of the values that they stand for, as `dots` takes them, and the number
     that they count from: 0 for the signed codes of 8 bits that AVX2 takes.
     """
     bits, bias = layout.bits, layout.bias
@@ -95,7 +96,7 @@ def looked_up(
     values: Sequence[int],
     codes: Sequence[ir.Value],
 ) -> list[ir.Value]:
-    """Look up the values of codes of up to 4 bits, as codes that count from `bias`: see `dot`."""
+    """Look up the values of codes of up to 4 bits, as codes that count from `bias`: see `dots`."""
     name = "llvm.x86.avx512.pshuf.b.512" if instructions.lanes == 16 else "llvm.x86.avx2.pshuf.b"
     bytes_ = ir.VectorType(_BYTE, 4 * instructions.lanes)
     repeated = [value + bias for value in values] * (bytes_.count // len(values))
@@ -104,67 +105,119 @@ def looked_up(
     return [builder.bitcast(some, code.type) for some, code in zip(found, codes, strict=True)]
 
 
-def dot(
+def begun(instructions: InstructionSet, starts: Sequence[ir.Value]) -> list[ir.Value] | None:
+    """Return the sums that `dots` adds to first, one for each vector of outputs, 32 bits a lane. Those of AVX2, which
+    may have 16, take their starts in `ended`.
+    """
+    return None if instructions is InstructionSet.AVX2 else [*starts]
+
+
+def dots(
     builder: ir.IRBuilder,
     instructions: InstructionSet,
     bits: int,
-    codes: Sequence[ir.Value],
+    codes: Sequence[Sequence[ir.Value]],
     x: ir.Value,
     at: int,
-    start: ir.Value,
-) -> ir.Value:
-    """Return start + the sums of products of codes with the inputs from byte `at` of x on, four for each vector of
-    codes.
+    sums: Sequence[ir.Value] | None,
+) -> list[ir.Value]:
+    """Return sums + the products of codes with a row's inputs from byte `at` of x on, four for each vector of codes.
 
-    bits: of a code; those of 8 bits count from 128 for VNNI, and AVX2 takes them signed and needs no start.
+    bits: of a code; those of 8 bits count from 128 for VNNI, and AVX2 takes them signed. codes: for each vector of
+    outputs. sums: of `begun` or of an earlier call, for each vector of outputs.
+
+    The products are emitted in assembly: LLVM would load more inputs at a time than registers can hold.
     """
     if instructions is InstructionSet.AVX2:
-        return _pairs(builder, bits, codes, x, at, start)
-    return _fours(builder, instructions, codes, x, at, start)
+        added = _add_pairs(builder, bits, codes, x, at)
+        return added if sums is None else [builder.add(*both) for both in zip(sums, added, strict=True)]
+    assert sums is not None, "VNNI begins with sums"
+    lines = []
+    for i, fours in enumerate(zip(*_names(codes), strict=True)):
+        if instructions is InstructionSet.AVX512_VNNI:
+            lines += [f"vpdpbusd {at + 4 * i}(<x>){{1to16}}, {code}, <s{j}>" for j, code in enumerate(fours)]
+        else:
+            lines.append(f"vpbroadcastd {at + 4 * i}(<x>), <t0>")
+            lines += [f"vpdpbusd <t0>, {code}, <s{j}>" for j, code in enumerate(fours)]
+    temporary = 0 if instructions is InstructionSet.AVX512_VNNI else 1
+    return _assembled(builder, lines, temporary, [code for some in codes for code in some], x, sums)
 
 
-def _fours(
+def ended(
+    builder: ir.IRBuilder, instructions: InstructionSet, bits: int, sums: Sequence[ir.Value], starts: Sequence[ir.Value]
+) -> list[ir.Value]:
+    """Return sums of `dots`, 32 bits a lane, and the starts in them."""
+    if instructions is not InstructionSet.AVX2:
+        return [*sums]
+    if _in_16_bits(bits):
+        ones = same(ir.VectorType(_SHORT, 2 * instructions.lanes), 1)
+        pairs = [builder.bitcast(some, ones.type) for some in sums]
+        sums = [call_intrinsic(builder, "llvm.x86.avx2.pmadd.wd", starts[0].type, some, ones) for some in pairs]
+    return [builder.add(*both) for both in zip(sums, starts, strict=True)]
+
+
+def _in_16_bits(bits: int) -> bool:
+    """Return whether AVX2's sums of a whole group fit into 16 bits."""
+    return PAIRS_OF_16_BITS.get(bits, 1) == 8
+
+
+def _add_pairs(
+    builder: ir.IRBuilder, bits: int, codes: Sequence[Sequence[ir.Value]], x: ir.Value, at: int
+) -> list[ir.Value]:
+    """Return AVX2's sums of the products, in lanes of 16 bits if those of a group fit into them."""
+    together, lines, kind = PAIRS_OF_16_BITS.get(bits, 1), list[str](), codes[0][0].type
+    flat = [code for some in codes for code in some]
+    ones = f"<c{len(flat)}>"
+    for i, fours in enumerate(zip(*_names(codes), strict=True)):
+        lines.append(f"vpbroadcastd {at + 4 * i}(<x>), <t0>")
+        for j, code in enumerate(fours):
+            pairs = f"<s{j}>" if i < together else "<t1>" if together == 1 else f"<t{2 + j}>"
+            product = pairs if i % together == 0 else "<t1>"
+            if bits == 8:
+                lines += [f"vpsignb {code}, <t0>, <t1>", f"vpabsb {code}, <t2>", f"vpmaddubsw <t1>, <t2>, {product}"]
+            else:
+                lines.append(f"vpmaddubsw <t0>, {code}, {product}")
+            if product != pairs:
+                lines.append(f"vpaddw {product}, {pairs}, {pairs}")
+            if (i + 1) % min(together, len(codes[0])) == 0 and not _in_16_bits(bits):
+                lines.append(f"vpmaddwd {ones}, {pairs}, {pairs}")
+                lines += [f"vpaddd {pairs}, <s{j}>, <s{j}>"] if i >= together else []
+    if not _in_16_bits(bits):
+        flat.append(same(kind, 0x00010001))
+    temporary = {2: 2 + len(codes), 1: 3}.get(together, 2)
+    found = _assembled(builder, lines, temporary, flat, x, None, len(codes))
+    if not _in_16_bits(bits):
+        return found
+    shorts = ir.VectorType(_SHORT, 2 * kind.count)
+    return [builder.bitcast(some, shorts) for some in found]
+
+
+def _names(codes: Sequence[Sequence[ir.Value]]) -> list[list[str]]:
+    """Return what the codes are called in assembly."""
+    return [[f"<c{j * len(some) + i}>" for i in range(len(some))] for j, some in enumerate(codes)]
+
+
+def _assembled(
     builder: ir.IRBuilder,
-    instructions: InstructionSet,
+    lines: Sequence[str],
+    temporary: int,
     codes: Sequence[ir.Value],
     x: ir.Value,
-    at: int,
-    start: ir.Value,
-) -> ir.Value:
-    """Emit the sums in assembly: LLVM would broadcast more inputs at a time than registers can hold."""
-    kind, count = start.type, len(codes)
-    if instructions is InstructionSet.AVX512_VNNI:  # operands: the sums, the codes, the row's address
-        lines = [f"vpdpbusd {at + 4 * i}(${count + 1}){{1to16}}, ${i + 1}, $0" for i in range(count)]
-        places = ["=&v", *["v"] * count, "r", "0", "~{memory}"]
-        made = kind
-    else:  # operands: the sums, four inputs, the codes, the row's address
-        lines = []
-        for i in range(count):
-            lines += [f"vpbroadcastd {at + 4 * i}(${count + 2}), $1", f"vpdpbusd $1, ${i + 2}, $0"]
-        places = ["=&x", "=&x", *["x"] * count, "r", "0", "~{memory}"]
-        made = ir.LiteralStructType([kind, kind])
-    signature = ir.FunctionType(made, [*[kind] * count, _WORD, kind])
-    found = builder.asm(signature, "\n".join(lines), ",".join(places), [*codes, x, start], side_effect=True)
-    return found if made is kind else builder.extract_value(found, 0)
-
-
-def _pairs(
-    builder: ir.IRBuilder, bits: int, codes: Sequence[ir.Value], x: ir.Value, at: int, start: ir.Value
-) -> ir.Value:
-    lanes = start.type.count
-    bytes_, shorts = ir.VectorType(_BYTE, 4 * lanes), ir.VectorType(_SHORT, 2 * lanes)
-    add_pairs, ones = "llvm.x86.avx2.pmadd.ub.sw", same(shorts, 1)
-    total, together = start, PAIRS_OF_16_BITS.get(bits, 1)
-    for first in range(0, len(codes), together):
-        pairs = None
-        for i in range(first, min(first + together, len(codes))):
-            inputs = builder.bitcast(spread_word(builder, builder.add(x, _WORD(at + 4 * i)), _INT, lanes), bytes_)
-            code = builder.bitcast(codes[i], bytes_)
-            if bits == 8:
-                inputs = call_intrinsic(builder, "llvm.x86.avx2.psign.b", bytes_, inputs, code)
-                negative = builder.icmp_signed("<", code, same(bytes_, 0))
-                code = builder.select(negative, builder.neg(code), code)
-            products = call_intrinsic(builder, add_pairs, shorts, code, inputs)
-            pairs = products if pairs is None else builder.add(pairs, products)
-        total = builder.add(total, call_intrinsic(builder, "llvm.x86.avx2.pmadd.wd", start.type, pairs, ones))
-    return total
+    sums: Sequence[ir.Value] | None,
+    count: int = 1,
+) -> list[ir.Value]:
+    """Emit assembly that adds to sums, or makes `count` new ones. Its operands: <s0>, ... the sums, <t0>, ... vectors
+    that it may overwrite, <c0>, ... the codes, and <x>, the row's address.
+    """
+    count = count if sums is None else len(sums)
+    kind, outputs, register = codes[0].type, count + temporary, "v" if codes[0].type.count == LANES else "x"
+    numbers = {f"s{i}": i for i in range(count)} | {f"t{i}": count + i for i in range(temporary)}
+    numbers |= {f"c{i}": outputs + i for i in range(len(codes))} | {"x": outputs + len(codes)}
+    text = re.sub("<(.+?)>", lambda name: f"${numbers[name[1]]}", "\n".join(lines))
+    ties = [] if sums is None else [str(i) for i in range(count)]
+    places = [f"=&{register}"] * outputs + [register] * len(codes) + ["r", *ties, "~{memory}"]
+    made = kind if outputs == 1 else ir.LiteralStructType([kind] * outputs)
+    given = [*codes, x, *(sums or [])]
+    signature = ir.FunctionType(made, [value.type for value in given])
+    found = builder.asm(signature, text, ",".join(places), given, side_effect=True)
+    return [found] if outputs == 1 else [builder.extract_value(found, i) for i in range(count)]
