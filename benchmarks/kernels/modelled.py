@@ -63,7 +63,8 @@ def _replace_instructions(module: ir.Module) -> None:
     for call in [*_calls(module)]:
         kind, name = call.callee.function_type, call.callee.name if isinstance(call.callee, ir.Function) else ""
         if isinstance(call.callee, ir.InlineAsm):
-            if call.callee.asm or call.callee.constraint.startswith("=v"):  # else it hides an address, which all can
+            names = {line.partition(" ")[0] for line in call.callee.asm.split("\n")} - _ANYWHERE
+            if names - {""} or call.callee.constraint.startswith("=v"):  # else it hides an address, which all can
                 key = f"modelled_{crc32(str(call.callee).encode()):x}"
                 call.callee = _model(module, key, kind, partial(_assembly, call.callee))
         elif name in _VECTORS:
@@ -184,6 +185,10 @@ _LINES: dict[str, Callable[..., ir.Value]] = {
 """For each mnemonic, a function that returns the new value of the last operand. Operands are in AT&T's order, in which
 assembly is written here.
 """
+
+
+_ANYWHERE = frozenset(["vpbroadcastd", "vpmaddubsw", "vpmaddwd", "vpaddw", "vpaddd", "vpsignb", "vpabsb"])
+"""Mnemonics of AVX2: assembly of these alone stays."""
 
 
 def _looked_up(builder: ir.IRBuilder, parts: Sequence[ir.Value], places: ir.Value) -> ir.Value:

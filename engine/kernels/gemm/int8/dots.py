@@ -54,8 +54,8 @@ class InstructionSet(IntEnum):
 
 
 def multiplied_codes(layout: QuantLayout, instructions: InstructionSet) -> tuple[int, int]:
-    """Return the bits of a layout's codes, or of the values that they stand for, as `dots` takes them, and the number
-    that they count from: 0 for the signed codes of 8 bits that AVX2 takes.
+    """Return the bits of a layout's codes, or of the values that they stand for, as `add_products` takes them, and the
+    number that they count from: 0 for the signed codes of 8 bits that AVX2 takes.
     """
     bits, bias = layout.bits, layout.bias
     if layout.values is not None:
@@ -96,7 +96,7 @@ def looked_up(
     values: Sequence[int],
     codes: Sequence[ir.Value],
 ) -> list[ir.Value]:
-    """Look up the values of codes of up to 4 bits, as codes that count from `bias`: see `dots`."""
+    """Look up the values of codes of up to 4 bits, as codes that count from `bias`: see `add_products`."""
     name = "llvm.x86.avx512.pshuf.b.512" if instructions.lanes == 16 else "llvm.x86.avx2.pshuf.b"
     bytes_ = ir.VectorType(_BYTE, 4 * instructions.lanes)
     repeated = [value + bias for value in values] * (bytes_.count // len(values))
@@ -105,14 +105,14 @@ def looked_up(
     return [builder.bitcast(some, code.type) for some, code in zip(found, codes, strict=True)]
 
 
-def begun(instructions: InstructionSet, starts: Sequence[ir.Value]) -> list[ir.Value] | None:
-    """Return the sums that `dots` adds to first, one for each vector of outputs, 32 bits a lane. Those of AVX2, which
-    may have 16, take their starts in `ended`.
+def first_sums(instructions: InstructionSet, starts: Sequence[ir.Value]) -> list[ir.Value] | None:
+    """Return the sums that `add_products` adds to first, one for each vector of outputs, 32 bits a lane. Those of AVX2,
+    which may have 16, take their starts in `whole_sums`.
     """
     return None if instructions is InstructionSet.AVX2 else [*starts]
 
 
-def dots(
+def add_products(
     builder: ir.IRBuilder,
     instructions: InstructionSet,
     bits: int,
@@ -124,7 +124,7 @@ def dots(
     """Return sums + the products of codes with a row's inputs from byte `at` of x on, four for each vector of codes.
 
     bits: of a code; those of 8 bits count from 128 for VNNI, and AVX2 takes them signed. codes: for each vector of
-    outputs. sums: of `begun` or of an earlier call, for each vector of outputs.
+    outputs. sums: of `first_sums` or of an earlier call, for each vector of outputs.
 
     The products are emitted in assembly: LLVM would load more inputs at a time than registers can hold.
     """
@@ -143,10 +143,10 @@ def dots(
     return _assembled(builder, lines, temporary, [code for some in codes for code in some], x, sums)
 
 
-def ended(
+def whole_sums(
     builder: ir.IRBuilder, instructions: InstructionSet, bits: int, sums: Sequence[ir.Value], starts: Sequence[ir.Value]
 ) -> list[ir.Value]:
-    """Return sums of `dots`, 32 bits a lane, and the starts in them."""
+    """Return sums of `add_products`, 32 bits a lane, and the starts in them."""
     if instructions is not InstructionSet.AVX2:
         return [*sums]
     if _in_16_bits(bits):
@@ -171,6 +171,7 @@ def _add_pairs(
     for i, fours in enumerate(zip(*_names(codes), strict=True)):
         lines.append(f"vpbroadcastd {at + 4 * i}(<x>), <t0>")
         for j, code in enumerate(fours):
+            # the first pairs make the sum, others are added to it when no more fit into 16 bits
             pairs = f"<s{j}>" if i < together else "<t1>" if together == 1 else f"<t{2 + j}>"
             product = pairs if i % together == 0 else "<t1>"
             if bits == 8:

@@ -18,12 +18,12 @@ from numba.extending import intrinsic
 from engine.kernels.amx import LINE_BYTES, fetch_line, fetch_panel_line, opaque
 from engine.kernels.gemm.int8.dots import (
     InstructionSet,
-    begun,
-    dots,
-    ended,
+    add_products,
+    first_sums,
     looked_up,
     multiplied_codes,
     spread_word,
+    whole_sums,
     words,
 )
 from engine.kernels.gemm.int8.layout import OFFSET_AT, ROW_GROUP_BYTES, SCALE_AT, SUMS_AT, VECTORS
@@ -131,9 +131,9 @@ class _Block:
             half, of_half = divmod(span * of.halves, self.spans)
             for row, cells in enumerate(sums):
                 at = row * ROW_GROUP_BYTES
-                some = found[row] if of_half else begun(self.used, self._starts(x, at, half))
+                some = found[row] if of_half else first_sums(self.used, self._starts(x, at, half))
                 place = at + span * BLOCK_INPUTS // self.spans
-                found[row] = dots(builder, self.used, self.bits, codes, x, place, some)
+                found[row] = add_products(builder, self.used, self.bits, codes, x, place, some)
                 if of_half + of.halves == self.spans:
                     self._add_half(cells, found[row], numbers, x, at, half)
 
@@ -150,7 +150,7 @@ class _Block:
         x.
         """
         builder, of = self.builder, self.of
-        wholes = ended(builder, self.used, self.bits, sums, self._starts(x, at, half))
+        wholes = whole_sums(builder, self.used, self.bits, sums, self._starts(x, at, half))
         scale = self._word(x, at + SCALE_AT, FLOAT)
         for cell, whole, of_outputs in zip(cells, wholes, numbers, strict=True):
             parts = [(builder.sitofp(whole, self.floats), builder.fmul(of_outputs[half], scale))]
