@@ -23,7 +23,7 @@ from engine.model.reader.parts import text_part
 from engine.model.stock import NAME, attending
 from engine.model.structure import OtherStructure
 from engine.model.trial.float32_products import stock_products
-from engine.model.windows import short_windows
+from engine.model.trial.windows import short_windows
 
 _HEAD_ROWS = 1 << 14  # outputs of the last matrix that are in memory together
 

@@ -15,7 +15,7 @@ from engine.model.loading import load_model
 from engine.model.trial import check
 from engine.model.trial.check import lines_of
 from engine.model.trial.families import FAMILIES, table
-from tests.engine import test_exact
+from tests.engine import tiny_families
 from tests.engine.weights import family_table
 from tests.engine.weights.family_gguf import draft_head, random_model, write_family
 
@@ -27,7 +27,7 @@ def test_the_table_of_the_documents_is_that_of_the_command() -> None:
 
 
 def test_every_family_that_the_table_names_is_proved_exact_by_a_test() -> None:
-    tested = {config for config, _ in test_exact.FAMILIES.values()}
+    tested = {config for config, _ in tiny_families.FAMILIES.values()}
     stock = {"GPT2Config", "Ministral3Config"}  # the first has no lm_head, the second scales queries by position
     assert {family.config for family in FAMILIES} - stock <= tested
 

@@ -27,8 +27,8 @@ from engine.weights.checkpoint import CheckpointTensor
 from engine.weights.quantised import quantised_folder
 from engine.weights.quantised_weights import open_quantised
 from tests.conftest import VOCABULARY, save_tiny_llama, tiny_tokenizer
-from tests.engine.test_exact import EXPERTS, FAMILIES, IN_BOTH, STATES, STOCK, build
 from tests.engine.tiny_engine import PROMPTS, tiny_engine
+from tests.engine.tiny_families import EXPERTS, FAMILIES, IN_BOTH, STATES, STOCK, build
 
 pytestmark = pytest.mark.skipif(not multiplies(torch.bfloat16), reason="no product of ours runs on this processor")
 KINDS = ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
