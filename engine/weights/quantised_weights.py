@@ -57,7 +57,7 @@ class QuantisedCheckpoint:
         return packed + sum(
             prod(tensor.shape[:-1]) * row_bytes(self.kind_of(tensor), tensor.shape[-1])
             for tensor in self.tensors.values()
-            if len(tensor.shape) > 1 and tensor.kind != CODES and tensor.shape[1] > 1
+            if len(tensor.shape) > 1 and tensor.kind != CODES and 1 not in tensor.shape[1:-1]
         )
 
     @property

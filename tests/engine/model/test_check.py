@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from transformers import LlamaConfig
 
 from engine.config import Config
 from engine.core.errors import ModelError
@@ -94,6 +95,9 @@ def test_quantised_weights_that_are_not_read_here_are_refused_with_the_way_out(h
 
 
 def test_what_is_no_model_is_refused_in_one_line(home: Path) -> None:
+    LlamaConfig(num_attention_heads=3, hidden_act="zebra").save_pretrained(home / "y")
+    with pytest.raises(ModelError, match=r"^model=.*: transformers makes no llama model of its configuration: .*zebra"):
+        checked(home / "y")
     (home / "x.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match="cut short"):
         checked(home / "x.gguf")

@@ -67,7 +67,7 @@ def logits(target: Target) -> torch.Tensor:
 def stock_logits(path: str) -> torch.Tensor:
     """Return the logits of transformers' forward in float32, [tokens, vocab]."""
     with torch.inference_mode():
-        found: torch.Tensor = load_model(path, "float32", CPU)(torch.tensor([TEXT])).logits[0]
+        found: torch.Tensor = load_model(path, "float32", CPU)(torch.tensor([TEXT]), use_cache=False).logits[0]
     return found
 
 
@@ -118,7 +118,7 @@ def test_the_lean_decoder_runs_it_and_agrees_with_the_stock_forward(
 
 
 OF_A_KIND = {"phi3", "gemma2", "gemma4 with inputs of layers", "gemma4 whose keys are values", "phi", "youtu"}
-OF_A_KIND |= {"granite 4", "nemotron-h", "falcon-h1", "lfm3", "mixtral", "qwen3.5 with experts"}
+OF_A_KIND |= {"granite 4", "nemotron-h", "falcon-h1", "lfm3", "bamba", "mixtral", "qwen3.5 with experts"}
 """Families whose matrices are joined, shared or missing, of layers with a state, and of experts; the others have names
 like these."""
 
