@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.core.grammar import JSON_WHITESPACE
 from engine.text.answer_format import BARE_FORMS, BLANKS, AnswerFormat, ReasoningFormat, ToolFormat
+from engine.text.text_patterns import text_patterns
 
 MOST_CALLS = 64  # calls in one answer: a small model may repeat itself
 MOST_BEHIND = 16  # characters after the last call of an answer
@@ -21,20 +22,6 @@ _STYLE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "
 _COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties", "propertyNames")
 _ANY = r"/(.|\n)*/"
 _SOME = r"/(.|\n)+/"
-_SPELLED = {"/": r"\/", "\n": r"\n", r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
-"""Parts of a schema's pattern, and what they are in a grammar's expression."""
-_DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
-_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]+)?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
-_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "email": r"[0-9A-Za-z_+-]+(\.[0-9A-Za-z_+-]+)*@[0-9A-Za-z]+([.-][0-9A-Za-z]+)*",
-    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
-    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
-}
-"""Formats of a schema's texts that a grammar follows where texts are no JSON."""
 
 
 @dataclass(frozen=True)
@@ -276,20 +263,11 @@ class _Writer:
         return f"{name}_text"
 
     def _text(self, schema: Any, root: dict[str, Any], name: str) -> str:
-        """Return a terminal for a text of the schema's lengths, and of its pattern and format if the value is text
-        alone.
-        """
-        schema = _resolved(schema, root)
-        alone = schema.get("type", "string") == "string"
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        every = [rf"(.|\n){{{least},{most}}}" if least or most != "" else r"(.|\n)*"]
-        if alone and isinstance(pattern := schema.get("pattern"), str):
-            every.append(_searched(pattern))
-        if alone and (of_format := _FORMATS.get(str(schema.get("format")))) is not None:
-            every.append(of_format)
+        """Return a terminal for a text of the schema."""
+        every = [f"/{pattern}/" for pattern in text_patterns(_resolved(schema, root))]
         if len(every) == 1:
-            return f"/{every[0]}/"
-        self.rules.append(f"{name.upper()}_TEXT: {' & '.join(f'/{one}/' for one in every)}")
+            return every[0]
+        self.rules.append(f"{name.upper()}_TEXT: {' & '.join(every)}")
         return f"{name.upper()}_TEXT"
 
     # Gemma's objects.
@@ -388,16 +366,6 @@ def _within(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
     """Return a part of a schema with the definitions that it may refer to."""
     shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
     return {**shared, **schema} if isinstance(schema, dict) else shared
-
-
-def _searched(pattern: str) -> str:
-    """Return an expression for texts that hold what a schema's pattern describes, as the library takes it in JSON: its
-    classes are those of ASCII.
-    """
-    parts = re.fullmatch(r"(\^?)((?:\\.|[^\\])*?)(\$?)", pattern, re.DOTALL)
-    begins, inner, ends = parts.groups() if parts else ("", pattern, "")
-    inner = re.sub(r"\\.|[/\n]", lambda found: _SPELLED.get(found[0], found[0]), inner, flags=re.DOTALL)
-    return f"{'' if begins else _ANY[1:-1]}({inner}){'' if ends else _ANY[1:-1]}"
 
 
 def _dumps(schema: dict[str, Any]) -> str:
