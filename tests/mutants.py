@@ -103,7 +103,7 @@ FAULTS = (
     ),
     Fault(
         "windows are not tried",
-        "engine/model/windows.py",
+        "engine/model/trial/windows.py",
         "return bool(_named(config))",
         "return False",
         "tests/engine/model/test_target.py",

@@ -105,6 +105,7 @@ LATE = {  # modules that import within functions, or folders (with a dot), and w
     "engine.server.traces": "OpenTelemetry is of the extra traces",
     "engine.verifier.forward_output": "Triton is there with a GPU only",
     "engine.placement": "the front end reads configurations without torch",
+    "engine.weights.checkpoint_names": "transformers takes seconds, which a known model does not need",
     "engine.weights.gguf.file": "numba takes half a second, which a look at a file's header does not need",
     "engine.weights.hub": "the hub's client takes a second, which local files do not need",
     "engine.weights.resolve": "torch takes a second, which the user's process pays for packed experts alone",

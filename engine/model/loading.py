@@ -145,10 +145,18 @@ def reopened(
 
 
 def skeleton(path: str, config: Any) -> Any:
-    """Return the stock model of a directory without its weights, on the meta device; its buffers are there."""
+    """Return the stock model of a directory without its weights, on the meta device; its buffers are there. Raises
+    ModelError if transformers makes none of the configuration.
+    """
     from transformers import GenerationConfig
 
-    model = unfilled(config)
+    try:
+        model = unfilled(config)
+    except Exception as error:  # every family has errors of its own
+        raise ModelError(
+            f"model={path}: transformers makes no {config.model_type} model of its configuration: {first_line(error)}; "
+            "get the model again, or use another target"
+        ) from error
     with suppress(OSError):  # a directory without one: the end tokens of its configuration
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model.eval()

@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.core.grammar import JSON_WHITESPACE
 from engine.text.answer_format import BARE_FORMS, BLANKS, AnswerFormat, ReasoningFormat, ToolFormat
+from engine.text.text_patterns import text_patterns
 
 MOST_CALLS = 64  # calls in one answer: a small model may repeat itself
 MOST_BEHIND = 16  # characters after the last call of an answer
@@ -258,8 +259,16 @@ class _Writer:
             return f"%json {_dumps(_within(schema, root) | _STYLE)} {self._literal(end)}"
         if options := _options(schema, root):
             return f"({' | '.join(json.dumps(option) for option in options)}) {self._literal(end)}"
-        self.rules.append(f"{name}_text[lazy]: /{_text_pattern(schema, root)}/ {json.dumps(end)}")
+        self.rules.append(f"{name}_text[lazy]: {self._text(schema, root, name)} {json.dumps(end)}")
         return f"{name}_text"
+
+    def _text(self, schema: Any, root: dict[str, Any], name: str) -> str:
+        """Return a terminal for a text of the schema."""
+        every = [f"/{pattern}/" for pattern in text_patterns(_resolved(schema, root))]
+        if len(every) == 1:
+            return every[0]
+        self.rules.append(f"{name.upper()}_TEXT: {' & '.join(every)}")
+        return f"{name.upper()}_TEXT"
 
     # Gemma's objects.
 
@@ -272,8 +281,8 @@ class _Writer:
             if options := _options(schema, root):
                 return f"{mark} ({' | '.join(json.dumps(option) for option in options)}) {mark}"
             if quote in self.format.added:
-                return f"{mark} /{_text_pattern(schema, root)}/ {mark}"
-            self.rules.append(f"{name}_text[lazy]: /{_text_pattern(schema, root)}/ {json.dumps(quote)}")
+                return f"{mark} {self._text(schema, root, name)} {mark}"
+            self.rules.append(f"{name}_text[lazy]: {self._text(schema, root, name)} {json.dumps(quote)}")
             return f"{mark} {name}_text"
         if schema.get("type") == "object" and schema.get("properties") and depth < 8:
             parts, needed = [], schema.get("required", ())
@@ -357,13 +366,6 @@ def _within(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
     """Return a part of a schema with the definitions that it may refer to."""
     shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
     return {**shared, **schema} if isinstance(schema, dict) else shared
-
-
-def _text_pattern(schema: Any, root: dict[str, Any]) -> str:
-    """Return a regular expression of a text's lengths."""
-    schema = _resolved(schema, root)
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    return rf"(.|\n){{{least},{most}}}" if least or most != "" else r"(.|\n)*"
 
 
 def _dumps(schema: dict[str, Any]) -> str:

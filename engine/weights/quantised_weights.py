@@ -1,15 +1,18 @@
 """A checkpoint's matrices in blocks, quantised when they are read: `weights: q8_0` and others in the configuration.
 
-The matrices of layers, the embedding and the output matrix are quantised; vectors stay numbers, and so do matrices
-whose rows are not whole blocks. A part of a matrix is in memory as numbers at a time. Of a checkpoint whose experts
-are packed, these are taken as they are, and all else stays numbers.
+The matrices of layers and experts, the embedding and the output matrix are quantised; vectors stay numbers, and so do
+matrices that choose experts and those whose rows are not whole blocks. A part of a matrix is in memory as numbers at a
+time. Of a checkpoint whose experts are packed, these are taken as they are, and all else stays numbers.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +26,14 @@ from engine.kernels.quant.layouts import STEP
 from engine.kernels.quant.quantise import quantised
 from engine.kernels.quant.stored import StoredMatrix, row_bytes
 from engine.weights.checkpoint import CODES, NUMBERS, CheckpointTensor, read_checkpoint
+from engine.weights.checkpoint_names import joined_tensors
 from engine.weights.packed_experts import KIND, is_part, numbers_of, packed_place, packed_rows
 from engine.weights.quantised import PACKED, QuantisedSource, quantised_source_of
 from engine.weights.stored_weights import Place, StoredWeights, Unreadable, held, is_vector, named, stored_buffers
 
 _AT_ONCE = 1 << 18  # numbers that a thread quantises at a time
-_RENAMED = (("model.", "backbone."), (".self_attn.g_proj.", ".self_attn.gate_proj."), ("lm_head.", "embed_out."))
-"""Parts of parameters' names, and what some families' tensors have in their place: Nemotron-H, LFM3, GPT-NeoX."""
+_ROUTER = re.compile(r"\.(gate|router|shared_expert_gate)\.")
+"""In the names of matrices that choose experts."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,9 @@ class QuantisedCheckpoint:
         """The bytes of all matrices in blocks."""
         packed = sum(tensor.elements for tensor in self.tensors.values() if tensor.kind == CODES)
         return packed + sum(
-            tensor.shape[0] * row_bytes(self.kind_of(tensor), tensor.shape[1]) if len(tensor.shape) == 2 else 0
+            prod(tensor.shape[:-1]) * row_bytes(self.kind_of(tensor), tensor.shape[-1])
             for tensor in self.tensors.values()
+            if len(tensor.shape) > 1 and tensor.kind != CODES and 1 not in tensor.shape[1:-1]
         )
 
     @property
@@ -60,13 +65,30 @@ class QuantisedCheckpoint:
         """Whether its experts are packed, and nothing else is quantised."""
         return self.kind == KIND
 
+    def tensors_of(self, name: str) -> list[CheckpointTensor]:
+        """Return the tensor of a name, or those of all experts if `*` stands in the place of an expert's number."""
+        if "*" not in name:
+            return [self.tensors[name]]
+        names = (name.replace("*", str(expert)) for expert in itertools.count())
+        return [self.tensors[one] for one in itertools.takewhile(self.tensors.__contains__, names)]
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of what `tensors_of` returns, as one tensor; () if the experts' are not alike."""
+        tensors = self.tensors_of(name)
+        if "*" not in name:
+            return tensors[0].shape
+        alike = len({tensor.shape for tensor in tensors}) == 1
+        return (len(tensors), *tensors[0].shape) if alike else ()
+
     def kind_of(self, tensor: CheckpointTensor) -> str:
         """Return the type that a matrix gets."""
-        return "BF16" if self.packed or tensor.shape[1] % STEP else self.kind
+        return "BF16" if self.packed or tensor.shape[-1] % STEP or _ROUTER.search(tensor.name) else self.kind
 
     def matrix(self, tensor: CheckpointTensor) -> StoredMatrix:
-        """Return [outputs, inputs] in blocks. Raises ModelError if the matrix holds NaN or infinity."""
-        (outputs, inputs), kind = tensor.shape, self.kind_of(tensor)
+        """Return [outputs, inputs] in blocks, those of all experts one after the other. Raises ModelError if the matrix
+        holds NaN or infinity.
+        """
+        outputs, inputs, kind = prod(tensor.shape[:-1]), tensor.shape[-1], self.kind_of(tensor)
         raw = np.empty((outputs, row_bytes(kind, inputs)), np.uint8)
         step = max(1, _AT_ONCE // inputs)
 
@@ -93,25 +115,22 @@ class QuantisedWeights(StoredWeights):
     def rows(self, tensor: str) -> StoredMatrix:
         if is_part(tensor):
             return packed_rows(tensor, self.checkpoint.tensors)
-        return self.checkpoint.matrix(self.checkpoint.tensors[tensor])
+        matrices = [self.checkpoint.matrix(one) for one in self.checkpoint.tensors_of(tensor)]
+        if len(matrices) == 1:
+            return matrices[0]
+        return StoredMatrix(matrices[0].kind, np.concatenate([matrix.raw for matrix in matrices]))
 
     def experts(self, name: str, parts: int = 0) -> list[list[StoredMatrix]]:
-        if not is_part(self.places[name].tensors[0]):
-            raise Unreadable("experts are read from GGUF files, or packed as MXFP4")
+        if parts and not self.places[name].in_turn:
+            raise Unreadable("the experts' inputs lie before their outputs, so their rows are not blocks")
         return super().experts(name, parts)
-
-    def values(self, name: str) -> Tensor:
-        if name in self.vectors or len(self.places[name].shape) == 2 or is_part(self.places[name].tensors[0]):
-            return super().values(name)
-        [tensor] = self.places[name].tensors
-        return _numbers(self.checkpoint.tensors[tensor])
 
 
 def matched(checkpoint: QuantisedCheckpoint, model: Any) -> tuple[dict[str, Place], dict[str, Tensor]]:
     """Return where the matrices of a stock model on the meta device are, and the values of its other parameters, by
-    name: the parameters have the names of the checkpoint's tensors, but for how they may begin. Raises Unreadable
-    otherwise.
+    name. Raises Unreadable if the checkpoint does not hold them, or in another order.
     """
+    joined = joined_tensors(model, checkpoint.tensors)
     places: dict[str, Place] = {}
     vectors: dict[str, Tensor] = {}
     for first, same in (named(model) | stored_buffers(model)).items():
@@ -119,17 +138,20 @@ def matched(checkpoint: QuantisedCheckpoint, model: Any) -> tuple[dict[str, Plac
         if (packed := packed_place(first, tuple(parameter.shape), checkpoint.tensors)) is not None:
             places |= dict.fromkeys(same, packed)
             continue
-        stored = [*same, *(name.replace(*renamed, 1) for renamed in _RENAMED for name in same)]
-        name = next((name for name in stored if name in checkpoint.tensors), None)
-        if name is None:
+        parts = next((joined[name] for name in same if name in joined), ())
+        if not parts or (parameter.dim() == 2 and len(parts) > 1):
             raise Unreadable(f"{first} is not stored under its name")
-        tensor = checkpoint.tensors[name]
-        if tensor.shape != tuple(parameter.shape):
-            raise Unreadable(f"{name} is stored in another shape")
-        if is_vector(parameter) or name.endswith("_bias"):  # of all experts
-            vectors |= dict.fromkeys(same, _numbers(tensor))
+        if is_vector(parameter) or first.endswith("_bias"):  # of all experts
+            values = [_numbers(checkpoint.tensors[part]) for part in parts]
+            value = values[0] if len(values) == 1 else torch.cat(values)
+            vectors |= dict.fromkeys(same, value)
+            fits = value.shape == parameter.shape
         else:
-            places |= dict.fromkeys(same, Place((name,), tuple(tensor.shape)))
+            *before, outputs, inputs = parameter.shape
+            places |= dict.fromkeys(same, Place(parts, tuple(parameter.shape)))
+            fits = all(checkpoint.shape_of(part) == (*before, outputs / len(parts), inputs) for part in parts)
+        if not fits:
+            raise Unreadable(f"{first} is stored in another shape")
     return places, vectors
 
 

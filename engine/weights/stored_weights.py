@@ -127,7 +127,7 @@ class StoredWeights(ABC):
 
 def is_vector(parameter: Tensor) -> bool:
     """Return whether a parameter is no matrix: a convolution of each channel by itself is none."""
-    return parameter.dim() < 2 or (parameter.dim() == 3 and int(parameter.shape[1]) == 1)
+    return parameter.dim() < 2 or 1 in parameter.shape[1:-1]
 
 
 def stored_buffers(model: nn.Module) -> dict[str, list[str]]:

@@ -42,6 +42,8 @@ def test_other_heads_are_told_with_their_methods(tmp_path: Path) -> None:
     assistant = told(str(write_assistant(tmp_path / "y.gguf", random_assistant(random_model("gemma4")))))
     assert "method=assistant" in assistant["drafter"] and assistant["reads"] == "the last state, keys and values"
     assert assistant["for"] == "a target of hidden size 64 and 262 tokens"
+    random_assistant(random_model("gemma4")).save_pretrained(tmp_path / "z")
+    assert told(str(tmp_path / "z"))["drafter"].startswith("an assistant: method=assistant")
 
 
 def test_a_head_that_cannot_be_read_is_told_with_the_reason(tmp_path: Path) -> None:

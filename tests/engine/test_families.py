@@ -9,8 +9,8 @@ import pytest
 
 from engine import SamplingParams
 from tests.conftest import VOCABULARY, tiny_tokenizer
-from tests.engine.test_exact import build
 from tests.engine.tiny_engine import PROMPTS, tiny_engine
+from tests.engine.tiny_families import build
 
 LENGTH = 40
 

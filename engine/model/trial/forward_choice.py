@@ -36,7 +36,7 @@ from engine.model.structure import AttentionStructure, DecoderStructure, GatedDe
 from engine.model.trial.probe import ModelProbe
 from engine.model.trial.proof import Proof, ProvedModel
 from engine.model.trial.stock_logits import LayeredStock, WholeStock, passed_rules
-from engine.model.windows import short_windows
+from engine.model.trial.windows import short_windows
 from engine.weights.stored_weights import StoredWeights
 
 _BESIDE = "a token's logits depend on the rows beside it"

@@ -18,7 +18,7 @@ from engine.model.loading import name_of
 from engine.model.reader.ternary import is_ternary
 from engine.model.runner import Runner
 from engine.model.trial.stock_logits import NEAR, Offsets, StockLogits
-from engine.model.windows import has_windows
+from engine.model.trial.windows import has_windows
 
 _TOKENS = 24
 _ACCEPTED = 3  # nodes of the tree that are committed

@@ -23,7 +23,7 @@ from engine.model.reader.parts import text_part
 from engine.model.stock import NAME, attending
 from engine.model.structure import OtherStructure
 from engine.model.trial.float32_products import stock_products
-from engine.model.windows import short_windows
+from engine.model.trial.windows import short_windows
 
 _HEAD_ROWS = 1 << 14  # outputs of the last matrix that are in memory together
 
@@ -171,7 +171,7 @@ class LayeredStock:
         """Return the arguments of each layer's call for a text of so many rows."""
         calls: list[_Call] = []
 
-        def pass_on(state: Tensor, *args: Any, **options: Any) -> Tensor | tuple[Tensor]:
+        def pass_on(state: Tensor, *args: Any, **options: Any) -> Tensor | tuple[Tensor, None]:
             if state.dim() < 3:
                 raise _TakesFirst
             calls.append(_Call((state, *args), options))
@@ -183,21 +183,21 @@ class LayeredStock:
                 made = decoder(torch.arange(rows)[None], use_cache=False, **_places(rows, offsets, first))
                 if made.last_hidden_state.dim() == 3:
                     return calls
-            except _TakesFirst:
+            except (_TakesFirst, ValueError):  # the second, if the model takes a state apart as two values
                 pass
         if self._several:
             raise OtherStructure("layers that return neither a state nor a state and more")
         self._several = True
         return self._calls(rows, offsets, first)
 
-    def _made(self, state: Tensor) -> Tensor | tuple[Tensor]:
+    def _made(self, state: Tensor) -> Tensor | tuple[Tensor, None]:
         """Return the state in the form in which this family's layers return it: alone, or as the first of several
         values.
         """
-        return (state,) if self._several else state
+        return (state, None) if self._several else state
 
     @contextmanager
-    def _layers(self, forward: Callable[..., Tensor | tuple[Tensor]]) -> Iterator[None]:
+    def _layers(self, forward: Callable[..., Tensor | tuple[Tensor, None]]) -> Iterator[None]:
         """Let all layers call `forward` in place of their own within this context."""
         for layer in self.base.layers:
             layer.forward = forward

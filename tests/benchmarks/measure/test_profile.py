@@ -25,7 +25,7 @@ from engine.kernels.threads import Kernel, address_of
 from engine.model.masked import MaskedForward
 from engine.model.stock import StockForward
 from engine.model.target import Target
-from tests.engine.test_exact import build
+from tests.engine.tiny_families import build
 
 APP = typer.Typer()
 APP.command()(profile)

@@ -37,7 +37,7 @@ from engine.model.masked import MaskedForward
 from engine.model.masked_cache import MaskedCache
 from engine.model.reader.decoder import describe
 from engine.model.state_pool import StatePool
-from tests.engine.test_exact import build
+from tests.engine.tiny_families import build
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -49,7 +49,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "qwen2": {}, "qwen3": {}, "mistral with a window": {}, "gemma2": {}, "gemma3": {}, "phi3": {}, "gpt_neox": {},
     "olmo2": {}, "granite": {}, "gpt-oss": {}, "qwen3 with experts": {},
 }  # fmt: skip
-"""What a name adds to its family of `tests.engine.test_exact`."""
+"""What a name adds to its family of `tests.engine.tiny_families`."""
 ROWS = 4
 _setup_privateuseone_for_python_backend("gpux")
 DEVICE = torch.device("gpux:0")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from transformers import LlamaConfig
 
 from engine.config import Config
 from engine.core.errors import ModelError
@@ -15,7 +16,7 @@ from engine.model.loading import load_model
 from engine.model.trial import check
 from engine.model.trial.check import lines_of
 from engine.model.trial.families import FAMILIES, table
-from tests.engine import test_exact
+from tests.engine import tiny_families
 from tests.engine.weights import family_table
 from tests.engine.weights.family_gguf import draft_head, random_model, write_family
 
@@ -27,7 +28,7 @@ def test_the_table_of_the_documents_is_that_of_the_command() -> None:
 
 
 def test_every_family_that_the_table_names_is_proved_exact_by_a_test() -> None:
-    tested = {config for config, _ in test_exact.FAMILIES.values()}
+    tested = {config for config, _ in tiny_families.FAMILIES.values()}
     stock = {"GPT2Config", "Ministral3Config"}  # the first has no lm_head, the second scales queries by position
     assert {family.config for family in FAMILIES} - stock <= tested
 
@@ -94,6 +95,9 @@ def test_quantised_weights_that_are_not_read_here_are_refused_with_the_way_out(h
 
 
 def test_what_is_no_model_is_refused_in_one_line(home: Path) -> None:
+    LlamaConfig(hidden_act="zebra").save_pretrained(home / "y")
+    with pytest.raises(ModelError, match=r"^model=.*: transformers makes no llama model of its configuration: .*zebra"):
+        checked(home / "y")
     (home / "x.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match="cut short"):
         checked(home / "x.gguf")

@@ -14,7 +14,7 @@ from engine.kernels.gemm.product import multiplies
 from engine.kernels.threads import Program, Timed
 from engine.model.decoder import LeanDecoder
 from engine.model.target import Target
-from tests.engine.test_exact import build as build_family
+from tests.engine.tiny_families import build as build_family
 
 TEXT = [(i * 37) % 128 for i in range(70)]
 

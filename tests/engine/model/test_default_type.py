@@ -12,7 +12,7 @@ from engine.core.params import SamplingParams
 from engine.model.target import Target
 from engine.sampling.penalties import Penalties
 from tests.default_type import DefaultTyped
-from tests.engine.test_exact import build
+from tests.engine.tiny_families import build
 
 TEXT = [(i * 37) % 60 + 2 for i in range(100)]  # of more rows than a forward before has had
 FAMILIES = ["llama", "qwen3.5", "qwen3 with experts", "gemma4 with inputs of layers", "phi with norms of heads"]

@@ -24,7 +24,7 @@ from engine.model.decoder import LeanDecoder
 from engine.model.loading import load_config, load_model, skeleton, weights_of
 from engine.model.target import Target
 from engine.model.trial.stock_logits import LayeredStock, Offsets, WholeStock, passed_rules
-from engine.model.windows import short_windows
+from engine.model.trial.windows import short_windows
 from engine.weights.gguf.source import open_gguf
 from engine.weights.gguf.weights import GgufWeights
 from tests.engine.test_exact import decoded, read, with_siblings

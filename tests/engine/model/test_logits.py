@@ -30,7 +30,8 @@ from engine.model.decoder import LeanDecoder
 from engine.model.reader.decoder import describe
 from engine.model.structure import OtherStructure
 from engine.model.target import Target
-from tests.engine.test_exact import COMMON, LATENT, MLA, OF_LATENT, STATES, VOCABULARY, build, read
+from tests.engine.test_exact import read
+from tests.engine.tiny_families import COMMON, LATENT, MLA, OF_LATENT, STATES, VOCABULARY, build
 
 LENGTH, PROMPT, FAR = 100, 84, 900
 TEXT = [random.Random(1).randrange(VOCABULARY) for _ in range(LENGTH)]

@@ -12,7 +12,7 @@ from engine.core.tree import TokenTree
 from engine.model.masked import MaskedForward
 from engine.model.masked_cache import MaskedCache
 from tests.engine.model.test_target import random_tree
-from tests.engine.test_exact import build
+from tests.engine.tiny_families import build
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -23,7 +23,8 @@ from engine.model.trial.activations import _sample
 from engine.model.trial.check import lines_of
 from engine.weights.quantised_weights import QuantisedCheckpoint
 from engine.weights.resolve import target_folder
-from tests.engine.test_exact import LENGTH, build, decoded, read, text_of
+from tests.engine.test_exact import LENGTH, decoded, read, text_of
+from tests.engine.tiny_families import build
 
 EXPERTS = "model.layers.1.mlp.experts."
 

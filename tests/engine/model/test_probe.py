@@ -23,7 +23,7 @@ from engine.model.reader.decoder import describe
 from engine.model.structure import OtherStructure
 from engine.model.target import Target
 from engine.model.trial.probe import far_positions
-from tests.engine.test_exact import COMMON
+from tests.engine.tiny_families import COMMON
 
 CONTEXT, ORIGINAL = 256, 64
 SIZES = COMMON | {"head_dim": 16, "max_position_embeddings": CONTEXT}

@@ -31,7 +31,7 @@ from engine.model.runner import bfloat16_bits
 from engine.model.target import Target
 from engine.model.trial.forward_choice import ForwardChoice
 from tests.conftest import save_tiny_llama
-from tests.engine.test_exact import COMMON, build
+from tests.engine.tiny_families import COMMON, build
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral with a window", "phi3", "gemma2", "gpt_neox", "phi with norms of heads",

@@ -284,6 +284,32 @@ def test_one_call_ends_the_answer_where_there_may_be_no_more(tools: ToolFormat) 
     assert state.ended
 
 
+@FORMATS
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"pattern": r"^[A-Z]{2}/\d+$"}, "AB/12", ["AB/", "ab/1", "AB/1x", "AB/\u0663", " AB/1"]),
+        ({"pattern": "b.\\$", "maxLength": 5}, "a\nbc$", ["a\nb$", "aaabc$"]),
+        ({"pattern": "^a|b$"}, "a", ["c"]),
+        ({"format": "date"}, "2026-02-28", ["2026-13-01", "2026-2-8"]),
+        ({"format": "time"}, "23:59:01Z", ["24:00:00Z", "23:59"]),
+        ({"format": "date-time"}, "2026-02-28T00:00:00.5+01:00", ["2026-02-28"]),
+        ({"format": "email"}, "a.b+c@d-e.org", ["a@", "a b@c.d"]),
+        ({"format": "ipv4"}, "192.168.0.255", ["192.168.0.256", "1.2.3"]),
+        ({"format": "uuid"}, "123e4567-e89b-12d3-a456-426614174000", ["123e4567"]),
+    ],
+    ids=str,
+)
+def test_a_text_has_the_pattern_and_the_format_that_its_schema_names(
+    tools: ToolFormat, schema: dict[str, Any], good: str, bad: list[str]
+) -> None:
+    named = {"type": "object", "properties": {"text": {"type": "string"} | schema}, "required": ["text"]}
+    wanted, format_ = Wanted([Tool("find", named)], "required", many=False), format_of(tools, True)
+    for text in [good, *bad]:
+        found = takes(format_, wanted, written(tools, [("find", {"text": text})]))
+        assert (found is None) == (text == good), text
+
+
 def test_an_answer_has_a_bounded_number_of_calls() -> None:
     most, over = (written(HERMES, CALLS[1:2] * count) for count in (MOST_CALLS, MOST_CALLS + 1))
     assert takes(format_of(HERMES, True), AUTO, most) is None

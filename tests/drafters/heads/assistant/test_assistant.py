@@ -29,8 +29,8 @@ from engine.verifier.request import Request
 from engine.weights.resolve import with_own
 from tests.drafters.heads.assistant.tiny_assistant import WINDOW, random_assistant, save, write_assistant
 from tests.drafters.heads.layouts.head_gguf import write_described
-from tests.engine.test_exact import build
 from tests.engine.tiny_engine import PROMPTS, tiny_engine
+from tests.engine.tiny_families import build
 from tests.engine.weights.family_gguf import random_model
 
 pytestmark = [
