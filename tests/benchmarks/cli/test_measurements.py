@@ -196,7 +196,7 @@ def test_acceptance_compares_methods_on_the_same_answers(
     for one in found:
         emitted[one["temperature"]].add(sum(round_["emitted"] for round_ in one["rounds"]))
     assert all(len(totals) == 1 for totals in emitted.values())  # every method writes the same answers
-    assert "Tokens a round" in done.stdout and (tmp_path / "acceptance.png").exists()
+    assert "Tokens a round" in done.stdout and (tmp_path / "acceptance.md").exists()
 
 
 def test_a_trace_has_the_spans_of_both_workers(tiny: str, tmp_path: Path) -> None:
