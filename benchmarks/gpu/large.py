@@ -166,7 +166,7 @@ def _beside(target: Target) -> Record:
     rounds = Rounds(partial(_timed, target.device), target, target.model.config, head, 1, 0.0)
     rounds.step()
     forward: Any = target.forward
-    verify, step = forward.recorded[64, tuple(rounds.drafter.feature_layers)]._graph, head.stack._recorded[16]._graph
+    verify, step = forward.recorded[64, tuple(rounds.drafter.feature_layers)]._graph, head.stack._recorded[16, True]._graph
     aside = torch.cuda.Stream()
 
     def in_turns() -> None:
