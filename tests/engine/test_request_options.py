@@ -177,7 +177,7 @@ async def test_speculation_is_a_requests_own_choice(tiny: str, method: str) -> N
     async with await Engine.start({"model": tiny} | always, method=method, transport="inproc") as engine:
         results = [await engine.generate(PROMPT, saying(say)) for say in says]
         at_once = await asyncio.gather(*(engine.generate(PROMPT, saying(say)) for say in says))
-        with pytest.raises(RequestError, match="speculation.budget=61: is over the engine's drafter.budget=60"):
+        with pytest.raises(RequestError, match=r"speculation\.budget=61: is over the engine's drafter\.budget=60"):
             await engine.generate(PROMPT, saying(Speculation(budget=61)))
     assert len({tuple(result.token_ids) for result in (*results, *at_once)}) == 1
     for free, off, two in (results, at_once):
