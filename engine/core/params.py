@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from engine.core.characters import HALF_A_CHARACTER, is_text
-from engine.core.errors import ModelError, RequestError, shown
+from engine.core.errors import HALF_A_CHARACTER, ModelError, RequestError, is_text, shown
 from engine.core.grammar import Grammar
 
 MOST_LOGPROBS = 20

@@ -19,8 +19,7 @@ from drafters.heads.assistant.program import AssistantProgram
 from drafters.heads.assistant.session import AssistantSession
 from drafters.heads.assistant.weights import AssistantWeights, read_assistant
 from drafters.heads.checkpoint import TargetWeights
-from drafters.heads.growth.policies import Dynamic
-from drafters.heads.growth.policy_choice import policy_of
+from drafters.heads.growth.policies import Dynamic, policy_of
 from drafters.heads.head import Head
 from drafters.heads.head_drafter import HeadDrafter
 from drafters.parts import weights_path

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from drafters.heads import pooled_session
 from drafters.heads.checkpoint import TargetWeights
-from drafters.heads.growth.policies import Dynamic
-from drafters.heads.growth.policy_choice import policy_of
+from drafters.heads.growth.policies import Dynamic, policy_of
 from drafters.heads.head_drafter import HeadDrafter
 from drafters.heads.layers import RMSNorm
 from drafters.heads.mtp.weights import MtpWeights, read_mtp
