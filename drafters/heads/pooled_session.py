@@ -1,6 +1,6 @@
 """Heads whose rows of all requests go through one stack, and their sessions.
 
-What `drafters.heads.feature_session` says about slots and nodes holds here too. The differences: keys, values and
+What `drafters.heads.feature_head` says about slots and nodes holds here too. The differences: keys, values and
 features of all requests lie in one pool, and a node lists the slots of its ancestors instead of having a mask. A
 feature lies in the slot of the row that it was guessed after, node 0's in that of the text's last position.
 """
