@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.heads import pooled_session
 from drafters.heads.growth.behind import DraftsBehind
 from drafters.heads.growth.policies import Policy
 from drafters.heads.layers import HeadCache, Linear, causal_mask
+from drafters.heads.pooled_session import PooledSession, PooledWeights
 from drafters.heads.session import Session
 from engine.core.drafter_protocol import DeviceVerdicts
 
 _SYNC_CHUNK = 512  # rows of one forward over a long prompt, which bounds the mask's size
 
 
-class FeatureHead(pooled_session.PooledWeights):
+class FeatureHead(PooledWeights):
     """What the EAGLE heads have in common: all but the layer itself."""
 
     lm_head: Linear
@@ -46,12 +46,6 @@ class FeatureHead(pooled_session.PooledWeights):
     def new_cache(self, capacity: int) -> HeadCache:
         """Return a cache of the head's layer."""
 
-    def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
-        return super().roots(sessions) if self.stack is None else pooled_session.roots(self, sessions)
-
-    def extend(self, asked: Sequence[tuple[Any, list[int], list[int]]]) -> list[tuple[list[int], Tensor | None]]:
-        return super().extend(asked) if self.stack is None else pooled_session.extend(self, asked)
-
     @property
     def drafts_ahead(self) -> bool:
         return hasattr(self.stack, "draft_ahead")
@@ -68,7 +62,7 @@ class FeatureHead(pooled_session.PooledWeights):
 
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> Session:
         if self.stack is not None:
-            return pooled_session.PooledSession(self, scratch)
+            return PooledSession(self, scratch)
         return FeatureSession(self, capacity, scratch)
 
 

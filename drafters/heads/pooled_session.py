@@ -11,13 +11,14 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafters.heads.head import Head
 from drafters.heads.new_stack import AnyStack
-from drafters.heads.session import Session
+from drafters.heads.session import JointSession
 from drafters.heads.stack import PooledCache
 from engine.core.batch import Rows
 from engine.device import uploaded
@@ -62,8 +63,46 @@ class PooledWeights(Head):
         assert self.stack is not None
         return self.stack.run(above, parts, chosen)
 
+    def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
+        """Return each session's logits after its text, [1, draft_vocab]; unread positions are read first."""
+        if self.stack is None:
+            return super().roots(sessions)
+        while reading := [session for session in sessions if session.unread]:
+            taken: list[tuple[PooledSession, Tensor, Rows]] = []
+            room = _READ
+            for session in reading:
+                if room:
+                    taken.append((session, *session.take(room)))
+                    room -= len(taken[-1][2])
+            self._read(taken)
+        return [session.logits for session in sessions]
 
-class PooledSession(Session):
+    def _read(self, taken: Sequence[tuple[PooledSession, Tensor, Rows]]) -> None:
+        """Read positions of several texts in one forward."""
+        parts = [rows for _, _, rows in taken]
+        for rows in parts:
+            rows.cache.reserve(rows.first + len(rows))
+        slots = [slot for rows in parts for slot in rows.slots]
+        true = torch.cat([features for _, features, _ in taken]).to(self.dtype)  # all come from the same place
+        self.keep(*uploaded([true, torch.tensor(slots)], self.device))
+        last = [end - 1 for end in accumulate(map(len, parts))]
+        for (session, _, rows), of_session in zip(taken, self.guess(slots, parts, last).split(1), strict=True):
+            session.took(rows)
+            session.logits = of_session
+
+    def extend(self, asked: Sequence[tuple[Any, list[int], list[int]]]) -> list[tuple[list[int], Tensor | None]]:
+        if self.stack is None:
+            return super().extend(asked)
+        above = [session.places[parent] for session, parents, _ in asked for parent in parents]
+        parts = [session.grow(parents, tokens) for session, parents, tokens in asked]
+        logits = self.guess(above, parts, None).split(list(map(len, parts)))
+        return [
+            (list(range(len(session.positions) - len(part), len(session.positions))), of_session)
+            for (session, _, _), part, of_session in zip(asked, parts, logits, strict=True)
+        ]
+
+
+class PooledSession(JointSession):
     """One request of a `FeatureHead`; node n > 0 occupies the slot `first + n - 1`."""
 
     def __init__(self, head: PooledWeights, scratch: int):
@@ -87,15 +126,6 @@ class PooledSession(Session):
 
     def count_unread(self) -> int:
         return sum(len(tokens) for _, _, tokens in self._unread)
-
-    def root(self) -> Tensor:
-        (logits,) = roots(self.head, [self])
-        assert logits is not None
-        return logits
-
-    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor | None]:
-        (extended,) = extend(self.head, [(self, parents, tokens)])
-        return extended
 
     def room(self) -> int:
         return self.scratch - (len(self.positions) - 1)
@@ -158,43 +188,3 @@ class PooledSession(Session):
     def unread_tokens(self) -> list[int] | None:
         """The tokens of one verdict that is unread; None if there is none, or another before it."""
         return self._unread[0][2] if len(self._unread) == 1 else None
-
-
-def roots(head: PooledWeights, sessions: Sequence[PooledSession]) -> list[Tensor | None]:
-    """Return each session's logits after its text, [1, draft_vocab]; unread positions are read first."""
-    while reading := [session for session in sessions if session.unread]:
-        taken: list[tuple[PooledSession, Tensor, Rows]] = []
-        room = _READ
-        for session in reading:
-            if room:
-                taken.append((session, *session.take(room)))
-                room -= len(taken[-1][2])
-        _read(head, taken)
-    return [session.logits for session in sessions]
-
-
-def _read(head: PooledWeights, taken: Sequence[tuple[PooledSession, Tensor, Rows]]) -> None:
-    """Read positions of several texts in one forward."""
-    parts = [rows for _, _, rows in taken]
-    for rows in parts:
-        rows.cache.reserve(rows.first + len(rows))
-    slots = [slot for rows in parts for slot in rows.slots]
-    true = torch.cat([features for _, features, _ in taken]).to(head.dtype)  # all come from the same place
-    head.keep(*uploaded([true, torch.tensor(slots)], head.device))
-    last = [end - 1 for end in accumulate(map(len, parts))]
-    for (session, _, rows), of_session in zip(taken, head.guess(slots, parts, last).split(1), strict=True):
-        session.took(rows)
-        session.logits = of_session
-
-
-def extend(
-    head: PooledWeights, asked: Sequence[tuple[PooledSession, list[int], list[int]]]
-) -> list[tuple[list[int], Tensor | None]]:
-    """Draft new nodes of several sessions in one forward."""
-    above = [session.places[parent] for session, parents, _ in asked for parent in parents]
-    parts = [session.grow(parents, tokens) for session, parents, tokens in asked]
-    logits = head.guess(above, parts, None).split(list(map(len, parts)))
-    return [
-        (list(range(len(session.positions) - len(part), len(session.positions))), of_session)
-        for (session, _, _), part, of_session in zip(asked, parts, logits, strict=True)
-    ]

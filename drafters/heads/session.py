@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -74,3 +74,17 @@ class Session(ABC):
 
     def close(self) -> None:  # noqa: B027
         """End the request."""
+
+
+class JointSession(Session):
+    """A session whose head computes the nodes of several sessions together, and so those of one."""
+
+    head: Any
+
+    def root(self) -> Tensor | None:
+        (logits,) = self.head.roots([self])
+        return logits
+
+    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor | None]:
+        (extended,) = self.head.extend([(self, parents, tokens)])
+        return extended

@@ -20,7 +20,7 @@ from drafters.heads.checkpoint import TargetWeights
 from drafters.heads.growth.policies import Dynamic, policy_of
 from drafters.heads.head import Head
 from drafters.heads.head_drafter import HeadDrafter
-from drafters.heads.session import Session
+from drafters.heads.session import JointSession
 from drafters.heads.stack import PooledCache
 from drafters.parts import weights_path
 from engine.config import Config
@@ -85,7 +85,7 @@ class AssistantHead(Head):
         return found
 
 
-class AssistantSession(Session):
+class AssistantSession(JointSession):
     """One request: the target's keys and values of its text, and the states of drafted nodes.
 
     Every node is computed at the position of the text's last token, from its token and the state of its parent, and
@@ -113,14 +113,6 @@ class AssistantSession(Session):
 
     def count_unread(self) -> int:
         return sum(map(len, self._unread))
-
-    def root(self) -> Tensor | None:
-        (logits,) = self.head.roots([self])
-        return logits
-
-    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor | None]:
-        (extended,) = self.head.extend([(self, parents, tokens)])
-        return extended
 
     def room(self) -> int:
         return self.scratch - (self.nodes - 1)
