@@ -82,9 +82,11 @@ class JointSession(Session):
     head: Any
 
     def root(self) -> Tensor | None:
+        logits: Tensor | None
         (logits,) = self.head.roots([self])
         return logits
 
     def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor | None]:
+        extended: tuple[list[int], Tensor | None]
         (extended,) = self.head.extend([(self, parents, tokens)])
         return extended
