@@ -21,7 +21,7 @@ from drafters.heads.growth.behind import DraftsBehind
 from drafters.heads.growth.policies import Policy
 from drafters.heads.layers import HeadCache, Linear, causal_mask
 from drafters.heads.pooled_session import PooledSession, PooledWeights
-from drafters.heads.session import Session
+from drafters.heads.session import ReadingSession, Session
 from engine.core.drafter_protocol import DeviceVerdicts
 
 _SYNC_CHUNK = 512  # rows of one forward over a long prompt, which bounds the mask's size
@@ -66,10 +66,11 @@ class FeatureHead(PooledWeights):
         return FeatureSession(self, capacity, scratch)
 
 
-class FeatureSession(Session):
+class FeatureSession(ReadingSession):
     """One request of a `FeatureHead`; node n > 0 occupies the cache slot `slots + n - 1`."""
 
     def __init__(self, head: FeatureHead, text: int, scratch: int):
+        super().__init__()
         self.head, self.scratch = head, scratch
         self.cache = head.new_cache(text + scratch)
         self.slots = 0  # cache slots that hold true features
@@ -79,28 +80,18 @@ class FeatureSession(Session):
         self.positions = [0] * (scratch + 1)
         # One row per node over the cache slots, so that a layer's mask is a slice and need not be assembled.
         self.visible = torch.zeros(scratch + 1, text + scratch, dtype=torch.bool, device=head.device)
-        self._pending: list[tuple[int, Tensor, list[int]]] = []
         self._root_logits: Tensor | None = None
 
-    def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
-        assert features is not None
-        # Computed when first needed: a verdict whose next tree is already drafted must not wait for it.
-        self._pending.append((start, features, tokens))
-        self.synced = start + len(tokens)
-        self.nodes, self._root_logits = 1, None
-
-    def count_unread(self) -> int:
-        return sum(len(tokens) for _, _, tokens in self._pending)
-
     def root(self) -> Tensor:
-        if self._pending:
-            positions = [start + i for start, _, tokens in self._pending for i in range(len(tokens))]
-            features = torch.cat([features for _, features, _ in self._pending])
-            tokens = [token for _, _, tokens in self._pending for token in tokens]
+        if self._unread:
+            positions = [start + i for start, _, tokens in self._unread for i in range(len(tokens))]
+            features = torch.cat([features for _, features, _ in self._unread])
+            tokens = [token for _, _, tokens in self._unread for token in tokens]
             for at in range(0, len(tokens), _SYNC_CHUNK):
                 chunk = slice(at, at + _SYNC_CHUNK)
                 self._sync(positions[chunk], features[chunk], tokens[chunk])
-            self._pending.clear()
+            self._unread.clear()
+            self._root_logits = None
         if self._root_logits is None:
             self._root_logits = self.head.logits(self.features[:1])
         return self._root_logits

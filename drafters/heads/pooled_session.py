@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafters.heads.head import Head
 from drafters.heads.new_stack import AnyStack
-from drafters.heads.session import JointSession
+from drafters.heads.session import JointSession, ReadingSession
 from drafters.heads.stack import PooledCache
 from engine.core.batch import Rows
 from engine.device import uploaded
@@ -67,7 +67,7 @@ class PooledWeights(Head):
         """Return each session's logits after its text, [1, draft_vocab]; unread positions are read first."""
         if self.stack is None:
             return super().roots(sessions)
-        while reading := [session for session in sessions if session.unread]:
+        while reading := [session for session in sessions if session.count_unread()]:
             taken: list[tuple[PooledSession, Tensor, Rows]] = []
             room = _READ
             for session in reading:
@@ -102,10 +102,11 @@ class PooledWeights(Head):
         ]
 
 
-class PooledSession(JointSession):
+class PooledSession(JointSession, ReadingSession):
     """One request of a `FeatureHead`; node n > 0 occupies the slot `first + n - 1`."""
 
     def __init__(self, head: PooledWeights, scratch: int):
+        super().__init__()
         assert head.stack is not None
         self.head, self.scratch = head, scratch
         self.cache = PooledCache(head.stack.pool)
@@ -113,19 +114,7 @@ class PooledSession(JointSession):
         self.places = [0]  # by node, where in the pool its feature is
         self.positions = [0]  # by node, the position of its pair
         self.sees: list[list[int]] = [[]]  # by node, the slots after the text that it sees
-        self._unread: list[tuple[int, Tensor, list[int]]] = []
-        self.logits: Tensor | None = None  # logits after the text
-
-    def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
-        assert features is not None
-        # Read when first needed: a verdict whose next tree is already drafted must not wait for it.
-        self._unread.append((start, features, tokens))
-        self.synced = start + len(tokens)
-        self.clear()
-        self.logits = None
-
-    def count_unread(self) -> int:
-        return sum(len(tokens) for _, _, tokens in self._unread)
+        self.logits: Tensor | None = None  # after what was read of the text
 
     def room(self) -> int:
         return self.scratch - (len(self.positions) - 1)
@@ -179,12 +168,3 @@ class PooledSession(JointSession):
         rows = Rows(self.cache, place, tokens, self.positions[-n:], [self.slots] * n, self.sees[-n:])
         self.places += rows.slots
         return rows
-
-    @property
-    def unread(self) -> bool:
-        return bool(self._unread)
-
-    @property
-    def unread_tokens(self) -> list[int] | None:
-        """The tokens of one verdict that is unread; None if there is none, or another before it."""
-        return self._unread[0][2] if len(self._unread) == 1 else None

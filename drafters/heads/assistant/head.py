@@ -20,7 +20,7 @@ from drafters.heads.checkpoint import TargetWeights
 from drafters.heads.growth.policies import Dynamic, policy_of
 from drafters.heads.head import Head
 from drafters.heads.head_drafter import HeadDrafter
-from drafters.heads.session import JointSession
+from drafters.heads.session import JointSession, ReadingSession
 from drafters.heads.stack import PooledCache
 from drafters.parts import weights_path
 from engine.config import Config
@@ -63,10 +63,9 @@ class AssistantHead(Head):
         return AssistantSession(self, scratch)
 
     def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
-        new = [session for session in sessions if session.logits is None]
-        for session in new:
+        for session in sessions:
             session.read()
-        if new:
+        if new := [session for session in sessions if session.logits is None]:
             before = torch.stack([session.before for session in new])
             logits, states = self.program.step(before, [session.rows([session.token]) for session in new])
             for session, of_session, state in zip(new, logits.split(1), states, strict=True):
@@ -85,7 +84,7 @@ class AssistantHead(Head):
         return found
 
 
-class AssistantSession(JointSession):
+class AssistantSession(JointSession, ReadingSession):
     """One request: the target's keys and values of its text, and the states of drafted nodes.
 
     Every node is computed at the position of the text's last token, from its token and the state of its parent, and
@@ -94,6 +93,7 @@ class AssistantSession(JointSession):
     """
 
     def __init__(self, head: AssistantHead, scratch: int):
+        super().__init__()
         self.head, self.program, self.scratch, self.held = head, head.program, scratch, 0
         self.cache = PooledCache(head.program.pool)
         self.states = torch.empty(scratch + 1, head.hidden_size, dtype=torch.bfloat16)
@@ -101,18 +101,6 @@ class AssistantSession(JointSession):
         self.logits: Tensor | None = None  # of node 0
         self.before = torch.empty(0)  # the target's state before the text's last token
         self.token = -1
-        self._unread: list[Tensor] = []
-
-    def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
-        assert features is not None
-        # Written when first needed: a verdict whose next tree is already drafted must not wait for it.
-        self._unread.append(features)
-        self.synced, self.token = start + len(tokens), tokens[-1]
-        self.clear()
-        self.logits = None
-
-    def count_unread(self) -> int:
-        return sum(map(len, self._unread))
 
     def room(self) -> int:
         return self.scratch - (self.nodes - 1)
@@ -125,10 +113,11 @@ class AssistantSession(JointSession):
 
     def read(self) -> None:
         """Write the keys and values that have come."""
-        for features in self._unread:
+        for _, features, tokens in self._unread:
             self.program.write(self.cache.places(self.held, len(features)), features[:, 1:].flatten(1))
             self.held += len(features)
             self.before = features[-1, 0].clone()  # a view would hold all of them
+            self.token, self.logits = tokens[-1], None
         self._unread.clear()
 
     def rows(self, tokens: list[int]) -> ReadingRows:
