@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from drafters.heads.checkpoint import TargetWeights
-from drafters.heads.growth.policies import Policy, Static
-from drafters.heads.growth.policy_choice import policy_of
+from drafters.heads.growth.policies import Policy, Static, policy_of
 from drafters.heads.head import Head
 from drafters.heads.head_drafter import HeadDrafter
 from drafters.heads.session import Session

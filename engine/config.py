@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from engine.core.errors import ConfigError, first_line, printable, shown
-from engine.core.spelling import did_you_mean
+from engine.core.errors import ConfigError, did_you_mean, first_line, printable, shown
 from engine.install_paths import ROOT
 
 AUTO = "auto"

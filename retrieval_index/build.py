@@ -19,8 +19,17 @@ from numpy.typing import NDArray
 
 from engine.files.whole_file import write_whole
 from retrieval_index.corpus import tokenised
-from retrieval_index.datastore import HEADER, MAGIC, VERSION, DatastoreError, Header, Shard, checksum, fingerprint
-from retrieval_index.library import library
+from retrieval_index.datastore import (
+    HEADER,
+    MAGIC,
+    VERSION,
+    DatastoreError,
+    Header,
+    Shard,
+    checksum,
+    fingerprint,
+    library,
+)
 
 SHARD_TOKENS = 32_000_000
 PROGRESS = "progress.json"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,13 @@ class Datastore:
         if not path.is_file() or path.stat().st_size != size:
             raise DatastoreError(f"{path}: missing or truncated (expected {size} bytes): build the datastore again")
         return np.asarray(np.memmap(path, dtype, mode="r"))
+
+
+def library(name: str) -> Any:
+    """Return a module of the extra `index`. Raises DatastoreError, one line that says how to get it."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:  # the library is there, and one that it needs is missing
+            raise
+        raise DatastoreError(f"{name} is missing: pip install 'talon-decoding[index]'") from None

@@ -16,9 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval_index.datastore import HEADER, DatastoreError, checksum, fingerprint
+from retrieval_index.datastore import HEADER, DatastoreError, checksum, fingerprint, library
 from retrieval_index.embedding import TextEmbedding
-from retrieval_index.library import library
 
 VERSION = 1
 MAGIC = "talon-dense"

@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from engine.files.whole_file import whole_file, write_whole
 from retrieval_index.build import PROGRESS, Begun, building_in, described, resume
 from retrieval_index.corpus import tokenised
-from retrieval_index.datastore import HEADER, DatastoreError, checksum, fingerprint
+from retrieval_index.datastore import HEADER, DatastoreError, checksum, fingerprint, library
 from retrieval_index.dense import FILES, MAGIC, VERSION, DenseHeader, read_header
 from retrieval_index.embedding import Floats, TextEmbedding
-from retrieval_index.library import library
 
 PASSAGE_TOKENS = 160
 PART_TOKENS = 1_000_000  # tokens that are read and embedded at a time

@@ -24,7 +24,7 @@ from .options import AgainstOption, HeadsOption, MinutesOption, QuestionsOption,
 def report(
     folder: Annotated[Path, typer.Argument(help="What talon bench --out named.")], against: AgainstOption = None
 ) -> None:
-    """Make report.md and report.html again from the rows of a benchmark, or compare two runs of it."""
+    """Make report.md again from the rows of a benchmark, or compare two runs of it."""
 
     async def main() -> None:
         if against is None:

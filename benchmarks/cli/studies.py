@@ -36,7 +36,7 @@ def acceptance(
             min=0.001,
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of acceptance.json, .md and .png.")] = Path("acceptance"),
+    out: Annotated[Path, typer.Option(help="Folder of acceptance.json and acceptance.md.")] = Path("acceptance"),
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
 ) -> None:
@@ -87,7 +87,6 @@ def profile(
     rows: Annotated[str, typer.Option(help="Tokens verified in one forward, with commas between.")] = "1,8,16,32",
     behind: Annotated[int, typer.Option(help="Tokens of text before them.", min=1)] = 512,
     repeats: Annotated[int, typer.Option(help="Forwards of each kind, of which the medians are shown.", min=1)] = 20,
-    out: Annotated[Path, typer.Option(help="The picture, .png or .svg.")] = Path("forward.png"),
     config: ConfigOption = configuration.DEMO,
     set_: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -114,19 +113,18 @@ def profile(
 
     talon profile --set model=DIR --set dtype=float32 --set verifier.threads=1
 
-    talon profile --rows 1,2,4,8 --behind 2000 --out long.png
+    talon profile --rows 1,2,4,8 --behind 2000
     """
     console = Console(stderr=True)
     with one_line_errors():
         asked, settings = _counts(rows), configuration.load(config, overrides(set_))
-        from ..measure.profile import draw, loaded, profile_target, show
+        from ..measure.profile import loaded, profile_target, show
 
         with console.status("loading the model"):
             target = loaded(settings)
         found = profile_target(target, asked, behind, repeats, console)
         found.model = settings.model
         show(found, as_json)
-        draw(found, out, console)
 
 
 def _counts(listed: str) -> list[int]:

@@ -67,7 +67,7 @@ def product(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
 
 
 def coded(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of four bits, their scales, and the weight that they stand for. weight: [outputs, inputs] bfloat16."""
+    """Return codes of four bits, their scales, and the weight that they stand for. weight: [outputs, inputs]."""
     groups = weight.float().unflatten(1, (-1, CODES))
     scales = (groups.abs().amax(-1) / 7).to(weight.dtype)
     codes = (groups / scales.float()[..., None]).round().clamp(-8, 7).nan_to_num()

@@ -103,8 +103,8 @@ def _layers_of(parts: Sequence[Tensor]) -> list[ahead._Drafted]:
     for at in range(4, len(parts), 4):
         width = len(parts[at]) // trees
         following, prob = (part[:, :width].reshape(trees, -1) for part in parts[at - 2 : at])
-        chances = (above[..., None] * prob.view(trees, -1, width)).flatten(1)
-        above, best = (part[:, :width] for part in chances.sort(dim=1, descending=True, stable=True))
+        confidence = (above[..., None] * prob.view(trees, -1, width)).flatten(1)
+        above, best = (part[:, :width] for part in confidence.sort(dim=1, descending=True, stable=True))
         parts[at], parts[at + 1] = (best // width).flatten(), following.gather(1, best).flatten()
     return layers_of(parts)
 
@@ -224,7 +224,7 @@ def _round(
     temperature: float,
     *options: Any,
 ) -> Record:
-    """options: further ones of `Rounds`."""
+    """Count what a round of a head does. options: further arguments of `Rounds`."""
     head = head_of(method, config, _weight)
     served = Rounds(tracing.counting, runner, config, head, requests, temperature, *options)
     for _ in range(_ROUNDS):

@@ -159,14 +159,17 @@ def _rounds(target: Target, method: str, temperature: float, requests: int) -> R
 
 
 def _beside(target: Target) -> Record:
-    """Microseconds of the graphs of a forward of 64 rows and of six draft steps, one after the other and on two streams
-    at once.
+    """Measure the microseconds of the graphs of a forward of 64 rows and of six draft steps, one after the other and on
+    two streams at once.
     """
     head: Any = head_of("eagle3", target.model.config, partial(random_weight, device="cuda"))
     rounds = Rounds(partial(_timed, target.device), target, target.model.config, head, 1, 0.0)
     rounds.step()
     forward: Any = target.forward
-    verify, step = forward.recorded[64, tuple(rounds.drafter.feature_layers)]._graph, head.stack._recorded[16]._graph
+    verify, step = (
+        forward.recorded[64, tuple(rounds.drafter.feature_layers)]._graph,
+        head.stack._recorded[16, True]._graph,
+    )
     aside = torch.cuda.Stream()
 
     def in_turns() -> None:

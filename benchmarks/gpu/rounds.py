@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from drafters.heads.checkpoint import Checkpoint, TargetWeights
-from drafters.heads.growth.policies import Policy
-from drafters.heads.growth.policy_choice import policy_of
+from drafters.heads.growth.policies import Policy, policy_of
 from drafters.heads.head import Head
 from drafters.heads.head_drafter import HeadDrafter
 from drafters.hybrid.hybrid import HybridDrafter

@@ -283,34 +283,6 @@ def tables(found: Sequence[Accepted]) -> list[Table]:
 
 
 def write(out: Path, found: Sequence[Accepted], shown: Sequence[Table]) -> None:
-    """Write the rounds, the tables and a picture to the folder."""
+    """Write the rounds and the tables to the folder."""
     (out / "acceptance.json").write_bytes(msgspec.json.encode(found))
     (out / "acceptance.md").write_text("\n\n".join(f"{t.title}\n\n{t.markdown()}" for t in shown) + "\n", "utf8")
-    try:
-        _draw(found, out / "acceptance.png")
-    except ImportError as error:
-        raise ConfigError(f"no picture: {error}; pip install 'talon-decoding[bench]'") from None
-
-
-def _draw(found: Sequence[Accepted], path: Path) -> None:
-    """Draw for each temperature what chains accept at each position, if there are any, tokens a round in each way, and
-    cut trees' speed-up.
-    """
-    from ..report.plots import grouped, lines, panels, save
-
-    temperatures = list(dict.fromkeys(one.temperature for one in found))
-    kinds = [kind for kind in ("chain", "tree", "cut") if any(one.way == kind for one in found)]
-    figure, axes = panels(len(temperatures), 3, 14, 3.8 * len(temperatures))
-    for (chains, tokens, speeds), temperature in zip(axes, temperatures, strict=True):
-        mine = [one for one in found if one.temperature == temperature]
-        names = list(dict.fromkeys(one.method for one in mine))
-        shares = {one.method: one.by_position() for one in mine if one.way == "chain"}
-        if shares:
-            curves = {name: (range(1, len(some) + 1), some) for name, some in shares.items()}
-            title = f"Chain, T = {temperature:g}"
-            lines(chains, curves, title=title, ylim=(0, 1), xlabel="position", ylabel="accepted, given all before")
-        mats = {kind: {one.method: one.mat for one in mine if one.way == kind} for kind in kinds}
-        grouped(tokens, names, mats, title=f"Tokens a round, T = {temperature:g}", ylim=(1, None))
-        paid = {"cut": {one.method: one.speed_up for one in mine if one.way == "cut"}}
-        grouped(speeds, names, paid, title=f"Computed speed-up, T = {temperature:g}{simulation(found)}")
-    save(figure, path)

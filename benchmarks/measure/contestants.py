@@ -11,10 +11,9 @@ from rich.console import Console
 
 from engine.api import Engine
 from engine.config import Config, load
-from engine.core.errors import ConfigError, TalonError
+from engine.core.errors import ConfigError, TalonError, did_you_mean
 from engine.core.methods import METHODS
 from engine.core.params import SamplingParams
-from engine.core.spelling import did_you_mean
 from engine.frontend.processes import ProcessWorker
 
 from ..report.figures import PLAIN, TRANSFORMERS

@@ -44,8 +44,8 @@ class Text(NamedTuple):
 
 
 class LogitAgreement(NamedTuple):
-    """With float32, over some positions. differs: share of them where another token is the likeliest. divergence: mean
-    of the Kullback-Leibler divergence from float32's distribution, in nats.
+    """How logits agree with those of float32. differs: share of positions where another token is the likeliest.
+    divergence: mean of the Kullback-Leibler divergence from float32's distribution, in nats.
     """
 
     positions: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import msgspec
@@ -155,36 +154,6 @@ def table(profile: Profile) -> Table:
 
 def _figure(ms: float) -> str:
     return f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
-
-
-def draw(profile: Profile, out: Path, console: Console) -> None:
-    """Draw what a forward spends its time on, a bar for each number of rows, and the machine's limits."""
-    try:
-        from ..report.plots import panels, save, stacked
-    except ImportError as error:
-        console.print(f"no picture: {error}; pip install 'talon-decoding[bench]'")
-        return
-    figure, ((axis,),) = panels(1, 1, 8.5, 4.2)
-    places = range(len(profile.forwards))
-    parts = {part: [getattr(forward, f"{part}_ms") for forward in profile.forwards] for part in PARTS}
-    stacked(axis, [str(forward.rows) for forward in profile.forwards], parts)
-    memory = f"limit of memory: {profile.read_gb_per_s:.3g} GB/s"
-    integers = profile.int8_multiply_adds_per_s if profile.activations == "int8" else None
-    arithmetic = f"limit of arithmetic: {integers or profile.multiply_adds_per_s:.2g} multiply-adds/s"
-    least = [f.arithmetic_ms if integers is None or f.int8_ms is None else f.int8_ms for f in profile.forwards]
-    axis.plot(places, [forward.memory_ms for forward in profile.forwards], "k_-", label=memory)
-    axis.plot(places, least, "k_--", label=arithmetic)
-    kinds = f"weights {profile.weights}, activations {profile.activations}, keys and values {profile.kv_type}"
-    how = f"{kinds}, {profile.device}, threads: {profile.threads}, {profile.forward}"
-    title = f"{profile.model}, {profile.dtype}, {how}"
-    axis.set_title(title, fontsize=9, loc="left")
-    axis.set(xlabel=f"rows of a forward after {profile.behind} tokens", ylabel="ms")
-    axis.legend(fontsize=8, loc="upper left")
-    try:
-        save(figure, out)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--out {out}: cannot be written ({error}): give another file, .png or .svg") from None
-    console.print(f"picture: {out}")
 
 
 def loaded(config: Config) -> Target:

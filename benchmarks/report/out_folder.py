@@ -64,7 +64,7 @@ class RowFile:
 
 
 def write_report(folder: Path, console: Console) -> None:
-    """Write report.md, report.html and their pictures; without matplotlib, a line says how to get them."""
+    """Write report.md and its pictures; without matplotlib, a line says how to get them."""
     try:
         from .page import write
     except ImportError as error:

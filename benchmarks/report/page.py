@@ -1,9 +1,7 @@
-"""Writes report.md and report.html: what was run, on which machine, and all results. The page contains its pictures."""
+"""Writes report.md: what was run, on which machine, and all results."""
 
 from __future__ import annotations
 
-import base64
-import html
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -28,30 +26,13 @@ READING = (
     "Nodes, depth: of the trees verified, a round. Busy: the share of the time that the target's forwards take. Hits: "
     "rounds whose tree was drafted before the verdict, which happens in mode async alone.",
 )
-_STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}
-table{border-collapse:collapse;font-size:14px}td,th{padding:.3em .6em;text-align:right;border-bottom:1px solid #ddd}
-.word{text-align:left}th{cursor:pointer;white-space:nowrap}th:hover{background:#eee}tr:hover td{background:#f6f6f6}
-th[aria-sort=ascending]::after{content:" \\2191"}th[aria-sort=descending]::after{content:" \\2193"}
-.wide{overflow-x:auto;margin-bottom:1.2em}img{width:100%;min-width:640px}h2{margin-top:2em}"""
-_SORT = """for (const th of document.querySelectorAll("th")) th.onclick = () => {
-  const table = th.closest("table"), place = th.cellIndex, rows = [...table.rows].slice(1);
-  const down = th.getAttribute("aria-sort") !== "descending";
-  for (const one of table.rows[0].cells) one.removeAttribute("aria-sort");
-  th.setAttribute("aria-sort", down ? "descending" : "ascending");
-  const value = row => row.cells[place].textContent, number = row => parseFloat(value(row));
-  const order = (a, b) => isNaN(number(a) + number(b)) ? value(b).localeCompare(value(a)) : number(b) - number(a);
-  rows.sort((a, b) => down ? order(a, b) : order(b, a));
-  table.tBodies[0].append(...rows);
-};"""
-"""Tables sort by the column that is clicked, the largest first, then the least."""
 
 
 def write(folder: Path) -> None:
     """Write the report of a folder's rows into it."""
     run = Run.read(folder)
-    pictures, sections = _draw(run, folder), [*_sections(run)]
-    (folder / "report.md").write_text(_markdown([*_run(folder), *READING], sections, pictures), encoding="utf8")
-    (folder / "report.html").write_text(_page(folder, sections, pictures), encoding="utf8")
+    text = _markdown([*_run(folder), *READING], [*_sections(run)], _draw(run, folder))
+    (folder / "report.md").write_text(text, encoding="utf8")
 
 
 def _sections(run: Run) -> Iterator[tuple[str, list[Table]]]:
@@ -121,36 +102,12 @@ def _run(folder: Path) -> list[str]:
         return ["Machine: not recorded with these rows."]
 
 
-Sections = Sequence[tuple[str, Sequence[Table]]]
-Pictures = Sequence[tuple[str, str]]
-
-
-def _markdown(about: Sequence[str], sections: Sections, pictures: Pictures) -> str:
+def _markdown(
+    about: Sequence[str], sections: Sequence[tuple[str, Sequence[Table]]], pictures: Sequence[tuple[str, str]]
+) -> str:
     parts = ["# Benchmark", *(f"![{title}]({name})" for name, title in pictures[:1]), *about]
     for title, tables in sections:
         parts += [f"## {title}", *(table.markdown() for table in tables)]
     if pictures[1:]:
         parts += ["## Pictures", *(f"![{title}]({name})" for name, title in pictures[1:])]
     return "\n\n".join(parts) + "\n"
-
-
-def _page(folder: Path, sections: Sections, pictures: Pictures) -> str:
-    parts = [_picture(folder, *picture) for picture in pictures[:1]]
-    parts += [f"<p>{html.escape(line)}</p>" for line in _run(folder)]
-    legend = "".join(f"<p>{html.escape(line)}</p>" for line in READING)
-    parts.append(f"<details><summary>How to read the tables</summary>{legend}</details>")
-    for title, tables in sections:
-        shown = (f'<div class="wide">{table.html()}</div>' for table in tables)
-        parts += [f"<h2>{html.escape(title)}</h2>", *shown]
-    parts += [_picture(folder, *picture) for picture in pictures[1:]]
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Talon benchmark</title>'
-        f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{_STYLE}</style>'
-        f"<h1>Talon benchmark</h1>{''.join(parts)}<script>{_SORT}</script></html>\n"
-    )
-
-
-def _picture(folder: Path, name: str, title: str) -> str:
-    data = base64.b64encode((folder / name).read_bytes()).decode()
-    image = f'<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">'
-    return f'<h2>{html.escape(title)}</h2><div class="wide">{image}</div>'

@@ -22,8 +22,6 @@ from .load_figures import Level, at_once
 OURS, PUBLISHED, OTHERS = "#0072B2", "#999999", "#E69F00"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 LINES, MARKERS = ("-", "--", "-.", ":"), "os^Dv"
-HATCHES = ("", "//", "..", "xx", "\\\\")
-"""Patterns that are used besides colours, so that bars differ in black and white too."""
 _OURS = ("talon", "hybrid", "+")  # prefixes of our own methods' names
 _METHODS = {OURS: "Talon", PUBLISHED: "plain, or as published", OTHERS: "transformers"}
 _ENGINES = {OURS: "Talon", OTHERS: "others"}
@@ -76,36 +74,9 @@ def lines(axis: Axes, curves: Mapping[str, tuple[Iterable[float], Iterable[float
     axis.legend(fontsize=8)
 
 
-def grouped(axis: Axes, names: Sequence[str], groups: Mapping[str, Mapping[str, float]], **settings: Any) -> None:
-    """Draw upright bars: at each name one for each group that has a value for it."""
-    width = 0.8 / max(1, len(groups))
-    for place, (group, values) in enumerate(groups.items()):
-        at = [names.index(name) + width * (place - (len(groups) - 1) / 2) for name in values]
-        axis.bar(at, [*values.values()], width, label=group, **_looks(place))
-    axis.set_xticks(range(len(names)), names)
-    axis.tick_params(axis="x", labelrotation=30, labelsize=8)
-    axis.set(**settings)
-    axis.legend(fontsize=8)
-
-
-def stacked(axis: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float]], **settings: Any) -> None:
-    """Draw upright bars made of parts, with their sums."""
-    bottom = [0.0] * len(names)
-    for place, (part, heights) in enumerate(parts.items()):
-        drawn = axis.bar(range(len(names)), heights, 0.6, bottom, label=part, **_looks(place))
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    axis.bar_label(drawn, [f"{height:.3g}" for height in bottom], padding=3, fontsize=9)
-    axis.set_xticks(range(len(names)), names)
-    axis.set(**settings)
-
-
 def panels(lines: int, columns: int, width: float, height: float) -> tuple[Figure, Any]:
     """Return a figure, and its axes, [lines, columns]."""
     return plt.subplots(lines, columns, figsize=(width, height), squeeze=False, layout="constrained")
-
-
-def _looks(place: int) -> dict[str, Any]:
-    return {"color": COLOURS[place % 7], "hatch": HATCHES[place % 5], "edgecolor": "white"}
 
 
 def save(figure: Figure, path: Path) -> None:

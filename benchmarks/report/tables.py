@@ -1,8 +1,7 @@
-"""A table of cells: the same on a terminal of 80 columns, in Markdown and in HTML."""
+"""A table of cells: the same on a terminal of 80 columns and in Markdown."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,14 +28,6 @@ class Table:
     def markdown(self) -> str:
         rule = ["---" if place < self.words else "---:" for place in range(len(self.columns))]
         return "\n".join(f"| {' | '.join(line)} |" for line in [self.columns, rule, *self.rows])
-
-    def html(self) -> str:
-        def line(tag: str, cells: Sequence[str]) -> str:
-            kinds = [' class="word"' if place < self.words else "" for place in range(len(cells))]
-            shown = (f"<{tag}{kind}>{html.escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
-            return f"<tr>{''.join(shown)}</tr>"
-
-        return f"<table>{line('th', self.columns)}{''.join(line('td', row) for row in self.rows)}</table>"
 
 
 def p50_p95(values: Sequence[float], scale: float = 1, form: str = ".0f") -> str:

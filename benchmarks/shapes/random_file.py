@@ -123,7 +123,7 @@ def _random(tensor: FileTensor, kind: Type, numbers: np.random.Generator) -> NDA
 
 @cache
 def _blocks(kind: Type) -> NDArray[np.uint8]:
-    """[blocks, bytes] of random codes."""
+    """Return [blocks, bytes] of random codes."""
     _, size = gguf.GGML_QUANT_SIZES[kind]
     found = np.random.default_rng(1).integers(0, 256, (_BLOCKS, size), dtype=np.uint8)
     for scale in _SCALES[kind]:

@@ -70,7 +70,7 @@ class _Layer(NamedTuple):
 
 
 def norms_of(decoder: DecoderLayer) -> tuple[Tensor | None, float]:
-    """Weights of the norms of each head's query and key, [2, head_dim] float32, if there are any; and their epsilon."""
+    """Return the weights of the norms of each head's query and key, [2, head_dim] float32, and their epsilon."""
     query, key = norm_of(decoder.query_norm), norm_of(decoder.key_norm)
     if query is None or key is None:
         return None, 0.0

@@ -13,8 +13,7 @@ from torch import Tensor
 from drafters.heads.checkpoint import TargetWeights
 from drafters.heads.forwards import Forwards
 from drafters.heads.growth.lockstep import Advice, Growth, grow
-from drafters.heads.growth.policies import Policy
-from drafters.heads.growth.policy_choice import policy_of
+from drafters.heads.growth.policies import Policy, policy_of
 from drafters.heads.growth.ranking import ErrorScale, Ranking
 from drafters.heads.growth.trie import Trie, TriePlace
 from drafters.heads.head import Head

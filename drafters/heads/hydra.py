@@ -25,7 +25,7 @@ from drafters.heads.head import Head
 from drafters.heads.layers import Linear, draft_dtype
 from drafters.heads.matrices import numbers
 from drafters.heads.medusa import ROWS
-from drafters.heads.session import Session
+from drafters.heads.session import JointSession
 from engine.device import uploaded
 from engine.model.cuda.graphs import RecordedRows
 
@@ -134,7 +134,7 @@ class HydraHead(Head):
         return HydraSession(self, scratch)
 
 
-class HydraSession(Session):
+class HydraSession(JointSession):
     """A node is the tokens of its path, the text's last token first; its head also reads the last true feature."""
 
     def __init__(self, head: HydraHead, scratch: int):
@@ -146,15 +146,6 @@ class HydraSession(Session):
         assert features is not None
         self.feature, self.paths = features[-1, 0].to(self.head.dtype), [(tokens[-1],)]
         self.synced = start + len(tokens)
-
-    def root(self) -> Tensor:
-        (logits,) = self.head.roots([self])
-        assert logits is not None
-        return logits
-
-    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor | None]:
-        (extended,) = self.head.extend([(self, parents, tokens)])
-        return extended
 
     def add(self, parents: list[int], tokens: list[int]) -> list[int]:
         """Add nodes, and return their numbers."""

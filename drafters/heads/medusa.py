@@ -19,7 +19,7 @@ from drafters.heads.checkpoint import WEIGHT_FILES, Checkpoint, TargetWeights
 from drafters.heads.growth.policies import MEDUSA_63, Static
 from drafters.heads.head import Head
 from drafters.heads.layers import Linear, draft_dtype
-from drafters.heads.session import Session
+from drafters.heads.session import JointSession
 from engine.model.cuda.graphs import RecordedRows
 
 ROWS = (1, 4, 16, 64, 256, 1024)
@@ -93,7 +93,7 @@ class MedusaHead(Head):
         return MedusaSession(self)
 
 
-class MedusaSession(Session):
+class MedusaSession(JointSession):
     """Only the last true feature counts; a node is only its depth, and each token of a continuation uses up a head."""
 
     def __init__(self, head: MedusaHead):
@@ -107,11 +107,6 @@ class MedusaSession(Session):
         self.feature, self.logits = features[-1].to(self.head.dtype), None
         self.synced = start + len(tokens)
         self.clear()
-
-    def root(self) -> Tensor:
-        (logits,) = self.head.roots([self])
-        assert logits is not None
-        return logits
 
     def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor]:
         assert self.logits is not None

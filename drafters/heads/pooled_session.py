@@ -1,6 +1,6 @@
 """Heads whose rows of all requests go through one stack, and their sessions.
 
-What `drafters.heads.feature_session` says about slots and nodes holds here too. The differences: keys, values and
+What `drafters.heads.feature_head` says about slots and nodes holds here too. The differences: keys, values and
 features of all requests lie in one pool, and a node lists the slots of its ancestors instead of having a mask. A
 feature lies in the slot of the row that it was guessed after, node 0's in that of the text's last position.
 """
@@ -11,13 +11,14 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from drafters.heads.head import Head
 from drafters.heads.new_stack import AnyStack
-from drafters.heads.session import Session
+from drafters.heads.session import JointSession, ReadingSession
 from drafters.heads.stack import PooledCache
 from engine.core.batch import Rows
 from engine.device import uploaded
@@ -62,11 +63,50 @@ class PooledWeights(Head):
         assert self.stack is not None
         return self.stack.run(above, parts, chosen)
 
+    def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
+        """Return each session's logits after its text, [1, draft_vocab]; unread positions are read first."""
+        if self.stack is None:
+            return super().roots(sessions)
+        while reading := [session for session in sessions if session.count_unread()]:
+            taken: list[tuple[PooledSession, Tensor, Rows]] = []
+            room = _READ
+            for session in reading:
+                if room:
+                    taken.append((session, *session.take(room)))
+                    room -= len(taken[-1][2])
+            self._read(taken)
+        return [session.logits for session in sessions]
 
-class PooledSession(Session):
+    def _read(self, taken: Sequence[tuple[PooledSession, Tensor, Rows]]) -> None:
+        """Read positions of several texts in one forward."""
+        parts = [rows for _, _, rows in taken]
+        for rows in parts:
+            rows.cache.reserve(rows.first + len(rows))
+        slots = [slot for rows in parts for slot in rows.slots]
+        true = torch.cat([features for _, features, _ in taken]).to(self.dtype)  # all come from the same place
+        self.keep(*uploaded([true, torch.tensor(slots)], self.device))
+        last = [end - 1 for end in accumulate(map(len, parts))]
+        for (session, _, rows), of_session in zip(taken, self.guess(slots, parts, last).split(1), strict=True):
+            session.took(rows)
+            session.logits = of_session
+
+    def extend(self, asked: Sequence[tuple[Any, list[int], list[int]]]) -> list[tuple[list[int], Tensor | None]]:
+        if self.stack is None:
+            return super().extend(asked)
+        above = [session.places[parent] for session, parents, _ in asked for parent in parents]
+        parts = [session.grow(parents, tokens) for session, parents, tokens in asked]
+        logits = self.guess(above, parts, None).split(list(map(len, parts)))
+        return [
+            (list(range(len(session.positions) - len(part), len(session.positions))), of_session)
+            for (session, _, _), part, of_session in zip(asked, parts, logits, strict=True)
+        ]
+
+
+class PooledSession(JointSession, ReadingSession):
     """One request of a `FeatureHead`; node n > 0 occupies the slot `first + n - 1`."""
 
     def __init__(self, head: PooledWeights, scratch: int):
+        super().__init__()
         assert head.stack is not None
         self.head, self.scratch = head, scratch
         self.cache = PooledCache(head.stack.pool)
@@ -74,28 +114,7 @@ class PooledSession(Session):
         self.places = [0]  # by node, where in the pool its feature is
         self.positions = [0]  # by node, the position of its pair
         self.sees: list[list[int]] = [[]]  # by node, the slots after the text that it sees
-        self._unread: list[tuple[int, Tensor, list[int]]] = []
-        self.logits: Tensor | None = None  # logits after the text
-
-    def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
-        assert features is not None
-        # Read when first needed: a verdict whose next tree is already drafted must not wait for it.
-        self._unread.append((start, features, tokens))
-        self.synced = start + len(tokens)
-        self.clear()
-        self.logits = None
-
-    def count_unread(self) -> int:
-        return sum(len(tokens) for _, _, tokens in self._unread)
-
-    def root(self) -> Tensor:
-        (logits,) = roots(self.head, [self])
-        assert logits is not None
-        return logits
-
-    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor | None]:
-        (extended,) = extend(self.head, [(self, parents, tokens)])
-        return extended
+        self.logits: Tensor | None = None  # after what was read of the text
 
     def room(self) -> int:
         return self.scratch - (len(self.positions) - 1)
@@ -149,52 +168,3 @@ class PooledSession(Session):
         rows = Rows(self.cache, place, tokens, self.positions[-n:], [self.slots] * n, self.sees[-n:])
         self.places += rows.slots
         return rows
-
-    @property
-    def unread(self) -> bool:
-        return bool(self._unread)
-
-    @property
-    def unread_tokens(self) -> list[int] | None:
-        """The tokens of one verdict that is unread; None if there is none, or another before it."""
-        return self._unread[0][2] if len(self._unread) == 1 else None
-
-
-def roots(head: PooledWeights, sessions: Sequence[PooledSession]) -> list[Tensor | None]:
-    """Return each session's logits after its text, [1, draft_vocab]; unread positions are read first."""
-    while reading := [session for session in sessions if session.unread]:
-        taken: list[tuple[PooledSession, Tensor, Rows]] = []
-        room = _READ
-        for session in reading:
-            if room:
-                taken.append((session, *session.take(room)))
-                room -= len(taken[-1][2])
-        _read(head, taken)
-    return [session.logits for session in sessions]
-
-
-def _read(head: PooledWeights, taken: Sequence[tuple[PooledSession, Tensor, Rows]]) -> None:
-    """Read positions of several texts in one forward."""
-    parts = [rows for _, _, rows in taken]
-    for rows in parts:
-        rows.cache.reserve(rows.first + len(rows))
-    slots = [slot for rows in parts for slot in rows.slots]
-    true = torch.cat([features for _, features, _ in taken]).to(head.dtype)  # all come from the same place
-    head.keep(*uploaded([true, torch.tensor(slots)], head.device))
-    last = [end - 1 for end in accumulate(map(len, parts))]
-    for (session, _, rows), of_session in zip(taken, head.guess(slots, parts, last).split(1), strict=True):
-        session.took(rows)
-        session.logits = of_session
-
-
-def extend(
-    head: PooledWeights, asked: Sequence[tuple[PooledSession, list[int], list[int]]]
-) -> list[tuple[list[int], Tensor | None]]:
-    """Draft new nodes of several sessions in one forward."""
-    above = [session.places[parent] for session, parents, _ in asked for parent in parents]
-    parts = [session.grow(parents, tokens) for session, parents, tokens in asked]
-    logits = head.guess(above, parts, None).split(list(map(len, parts)))
-    return [
-        (list(range(len(session.positions) - len(part), len(session.positions))), of_session)
-        for (session, _, _), part, of_session in zip(asked, parts, logits, strict=True)
-    ]

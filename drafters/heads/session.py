@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -74,3 +74,42 @@ class Session(ABC):
 
     def close(self) -> None:  # noqa: B027
         """End the request."""
+
+
+class JointSession(Session):
+    """A session whose head computes the nodes of several sessions together, and so those of one."""
+
+    head: Any
+
+    def root(self) -> Tensor | None:
+        logits: Tensor | None
+        (logits,) = self.head.roots([self])
+        return logits
+
+    def extend(self, parents: list[int], tokens: list[int]) -> tuple[list[int], Tensor | None]:
+        extended: tuple[list[int], Tensor | None]
+        (extended,) = self.head.extend([(self, parents, tokens)])
+        return extended
+
+
+class ReadingSession(Session):
+    """A session that reads true features when a draft needs them: a verdict whose next tree is already drafted must not
+    wait for that.
+    """
+
+    def __init__(self) -> None:
+        self._unread: list[tuple[int, Tensor, list[int]]] = []  # what was committed since a draft last needed it
+
+    def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
+        assert features is not None
+        self._unread.append((start, features, tokens))
+        self.synced = start + len(tokens)
+        self.clear()
+
+    def count_unread(self) -> int:
+        return sum(len(tokens) for _, _, tokens in self._unread)
+
+    @property
+    def unread_tokens(self) -> list[int] | None:
+        """The tokens of one verdict that is unread; None if there is none, or another before it."""
+        return self._unread[0][2] if len(self._unread) == 1 else None

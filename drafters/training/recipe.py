@@ -54,7 +54,6 @@ class Recipe(BaseModel):
     evaluate_every: int = Field(250, ge=1)
     lr: float = Field(1e-3, gt=0)
     warmup: int = Field(50, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
     seed: int = 0
     unroll: int = Field(1, ge=1)
     step_decay: float = Field(0.8, gt=0)

@@ -70,7 +70,7 @@ class Trainer:
             [p for p in module.parameters() if p.requires_grad],
             lr=recipe.lr,
             betas=(0.9, 0.95),
-            weight_decay=recipe.weight_decay,
+            weight_decay=0.0,
             fused=True,
         )
         shared = {id(buffer): buffer for buffer in self.module.buffers()}  # constants, such as the target's embeddings

@@ -220,12 +220,3 @@ def assemble() -> typer.Typer:
     app.add_typer(index, name="index")
     app.add_typer(train, name="train")
     return app
-
-
-def main() -> None:
-    """Run the command, as `python -m engine.cli.main`."""
-    assemble()()
-
-
-if __name__ == "__main__":
-    main()

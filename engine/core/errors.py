@@ -6,9 +6,12 @@ through `printable` before anyone sees it.
 
 from __future__ import annotations
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
+HALF_A_CHARACTER = "holds half a character; decode the text it comes from as UTF-8"
 _MOST_VALUE = 100  # characters of a value that a message repeats
 _MOST_LINE = 2000  # characters of a message
 
@@ -34,6 +37,23 @@ def printable(text: str, most: int = _MOST_LINE) -> str:
     if len(text) > most:
         text = f"{text[: most * 2 // 3]} ... {text[-(most // 3) :]}"
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def is_text(text: str) -> bool:
+    """Return whether UTF-8 can encode it. Where JSON's two escapes of one character were cut, a lone
+    surrogate is left.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def did_you_mean(name: str, known: Iterable[str], before: str = "") -> str:
+    """Return the end of an error: the most similar known name, if there is one. before: what precedes the name."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {before}{near[0]}?" if near else ""
 
 
 class TalonError(Exception):

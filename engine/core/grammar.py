@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from engine.core.characters import HALF_A_CHARACTER, is_text
-from engine.core.errors import RequestError, shown
+from engine.core.errors import HALF_A_CHARACTER, RequestError, is_text, shown
 
 JSON_WHITESPACE = {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}
 """Whitespace in JSON: what `json.dumps` writes, indented or not. Without a bound a model may never stop."""

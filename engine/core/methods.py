@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from engine.core.errors import ConfigError, shown
-from engine.core.spelling import did_you_mean
+from engine.core.errors import ConfigError, did_you_mean, shown
 
 
 @dataclass(frozen=True)

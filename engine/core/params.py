@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from engine.core.characters import HALF_A_CHARACTER, is_text
-from engine.core.errors import ModelError, RequestError, shown
+from engine.core.errors import HALF_A_CHARACTER, ModelError, RequestError, is_text, shown
 from engine.core.grammar import Grammar
 
 MOST_LOGPROBS = 20
@@ -31,29 +30,23 @@ NOT_APPLIED = (
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     """A request's own drafting options: they affect its speed, never its text.
 
-    off: plain decoding. budget: maximum nodes of a tree, root included, up to the engine's drafter.budget. method: the
-    engine's own method, or "off"; None is the engine's own. owner: whose earlier answers the request is drafted from,
-    and whose later ones are drafted from its answer, for drafters that remember answers; "" is the program itself, None
-    is nobody. What stands before a slash in it is the tenant, who shares saved blocks of the prompt cache.
+    off: plain decoding. budget: maximum nodes of a tree, root included, up to the engine's drafter.budget. owner: whose
+    earlier answers the request is drafted from, and whose later ones are drafted from its answer, for drafters that
+    remember answers; "" is the program itself, None is nobody. What stands before a slash in it is the tenant, who
+    shares saved blocks of the prompt cache.
     """
 
     off: bool = False
     budget: int | None = None
-    method: str | None = None
     owner: str | None = ""
 
     def validate(self) -> Speculation:
-        """Return it with every value converted to its type, and method "off" as `off`. Raises RequestError naming the
-        wrong field.
-        """
+        """Return it with every value converted to its type. Raises RequestError naming the wrong field."""
         values = _converted(self, "speculation.")
         if values["budget"] is not None and values["budget"] < 2:
             raise RequestError(f"speculation.budget={shown(self.budget)}: use 2 nodes or more, or off=True")
-        for name in ("method", "owner"):
-            if not is_text(values[name] or ""):
-                raise RequestError(f"speculation.{name}={shown(getattr(self, name))}: {HALF_A_CHARACTER}")
-        if values["method"] in ("off", "none"):
-            values |= {"off": True, "method": None}
+        if not is_text(values["owner"] or ""):
+            raise RequestError(f"speculation.owner={shown(self.owner)}: {HALF_A_CHARACTER}")
         return Speculation(**values)
 
 

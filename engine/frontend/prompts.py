@@ -77,13 +77,8 @@ def check_sampling(sampling: SamplingParams, config: Config, target: Ready) -> N
     for field in ("logprobs", "prompt_logprobs"):
         if (getattr(sampling, field) or 0) > vocabulary:
             raise RequestError(f"{field}={getattr(sampling, field)}: the model knows {vocabulary} tokens")
-    if (say := sampling.speculation) is None:
-        return
-    if say.method not in (None, config.method):
-        raise RequestError(
-            f'speculation.method={shown(say.method)}: this engine drafts with {config.method!r}; use that or "off"'
-        )
-    if say.budget is not None and say.budget > config.drafter.budget:
+    say = sampling.speculation
+    if say is not None and say.budget is not None and say.budget > config.drafter.budget:
         raise RequestError(
             f"speculation.budget={say.budget}: is over the engine's drafter.budget={config.drafter.budget}"
         )

@@ -1,5 +1,5 @@
-"""How much memory a process can take on this machine, or in its container, whether a GGUF file fits into it, and the
-pool of keys and values that gets its share of the rest.
+"""Finds how much memory a process can take on this machine or in its container, checks that a model fits into it, and
+makes the pool of keys and values in its share of the rest.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def kv_room(kv_memory: int | None, device: torch.device, weights: int = 0) -> in
 
 
 def kept_as(kv_type: KVType, device: torch.device) -> KVType:
-    """Return the type in which keys and values are asked to be kept, if the device can keep them so."""
+    """Return the type in which the device keeps keys and values that are to be kept as `kv_type`."""
     return kv_type if device.type == "cpu" and instruction_sets() else "auto"
 
 
@@ -102,8 +102,8 @@ def pool_of(
 
 
 def check_memory(stored: GgufFile | QuantisedCheckpoint, field: str, free_bytes: int) -> None:
-    """Estimate before the weights are read. Raise ModelError, which names the next smaller choice, if they need more
-    memory than is free.
+    """Raise ModelError if the weights, which are not read yet, need more memory than is free. It names the next smaller
+    choice.
     """
     packed = stored.packed_size if isinstance(stored, GgufFile) else stored.size
     needed = int(_GROWTH * packed) + _BESIDE

@@ -211,12 +211,14 @@ class Target(Runner):
 
     @property
     def forward_sizes(self) -> tuple[int, ...]:
-        """How many rows a forward computes: fewer are padded to the next of these, more run in slices of the last."""
+        """The numbers of rows that a forward computes. Fewer are padded to the next of these, more run in slices of the
+        last.
+        """
         return self.forward.sizes
 
     @torch.inference_mode()
     def capture(self, feature_layers: Sequence[int]) -> None:
-        """Capture, before requests come, the CUDA graphs that most of them need, where there are such."""
+        """Capture the CUDA graphs that most requests need, before these come. Does nothing without such graphs."""
         if isinstance(self.forward, Captures):
             self.forward.capture(feature_layers, self.context)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
 
-from engine.core.characters import HALF_A_CHARACTER, is_text
+from engine.core.errors import HALF_A_CHARACTER, is_text
 
 _ABSENT: dict[str, tuple[Any, ...]] = {
     "tools": ([],),

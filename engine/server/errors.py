@@ -9,8 +9,8 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
-from engine.core.characters import HALF_A_CHARACTER
 from engine.core.errors import (
+    HALF_A_CHARACTER,
     EngineClosed,
     OverContext,
     ProtocolError,

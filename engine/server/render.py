@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from pydantic import BaseModel
@@ -44,46 +45,53 @@ from engine.text.stream import TextStream
 from engine.wire.messages import PromptProgress, TokenLogprob
 
 
-class Renderer(Protocol):
+class Renderer(ABC):
     """One of the kinds of answers, and how its events are sent. done: what ends a stream. ping: the event that keeps a
     silent stream open; most APIs have none, and a comment does.
     """
 
-    done: bytes
-    ping: bytes
+    done = ping = b""
 
     def opening(self) -> list[Chunk]:
         """Return the chunks before the first token."""
+        return []
 
     def progress(self, choice: int, progress: PromptProgress) -> list[Chunk]:
         """Return the chunks that say how far the prompt is."""
+        return []
 
+    @abstractmethod
     def piece(self, choice: int, piece: Piece) -> list[Chunk]:
         """Return the chunks of one round of a choice."""
 
+    @abstractmethod
     def closing(self, choice: int, result: Result) -> list[Chunk]:
         """Return the chunks that end a choice."""
 
+    @abstractmethod
     def whole(self, results: Sequence[Result]) -> BaseModel:
         """Return the whole answer with all choices."""
 
     def ending(self, results: Sequence[Result]) -> list[Chunk]:
         """Return the chunks after all choices."""
+        return []
 
     def failure(self, error: ApiError) -> Chunk:
         """Return the chunk of an error after the stream has begun."""
+        return error.body.model_dump()
 
     def event(self, chunk: Chunk) -> bytes:
         """Return a chunk as it is sent."""
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
-class _Format:
+class _Format(Renderer):
     """What the forms of chat and text completions share. kind: the chunks' `object`. body: the request. unnamed:
     sources that are shown as "target".
     """
 
     kind, letters = "", ""
-    done, ping = b"data: [DONE]\n\n", b""
+    done = b"data: [DONE]\n\n"
 
     def __init__(
         self,
@@ -113,12 +121,6 @@ class _Format:
             return []
         figures = {"usage": self._usage(results).model_dump(), "metrics": self._metrics(results).model_dump()}
         return [{**self._head, "choices": [], **figures}]
-
-    def failure(self, error: ApiError) -> Chunk:
-        return error.body.model_dump()
-
-    def event(self, chunk: Chunk) -> bytes:
-        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
     def _usage(self, results: Sequence[Result]) -> Usage:
         shown = zip(self.wanted, results, strict=True)
@@ -256,9 +258,6 @@ class TextRenderer(_Format):
         super().__init__(*arguments)
         self._answers: dict[int, TextStream] = {}
         """The text of its answer's tokens, for each choice that has begun, so that its echo was sent."""
-
-    def opening(self) -> list[Chunk]:
-        return []
 
     def progress(self, choice: int, progress: PromptProgress) -> list[Chunk]:
         return [self._text(choice, "") | progress_fields(progress)] if self.body.return_progress else []

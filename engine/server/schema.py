@@ -120,7 +120,6 @@ class SpeculationFields(Body):
 
     off: bool = False
     budget: int | None = Field(None, ge=2, le=1024)
-    method: str | None = None
 
 
 class Generation(Body):

@@ -50,7 +50,26 @@ class JsonReader:
         return len(text), text
 
 
-class ParametersReader:
+class _StepReader:
+    """Reads step by step, until a step reads nothing."""
+
+    done = False
+
+    def feed(self, text: str) -> tuple[int, str]:
+        read, out = 0, ""
+        while not self.done and read < len(text):
+            count, more = self._step(text[read:])
+            read, out = read + count, out + more
+            if not count:
+                break
+        return read, out
+
+    def _step(self, text: str) -> tuple[int, str]:
+        """Return what `feed` does of the beginning of the text; 0 if more of it has to come first."""
+        raise NotImplementedError
+
+
+class ParametersReader(_StepReader):
     """Reads Qwen3-Coder's parameters: <parameter=NAME>, a line with the value, </parameter>. texts: the names of
     parameters whose values are written as they are; others are JSON.
     """
@@ -58,19 +77,9 @@ class ParametersReader:
     _OPENS, _CLOSES, _ENDS = "\n<parameter=", "\n</parameter>", "\n</function>"
 
     def __init__(self, texts: Container[str]):
-        self.done = False
         self._texts = texts
         self._name: str | None = None
         self._count = 0
-
-    def feed(self, text: str) -> tuple[int, str]:
-        read, out = 0, ""
-        while not self.done:
-            count, more = self._step(text[read:])
-            read, out = read + count, out + more
-            if not count:
-                break
-        return read, out
 
     def _step(self, text: str) -> tuple[int, str]:
         if self._name is not None:
@@ -96,23 +105,13 @@ class ParametersReader:
         return end + len(self._CLOSES), out + '"' * is_text
 
 
-class GemmaReader:
+class GemmaReader(_StepReader):
     """Reads Gemma's object: names without quotes, and texts between two `quote`."""
 
     def __init__(self, quote: str):
-        self.done = False
         self._quote = quote
         self._open: list[str] = []
         self._within, self._names = False, False
-
-    def feed(self, text: str) -> tuple[int, str]:
-        read, out = 0, ""
-        while not self.done and read < len(text):
-            count, more = self._step(text[read:])
-            read, out = read + count, out + more
-            if not count:
-                break
-        return read, out
 
     def _step(self, text: str) -> tuple[int, str]:
         if self._within:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.core.characters import HALF_A_CHARACTER, is_text
-from engine.core.errors import RequestError, shown
+from engine.core.errors import HALF_A_CHARACTER, RequestError, is_text, shown
 from engine.text.chat import Rendering, chat_tokens, render
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.core.characters import HALF_A_CHARACTER, is_text
-from engine.core.errors import RequestError
+from engine.core.errors import HALF_A_CHARACTER, RequestError, is_text
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from codecs import getincrementaldecoder
 from collections.abc import Container, Sequence
 from typing import Any
 
-from engine.text.stop import StopText
 from engine.text.token_pieces import PARTIAL, partial_bytes, special_tokens
 
 _BEHIND = range(6, 10)  # tokens before an answer, to decode its first ones with: some may be special, four a character
@@ -102,3 +101,34 @@ class TextStream:
         if begins:
             first, self.stop_text = min(begins, key=lambda one: one[0])
             self.text = self.text[: max(0, before + first)]
+
+
+class StopText:
+    """A stop text that is looked for. matched: how many characters of the stop text's beginning the answer ends with;
+    never all of them.
+    """
+
+    def __init__(self, text: str):
+        self.text, self.matched = text, 0
+        self._shorter = [0] * len(text)
+        """The next shorter match for the match of each length, less one."""
+        for end in range(1, len(text)):
+            self._shorter[end] = self._after(self._shorter[end - 1], text[end])
+
+    def find(self, piece: str, counts: bool = True) -> int | None:
+        """Read the answer's next `piece`. Returns where in it the stop text begins, below 0 if in an earlier piece, or
+        None if it is not complete. counts: whether a stop text that ends in this piece is to be found.
+        """
+        for end, character in enumerate(piece, 1):
+            self.matched = self._after(self.matched, character)
+            if self.matched == len(self.text):
+                self.matched = self._shorter[-1]
+                if counts:
+                    return end - len(self.text)
+        return None
+
+    def _after(self, matched: int, character: str) -> int:
+        """Return the length of the match after one more character."""
+        while matched and self.text[matched] != character:
+            matched = self._shorter[matched - 1]
+        return matched + (self.text[matched] == character)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.config import Config
@@ -18,10 +19,10 @@ from engine.costs.bandit import Experience
 from engine.costs.cost_model import CostModel
 from engine.costs.draft_choice import DraftKinds
 from engine.model.target import Target
-from engine.verifier.handed_over import HandedOver
 from engine.verifier.request import Request
 from engine.verifier.scheduler import Scheduler
 from engine.verifier.step import Step, StepResult
+from engine.wire.aside import OnDevice
 from engine.wire.loop_link import LoopRouter
 from engine.wire.messages import Array, Draft, Finish, Hello, Message, Rejoin, RoundVerdict, Start
 from engine.wire.transport import Router
@@ -191,3 +192,26 @@ class DrafterLink:
     def finish(self, request: Request) -> None:
         """End the request."""
         self._send(Finish(request=request.number))
+
+
+class HandedOver(OnDevice):
+    """A tensor that the verifier's thread gives to the drafter's, which works in a stream of its own. It is ready once
+    what was launched before it was handed over is done.
+    """
+
+    def __init__(self, tensor: Tensor):
+        self._tensor = tensor
+        self._made: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            self._made = torch.cuda.Event()
+            self._made.record()
+
+    def take(self) -> Tensor:
+        """Return the tensor. On a GPU this thread's stream waits for what made it, and nobody else does; its memory is
+        given to no other tensor before what this stream has launched is done.
+        """
+        if self._made is not None:
+            stream = torch.cuda.current_stream(self._tensor.device)
+            stream.wait_event(self._made)
+            self._tensor.record_stream(stream)
+        return self._tensor

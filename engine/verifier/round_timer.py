@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,17 +16,19 @@ from engine.core.methods import GRAMMAR, MODELS
 from engine.core.tree import TokenTree
 from engine.costs.cost_model import CostModel
 from engine.costs.forward_time import Attended, ForwardTime
+from engine.device import wait
 from engine.model.target import Target
 from engine.placement import Threads
 from engine.verifier.drafter_link import DrafterLink
 from engine.verifier.forward_output import Output
-from engine.verifier.measured_forward import BESIDE, MeasuredForward
 from engine.verifier.request import Request
 from engine.verifier.step import Step, StepResult
 from engine.wire.messages import Array
 from engine.wire.trace import Trace
 
+BESIDE = 8  # minimum positions before the rows of a forward measured at start-up
 _MEASURED_ROWS = 256  # maximum rows of the forwards measured at start-up
+_CHILDREN = 4  # of a node: rows of a tree read their own ancestors, which takes a GPU longer than a chain
 
 
 class RoundTimer:
@@ -166,3 +169,47 @@ def _followed(tree: TokenTree, nodes: Array, tokens: Sequence[int]) -> tuple[int
             return matched, len(nodes)
         node, matched = below, matched + 1
     return matched, len(nodes) - int(np.count_nonzero(tree.ancestor_mask[nodes, node])) + 1
+
+
+class MeasuredForward:
+    """seconds(rows, past) of a forward over a tree. most: maximum rows.
+
+    A forward's time depends on the length of the text, not on its tokens, so one token's keys and values are copied.
+    """
+
+    def __init__(self, target: Target, most: int):
+        self._target, self._most = target, most
+        self._past = 0
+        self._cache: Any = None
+
+    @property
+    def longest(self) -> int:
+        """The most past positions that a forward can run after."""
+        room = self._target.context // 2
+        if self._target.pool is not None:
+            room = min(room, self._target.pool.blocks * BLOCK_SIZE - self._most)
+        return max(0, room - BESIDE)
+
+    def seconds(self, rows: int, past: int) -> float:
+        """Time of a forward over a tree of `rows` nodes after a text of `past` positions."""
+        cache = self._cache_after(min(past, self.longest) + BESIDE)
+        parents = [-1, *(node // _CHILDREN for node in range(rows - 1))]
+        tree = Segment.of_tree(TokenTree.from_lists([0] * rows, parents, [1.0] * rows), cache)
+        started = time.perf_counter()
+        self._target.run([tree])
+        wait(self._target.device)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """Release the text's cache."""
+        if self._cache is not None:
+            self._target.release(self._cache)
+        self._past, self._cache = 0, None
+
+    def _cache_after(self, past: int) -> Any:
+        if past != self._past:
+            self.close()
+            self._past, self._cache = past, self._target.new_cache(self._most + past)
+            self._target.run([Segment.of_tree(TokenTree.root_only(0), self._cache)])
+            self._cache.commit([0] * past)
+        return self._cache

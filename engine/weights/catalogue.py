@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.core.errors import ModelError
-from engine.core.spelling import did_you_mean
+from engine.core.errors import ModelError, did_you_mean
 
 
 @dataclass(frozen=True)

@@ -172,22 +172,16 @@ async def test_speculation_is_a_requests_own_choice(tiny: str, method: str) -> N
     def saying(say: Speculation | None) -> SamplingParams:
         return SamplingParams(max_tokens=100, ignore_eos=True, speculation=say)
 
-    says = [None, Speculation(off=True), Speculation(budget=2), Speculation(method="off"), Speculation(method=method)]
+    says = [None, Speculation(off=True), Speculation(budget=2)]
     always = {"verifier": {"cut": False}}  # whatever drafts cost here
     async with await Engine.start({"model": tiny} | always, method=method, transport="inproc") as engine:
         results = [await engine.generate(PROMPT, saying(say)) for say in says]
         at_once = await asyncio.gather(*(engine.generate(PROMPT, saying(say)) for say in says))
-        for refused, told in (
-            (Speculation(method="eagle3"), f"speculation.method='eagle3': this engine drafts with '{method}'"),
-            (Speculation(budget=61), "speculation.budget=61: is over the engine's drafter.budget=60"),
-        ):
-            with pytest.raises(RequestError, match=told):
-                await engine.generate(PROMPT, saying(refused))
+        with pytest.raises(RequestError, match=r"speculation\.budget=61: is over the engine's drafter\.budget=60"):
+            await engine.generate(PROMPT, saying(Speculation(budget=61)))
     assert len({tuple(result.token_ids) for result in (*results, *at_once)}) == 1
-    for free, off, two, named_off, _ in (results, at_once):
-        for silent in (off, named_off):
-            assert silent.metrics.speculative_decoding.draft_tokens == 0
-            assert set(silent.sources) == {"target"}
+    for free, off, two in (results, at_once):
+        assert off.metrics.speculative_decoding.draft_tokens == 0 and set(off.sources) == {"target"}
         if method != "none":
             assert free.metrics.speculative_decoding.draft_tokens > 0
             assert max(round_.nodes for round_ in two.rounds[1:]) == 2

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.heads.assistant import session
-from drafters.heads.assistant.program import AssistantProgram
-from drafters.heads.assistant.session import AssistantSession
+from drafters.heads.assistant.program import AssistantProgram, ReadingRows
 from drafters.heads.assistant.weights import AssistantWeights, read_assistant
 from drafters.heads.checkpoint import TargetWeights
-from drafters.heads.growth.policies import Dynamic
-from drafters.heads.growth.policy_choice import policy_of
+from drafters.heads.growth.policies import Dynamic, policy_of
 from drafters.heads.head import Head
 from drafters.heads.head_drafter import HeadDrafter
+from drafters.heads.session import JointSession, ReadingSession
+from drafters.heads.stack import PooledCache
 from drafters.parts import weights_path
 from engine.config import Config
 from engine.core.errors import ConfigError
@@ -61,10 +60,67 @@ class AssistantHead(Head):
         return drafter
 
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> AssistantSession:
-        return AssistantSession(self.program, scratch)
+        return AssistantSession(self, scratch)
 
     def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
-        return [*session.roots(self.program, sessions)]
+        for session in sessions:
+            session.read()
+        if new := [session for session in sessions if session.logits is None]:
+            before = torch.stack([session.before for session in new])
+            logits, states = self.program.step(before, [session.rows([session.token]) for session in new])
+            for session, of_session, state in zip(new, logits.split(1), states, strict=True):
+                session.logits, session.states[0] = of_session, state
+        return [session.logits for session in sessions if session.logits is not None]
 
     def extend(self, asked: Sequence[tuple[Any, list[int], list[int]]]) -> list[tuple[list[int], Tensor | None]]:
-        return session.extend(self.program, asked)
+        before = torch.cat([session.states[parents] for session, parents, _ in asked])
+        logits, states = self.program.step(before, [session.rows(tokens) for session, _, tokens in asked])
+        counts, found = [len(tokens) for _, _, tokens in asked], list[tuple[list[int], Tensor | None]]()
+        parts = zip(asked, logits.split(counts), states.split(counts), strict=True)
+        for (session, _, tokens), of_session, after in parts:
+            first, session.nodes = session.nodes, session.nodes + len(tokens)
+            session.states[first : session.nodes] = after
+            found.append((list(range(first, session.nodes)), of_session))
+        return found
+
+
+class AssistantSession(JointSession, ReadingSession):
+    """One request: the target's keys and values of its text, and the states of drafted nodes.
+
+    Every node is computed at the position of the text's last token, from its token and the state of its parent, and
+    sees the text alone: nodes write no keys. held: positions whose keys are there. states: by node, the state after its
+    token.
+    """
+
+    def __init__(self, head: AssistantHead, scratch: int):
+        super().__init__()
+        self.head, self.program, self.scratch, self.held = head, head.program, scratch, 0
+        self.cache = PooledCache(head.program.pool)
+        self.states = torch.empty(scratch + 1, head.hidden_size, dtype=torch.bfloat16)
+        self.nodes = 1
+        self.logits: Tensor | None = None  # of node 0
+        self.before = torch.empty(0)  # the target's state before the text's last token
+        self.token = -1
+
+    def room(self) -> int:
+        return self.scratch - (self.nodes - 1)
+
+    def clear(self) -> None:
+        self.nodes = 1
+
+    def close(self) -> None:
+        self.cache.release()
+
+    def read(self) -> None:
+        """Write the keys and values that have come."""
+        for _, features, tokens in self._unread:
+            self.program.write(self.cache.places(self.held, len(features)), features[:, 1:].flatten(1))
+            self.held += len(features)
+            self.before = features[-1, 0].clone()  # a view would hold all of them
+            self.token, self.logits = tokens[-1], None
+        self._unread.clear()
+
+    def rows(self, tokens: list[int]) -> ReadingRows:
+        """Return rows of these tokens, which see the text."""
+        count = len(tokens)
+        return ReadingRows(self.cache, 0, tokens, [self.synced] * count, [self.held] * count, [[]] * count)

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 
-from drafters.heads.assistant.centroids import Centroids
 from drafters.heads.assistant.stored import AFTER, BEFORE, EMBEDDING, NORM, InGguf, InSafetensors, Stored, refused
 from drafters.heads.checkpoint import TargetWeights, find_folder
 from drafters.heads.matrices import rows_of
@@ -48,6 +47,28 @@ _LAYER_NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+_NONE = -1e4  # the logit of a token that is near none of them: its probability is 0
+
+
+class Centroids:
+    """An output matrix of which a row multiplies only the tokens near its nearest centroids.
+
+    centroids: [count, hidden]. near: [count, tokens of each] int64, tokens by the centroid that they are near. output:
+    [vocab, hidden], whose rows are kept by centroid. nearest: how many centroids a row takes.
+    """
+
+    def __init__(self, centroids: Tensor, near: Tensor, output: Tensor, nearest: int):
+        self.centroids, self.near, self.nearest = centroids, near, nearest
+        self._rows = output[near]
+        self._vocabulary = len(output)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return logits [rows, vocab] float32. x: [rows, hidden]."""
+        chosen = (x @ self.centroids.T).topk(self.nearest, dim=1).indices
+        logits = torch.full((len(x), self._vocabulary), _NONE, dtype=torch.float32)
+        for row, of_row, out in zip(x, chosen, logits, strict=True):
+            out[self.near[of_row].flatten()] = (self._rows[of_row].flatten(0, 1) @ row).float()
+        return logits
 
 
 class TargetKeys(NamedTuple):

@@ -1,4 +1,1 @@
-"""How a head's tree grows: policies, the order of candidates, many trees in step.
-
-The folder imports `engine.core` and `engine.sampling`; policies know no head.
-"""
+"""How a head's tree grows: policies, which know no head, the order of candidates, and many trees in step."""

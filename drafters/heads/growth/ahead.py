@@ -5,7 +5,7 @@ layer. Where it expands the best nodes of each layer, the device finds these its
 probabilities tell. So all layers are launched one after the other, each with the nodes that the device has selected,
 and what the head predicted comes to the host once. It is entered in the requests' tries, where the policy finds what it
 asks for. So the host alone decides what a tree is, with its own order of the nodes where retrieval takes part or
-chances are calibrated: a node that it wants and the device did not select is drafted then, as everywhere.
+probabilities are calibrated: a node that it wants and the device did not select is drafted then, as everywhere.
 
 `draft_behind` launches the same behind the walks of a round (`drafters.heads.growth.behind`).
 """
@@ -95,7 +95,7 @@ class _Steps:
             torch.tensor(slots, dtype=torch.int32),
             *(step.places for step in self.steps),
         ]
-        """What is to be on the device."""
+        """The tensors that have to be on the device before `launch`."""
 
     def launch(
         self, logits: Tensor, grounds: Grounds, needed: Sequence[Tensor], keys: Tensor | None = None
@@ -152,8 +152,8 @@ def draft_ahead(stack: HeadSteps, tries: Sequence[Trie], roots: Sequence[Tensor]
 def draft_behind(
     stack: HeadSteps, keep: Keep, tries: Sequence[Trie], verdicts: DeviceVerdicts, policy: Policy
 ) -> DraftsBehind:
-    """Read with the head what a round comes to, and draft all layers below that for each trie. Its session has read all
-    of its text so far.
+    """Let the head read what a round accepts, and draft all layers below that for each trie. The sessions have read all
+    of their texts before the round.
     """
     trees, most = verdicts.tokens.shape
     sessions: list[Any] = [trie.session for trie in tries]

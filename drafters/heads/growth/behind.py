@@ -1,8 +1,9 @@
-"""Drafts that a GPU begins behind the target's walk down the trees before, of which the host knows nothing yet.
+"""Drafts that a GPU begins right after the target's walk down the trees, before the host knows how the walk ended.
 
-A head reads as many rows of each text as may have been accepted. Those past the walk's end read zeros, and write to
-slots that no other row sees, since drafted rows begin behind all of them: only how much of the text these see, and
-their positions, depend on the walk. Once the host knows what a round came to, it enters what was drafted for that.
+The head reads as many rows of each text as may have been accepted. Rows past the end of the walk read zeros, and write
+to slots that no other row sees, because the drafted rows begin behind all of them. Only how much of the text the
+drafted rows see, and their positions, depend on the walk. Once the host knows what the round accepted, it enters what
+was drafted for that.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from engine.device import PackedDownload
 from engine.sampling.noise_bits import keys_from
 
 Enter = Callable[[list[tuple[int, Trie]], list[Tensor]], None]
-"""Enters what was drafted, which has come to the host, for these trees, by their index, in their tries."""
+"""Enters drafts that have come to the host: of the trees with these indices, each in its trie."""
 
 
 class DraftsBehind:
-    """What a device drafts for what a round comes to. found: what `enter` takes. sent: on its way to the host."""
+    """The drafts that a device makes for the result of a round. found: what `enter` takes. sent: on its way to the
+    host.
+    """
 
     def __init__(self, tries: Sequence[Trie], verdicts: DeviceVerdicts, found: Sequence[Tensor], enter: Enter):
         self._tries, self._enter = tries, enter
         self.sent = PackedDownload([verdicts.lengths, verdicts.tokens, *found])
 
     def enter(self, tries: Sequence[Trie]) -> list[Trie]:
-        """Enter what was drafted for those of the tries that have come to what the device knew, and return the others:
-        where the host had to draw, or to read more, the session reads as always.
+        """Enter what was drafted for each trie whose text is what the device took it to be, and return the other tries.
+        The host has drawn a token for these itself, or has read more; their sessions then read as without drafts.
         """
         lengths, tokens, *found = self.sent.read()
         came = [
@@ -46,13 +49,13 @@ class DraftsBehind:
 
 
 def _came_to(session: Any, tokens: Tensor) -> bool:
-    """Return whether a round came to the tokens that the device drew. `benchmarks.gpu.counts` replaces this."""
+    """Return whether the round emitted the tokens that the device drew. `benchmarks.gpu.counts` replaces this."""
     return bool(session.unread_tokens == tokens.tolist())
 
 
 def noise_keys(tries: Sequence[Trie], count: int) -> Tensor:
-    """Return [trees, count] int64: the keys of the noise of each text, from what its shortest walk ends before; none
-    where none is needed.
+    """Return [trees, count] int64: the keys of each text's noise, from the position after its shortest walk on. The
+    result is empty if no request samples.
     """
     samplings = [trie.ranking.sampling for trie in tries]
     if all(sampling.greedy for sampling in samplings):
@@ -63,6 +66,6 @@ def noise_keys(tries: Sequence[Trie], count: int) -> Tensor:
 
 
 def keys_after(keys: Tensor, verdicts: DeviceVerdicts, count: int) -> Tensor:
-    """Return [trees, count] int64: of these keys, those from each walk's end on."""
+    """Return [trees, count] int64: the keys from the end of each walk on."""
     steps = torch.arange(count, device=keys.device)
     return keys.gather(1, (verdicts.lengths - 1).long()[:, None] + steps)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from math import inf
 from operator import itemgetter
 
+from engine.config import DrafterConfig
+from engine.core.errors import ConfigError
 from engine.core.tree import TokenTree
 
 Path = tuple[int, ...]
@@ -257,3 +259,30 @@ class Adaptive(Policy):
     def _floor(self) -> float:
         """The confidence that a node needs."""
         return self.mu if self.row_tokens is None else max(min(self.mu, self.row_tokens), self.row_tokens / 2)
+
+
+def policy_of(options: DrafterConfig, published: Policy, default: str = "adaptive") -> Policy:
+    """Return the growth policy that a configuration describes. published: the one of the method's paper; default: the
+    policy where the configuration names none. ConfigError if its trees are larger than the budget, which the verifier
+    would refuse.
+    """
+    policy = _named(options, published, options.growth.policy or default)
+    if policy.budget > options.budget:
+        raise ConfigError(
+            f"drafter.budget={options.budget}: the trees of drafter.growth.policy={options.growth.policy} have "
+            f"{policy.budget} nodes: set drafter.budget={policy.budget}"
+        )
+    return policy
+
+
+def _named(options: DrafterConfig, published: Policy, name: str) -> Policy:
+    growth = options.growth
+    if name == "static":
+        return Static(STATIC_TREES[growth.tree])
+    if name == "dynamic":
+        return Dynamic(growth.depth, growth.top_k, options.budget)
+    if name == "talon":
+        return TalonPaperPolicy(options.budget, growth.top_k, growth.mu)
+    if name == "adaptive":
+        return Adaptive(options.budget, growth.top_k, growth.mu, growth.depth)
+    return published

@@ -136,11 +136,11 @@ class Ranking:
         at once: each result that is read waits for the device.
         """
         rankings = [ranking for ranking, _, _ in asked]
-        tokens, chances = downloaded(Ranking.best_of_all(asked))
+        tokens, probs = downloaded(Ranking.best_of_all(asked))
         counts = [len(logits) for _, logits, _ in asked]
         return [
             Candidates(some[:, : ranking.top_k].tolist(), of_some[:, : ranking.top_k].tolist())
-            for ranking, some, of_some in zip(rankings, tokens.split(counts), chances.split(counts), strict=True)
+            for ranking, some, of_some in zip(rankings, tokens.split(counts), probs.split(counts), strict=True)
         ]
 
     @staticmethod

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from drafters.heads import pooled_session
 from drafters.heads.checkpoint import TargetWeights
-from drafters.heads.growth.policies import Dynamic
-from drafters.heads.growth.policy_choice import policy_of
+from drafters.heads.growth.policies import Dynamic, policy_of
 from drafters.heads.head_drafter import HeadDrafter
 from drafters.heads.layers import RMSNorm
 from drafters.heads.mtp.weights import MtpWeights, read_mtp
@@ -114,12 +111,6 @@ class MtpHead(PooledWeights):
 
     def open(self, prompt: Sequence[int], capacity: int, scratch: int) -> PooledSession:
         return PooledSession(self, scratch)
-
-    def roots(self, sessions: Sequence[Any]) -> list[Tensor | None]:
-        return pooled_session.roots(self, sessions)
-
-    def extend(self, asked: Sequence[tuple[Any, list[int], list[int]]]) -> list[tuple[list[int], Tensor | None]]:
-        return pooled_session.extend(self, asked)
 
 
 def _torch_norm(norm: Norm) -> RMSNorm:

@@ -198,7 +198,7 @@ class _Stored:
 
 
 def coded(matrix: Tensor) -> StoredMatrix:
-    """Return the matrix in codes of 8 bits, if its inputs are whole groups of 32."""
+    """Return the matrix rounded to 8 bits, or as it is if 32 does not divide its inputs."""
     return nearest(matrix) if matrix.shape[1] % STEP == 0 else StoredMatrix.of_numbers(matrix)
 
 

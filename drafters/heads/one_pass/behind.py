@@ -1,4 +1,4 @@
-"""The blocks of one-pass heads, computed behind the walks of a round (`drafters.heads.growth.behind`)."""
+"""Computes the blocks of one-pass heads behind the walks of a round (`drafters.heads.growth.behind`)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from engine.device import uploaded
 
 
 def draft_behind(head: BlockWeights, tries: Sequence[Trie], verdicts: DeviceVerdicts) -> DraftsBehind:
-    """Read with the head what a round comes to, and compute the block after that for each trie. Its session has read
-    all of its text so far.
+    """Let the head read what a round accepts, and compute the next block of each trie. The sessions have read all of
+    their texts before the round.
     """
     (trees, most), size, depth, vocab = verdicts.tokens.shape, head.size, head.depth, len(head.target_ids)
     stack: Any = head.stack
@@ -37,7 +37,7 @@ def draft_behind(head: BlockWeights, tries: Sequence[Trie], verdicts: DeviceVerd
         [*on_host, noise_keys(tries, most + depth)], verdicts.lengths.device
     )
     last = last + verdicts.lengths
-    rows = given[:, : trees * size].view(-1, trees, size)  # whose numbers are those after the longest walk
+    rows = given[:, : trees * size].view(-1, trees, size)  # as after the longest walk, until the next lines
     rows[0, :, 0] = verdicts.tokens.flatten().index_select(0, last)
     rows[1] = places.index_select(0, last)[:, None]
     rows[2:] += (verdicts.lengths - most)[:, None]

@@ -18,7 +18,7 @@ from drafters.heads.growth.policies import Candidates
 from drafters.heads.growth.ranking import Ranking
 from drafters.heads.one_pass.block_forward import BlockForward, RowQuery
 from drafters.heads.one_pass.block_weights import UNKNOWN, BlockWeights, Outputs
-from drafters.heads.session import Session
+from drafters.heads.session import ReadingSession
 from drafters.heads.stack import PooledCache
 from engine.core.batch import Int, Rows
 from engine.core.outcomes import Following
@@ -49,8 +49,9 @@ class _Nodes:
     token: list[int] = field(default_factory=lambda: [-1])
 
 
-class BlockSession(Session):
+class BlockSession(ReadingSession):
     def __init__(self, head: BlockWeights, capacity: int):
+        super().__init__()
         self.head, self.depth_limit = head, head.depth
         self.cache = PooledCache(head.stack.pool) if head.stack is not None else None
         self.caches = [] if head.stack is not None else head.new_caches(capacity + _BLOCKS * head.size)
@@ -58,17 +59,11 @@ class BlockSession(Session):
         self.last = torch.empty(0, dtype=head.dtype)  # the last position's context vector, if no stack keeps it
         self.blocks: list[_Block] = []
         self.nodes = _Nodes()
-        self._pending: list[tuple[int, Tensor, list[int]]] = []
         self._root_token = -1
 
     def commit(self, start: int, features: Tensor | None, tokens: list[int]) -> None:
-        assert features is not None
-        self._pending.append((start, features, tokens))
-        self.synced, self._root_token = start + len(tokens), tokens[-1]
-        self.clear()
-
-    def count_unread(self) -> int:
-        return sum(len(tokens) for _, _, tokens in self._pending)
+        super().commit(start, features, tokens)
+        self._root_token = tokens[-1]
 
     def root(self) -> None:
         self._begin([()])
@@ -203,10 +198,10 @@ class BlockSession(Session):
 
     def unread(self) -> tuple[Tensor, list[int]] | None:
         """Return the features not read yet, [n, layers, hidden], and their positions; None if there are none."""
-        if not self._pending:
+        if not self._unread:
             return None
-        positions = [position for start, _, tokens in self._pending for position in range(start, start + len(tokens))]
-        parts = [features for _, features, _ in self._pending]
+        positions = [position for start, _, tokens in self._unread for position in range(start, start + len(tokens))]
+        parts = [features for _, features, _ in self._unread]
         return parts[0] if len(parts) == 1 else torch.cat(parts), positions
 
     def read(self, features: Tensor, positions: list[int]) -> None:
@@ -219,14 +214,9 @@ class BlockSession(Session):
         self.last = context[-1].clone()
         self.has_read(len(positions))
 
-    @property
-    def unread_tokens(self) -> list[int] | None:
-        """See `drafters.heads.pooled_session.PooledSession.unread_tokens`."""
-        return self._pending[0][2] if len(self._pending) == 1 else None
-
     def has_read(self, count: int) -> None:
         """Note that all features are read: their keys and values are in the next `count` slots."""
-        self._pending.clear()
+        self._unread.clear()
         self.slots += count
 
 

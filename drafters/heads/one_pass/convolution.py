@@ -93,7 +93,7 @@ class Convolution:
         return self._convolved(part(self._convolved(x, factors[:, 0], 0)), factors[:, 1], 1)
 
     def _convolved(self, x: Tensor, factors: Tensor, side: int) -> Tensor:
-        """factors: [n, taps, hidden]."""
+        """Convolve the rows of each block. factors: [n, taps, hidden]."""
         blocks, of_row = (rows.unflatten(0, (-1, self.size)) for rows in (x.float(), factors))
         sums = torch.zeros_like(blocks)
         for tap in range(min(self.taps, self.size)):

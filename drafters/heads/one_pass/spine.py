@@ -78,9 +78,9 @@ class Spine:
         return made, torch.cat([x, received, message], dim=1)
 
     def change(self, kept: Floats, logits: Tensor, ids: Integers, before: Integers) -> Floats:
-        """Return [n, candidates], by how much the second score of candidates differs from their logits; what they are
-        together is left as it is. kept: [n, hidden + 2 * message], of their rows; ids: [n, candidates], of the draft
-        vocabulary; before: [n], the tokens before them.
+        """Return [n, candidates]: what to add to the candidates' logits once the token before them is known. The sum of
+        their exponentials stays the same. kept: [n, hidden + 2 * message], what is kept of their rows. ids:
+        [n, candidates], in the draft vocabulary. before: [n], the tokens before them.
         """
         state, received, own = torch.from_numpy(kept).split([self.hidden, self.message, self.message], dim=1)
         message = self._message(received, self.of_token[torch.from_numpy(before)].float())

@@ -155,8 +155,8 @@ def gated(gate_up: Tensor) -> Tensor:
 
 
 def opened(attended: Tensor, qkv: Tensor) -> Tensor:
-    """Return what attention gives, [rows, heads, head_dim], times the sigmoid of the gates that follow each head's
-    query in qkv; as [rows, heads * head_dim].
+    """Multiply the output of attention, [rows, heads, head_dim], by the sigmoid of the gates, which follow each head's
+    query in `qkv`. Returns [rows, heads * head_dim].
     """
     rows, heads, head_dim = attended.shape
     out = attended.new_empty(rows, heads * head_dim)

@@ -1,4 +1,4 @@
-"""How the products of a model in blocks take their rows, where the configuration leaves it open: `activations: auto`.
+"""Chooses how the products of a model in blocks take their rows, for `activations: auto`.
 
 bfloat16 is the more precise, by ten times in divergence. 8 bits make few rows cheap, and all rows on a processor whose
 bfloat16 is slow; with tiles (AMX) rows cost next to nothing in bfloat16. So the model's own matrices are timed in both.
@@ -38,15 +38,15 @@ from engine.weights.quantised_weights import QuantisedCheckpoint
 _FILE = "activations.txt"
 _LONGEST = 64  # more bytes than a name has
 _ROUND_ROWS = (1, 4, 8, 16)
-"""Rows of a usual round: nothing was drafted, or a tree. Each counts as often as the others."""
+"""Rows of a usual round: one without a draft, more with a tree. Each of these counts as often as the others."""
 _PROMPT_ROWS, _PROMPT_PART = 128, 7.5
-"""Rows of a forward that reads a prompt, and how many of them come to a round: three tokens of a prompt for each of an
-answer, of which a round brings two and a half.
+"""Rows of a forward that reads a prompt, and how many of them there are for each round: a prompt has three tokens for
+each token of its answer, and a round emits two and a half tokens.
 """
 _CLEARLY = 0.85
 """The part of bfloat16's time that 8 bits may take at most to be worth their divergence."""
 _SMALL = 32e6
-"""A model of so many bytes is fast in any way."""
+"""Bytes of a model that is fast with both kinds."""
 _MATRICES, _OUTPUTS = 6, 4096  # matrices that are timed, and at most so many outputs of each
 _REPEATS = 5
 
@@ -55,7 +55,7 @@ _WIDEST = 16  # outputs for each input of a matrix that is no embedding
 
 
 def activations_of(folder: Path, stored: GgufFile | QuantisedCheckpoint) -> Activations:
-    """Return what was chosen for the model of a folder on this processor, or choose now."""
+    """Return the choice for the model of a folder on this processor, which is made now if it was not before."""
     record = ActivationsRecord(folder)
     return record.read() or record.choose(stored)
 
@@ -90,13 +90,13 @@ class ActivationsRecord:
 
 
 def by_instructions(stored: GgufFile | QuantisedCheckpoint) -> Activations:
-    """Return what fits most models of its type on this processor."""
+    """Return the kind that is faster for most models of this type on this processor."""
     tiles = units()[:1] == (Unit.AMX,)
     return "int8" if has_choice(stored) and not tiles else "bfloat16"
 
 
 def faster(stored: GgufFile | QuantisedCheckpoint) -> Activations:
-    """Time the model's own matrices: 8 bits if they are clearly faster, otherwise bfloat16."""
+    """Time the model's own matrices. Returns int8 if that is clearly faster, otherwise bfloat16."""
     if stored.size < _SMALL or not has_choice(stored):
         return "bfloat16"
     return preferred(_timed(_sample(stored)))
@@ -109,13 +109,13 @@ def has_choice(stored: GgufFile | QuantisedCheckpoint) -> bool:
 
 
 def preferred(seconds: Mapping[Activations, Mapping[int, float]]) -> Activations:
-    """Return the choice by the seconds of forwards of each kind of activations, by rows."""
+    """Choose by time. seconds: of forwards with each kind of activations, by their rows."""
     cost = {kind: usual_cost(by_rows) for kind, by_rows in seconds.items()}
     return "int8" if cost["int8"] <= _CLEARLY * cost["bfloat16"] else "bfloat16"
 
 
 def usual_cost(seconds: Mapping[int, float]) -> float:
-    """Return the seconds of a usual round with its part of a prompt, by the seconds of forwards of some rows."""
+    """Return the seconds of a usual round with its part of a prompt. seconds: of forwards, by their rows."""
     rounds = sum(seconds[rows] for rows in _ROUND_ROWS) / len(_ROUND_ROWS)
     return rounds + seconds[_PROMPT_ROWS] * _PROMPT_PART / _PROMPT_ROWS
 

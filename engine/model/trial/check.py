@@ -1,4 +1,4 @@
-"""What can be said of a model's files without starting it: its family, types and memory, and what will not work."""
+"""Describes a model from its files, without starting it: family, types, memory, and what will not work."""
 
 from __future__ import annotations
 

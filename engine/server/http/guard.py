@@ -1,5 +1,5 @@
-"""What every request passes before it reaches a route: its id, its path as routes know it, API key check, owner, the
-body's size and compression, and log line.
+"""What every request passes before it reaches a route. It gets an id, an owner and the path that routes know; its API
+key and its body's size and compression are checked, and a log line is written when it ends.
 """
 
 from __future__ import annotations

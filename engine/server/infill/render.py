@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from engine.answer import Piece, Result
 from engine.server.answers import Chunk, JsonObject
-from engine.server.errors import ApiError
 from engine.server.infill.schema import InfillRequest
 from engine.server.reading.progress import progress_fields, timings
+from engine.server.render import Renderer
 from engine.server.translate import ChoiceRequest
 from engine.server.vocabulary import Vocabulary
 from engine.wire.messages import PromptProgress
@@ -20,10 +18,8 @@ _REASONS = {"eos": "eos", "stop": "eos", "length": "limit"}
 _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed")
 
 
-class InfillRenderer:
+class InfillRenderer(Renderer):
     """One answer; see `Renderer`. context: the model's. With an `n_predict` of 0 nothing is shown."""
-
-    done = ping = b""
 
     def __init__(
         self, model: str, body: InfillRequest, wanted: ChoiceRequest, vocabulary: Vocabulary, context: int
@@ -31,9 +27,6 @@ class InfillRenderer:
         self._model, self._body, self._wanted, self._vocabulary = model, body, wanted, vocabulary
         self._context = context
         self._sent = 0  # tokens that were sent
-
-    def opening(self) -> list[Chunk]:
-        return []
 
     def progress(self, choice: int, progress: PromptProgress) -> list[Chunk]:
         shown = {"index": 0, "content": "", "tokens": [], "stop": False} | progress_fields(progress)
@@ -50,17 +43,8 @@ class InfillRenderer:
     def closing(self, choice: int, result: Result) -> list[Chunk]:
         return [self._chosen(self._final(result) | {"content": ""})]
 
-    def ending(self, results: Sequence[Result]) -> list[Chunk]:
-        return []
-
     def whole(self, results: Sequence[Result]) -> JsonObject:
         return JsonObject(self._chosen(self._final(results[0])))
-
-    def failure(self, error: ApiError) -> Chunk:
-        return error.body.model_dump()
-
-    def event(self, chunk: Chunk) -> bytes:
-        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
     def _final(self, result: Result) -> dict[str, Any]:
         shown = result.token_ids if self._body.n_predict else []

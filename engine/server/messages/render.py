@@ -11,11 +11,11 @@ from engine.answer import Piece, Result
 from engine.core.batch import BLOCK_SIZE
 from engine.server.answers import Chunk, JsonObject, named_event
 from engine.server.errors import ApiError, anthropic_error
+from engine.server.render import Renderer
 from engine.server.tools.blocks import Block, Blocks, Change
 from engine.server.tools.calling import Calling
 from engine.server.tools.message import ChatAnswer
 from engine.server.translate import ChoiceRequest
-from engine.wire.messages import PromptProgress
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CACHED = ("cache_creation_input_tokens", "cache_read_input_tokens")
@@ -26,10 +26,10 @@ _DELTAS = {
 }
 
 
-class MessagesRenderer:
+class MessagesRenderer(Renderer):
     """One message; see `Renderer`. ignored: the request's fields that had no effect."""
 
-    done, ping = b"", named_event({"type": "ping"})
+    ping = named_event({"type": "ping"})
 
     def __init__(
         self,
@@ -49,9 +49,6 @@ class MessagesRenderer:
         message: Chunk = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return [{"type": "message_start", "message": message}]
 
-    def progress(self, choice: int, progress: PromptProgress) -> list[Chunk]:
-        return []
-
     def piece(self, choice: int, piece: Piece) -> list[Chunk]:
         return self._events(self._blocks.add(self._answer.feed(piece.text)))
 
@@ -59,9 +56,6 @@ class MessagesRenderer:
         changes = [*self._blocks.add(self._answer.end()), *self._blocks.end()]
         delta = {"type": "message_delta", "delta": self._ending(result), "usage": self._usage(result)}
         return [*self._events(changes), delta, {"type": "message_stop"}]
-
-    def ending(self, results: Sequence[Result]) -> list[Chunk]:
-        return []
 
     def whole(self, results: Sequence[Result]) -> JsonObject:
         (result,) = results

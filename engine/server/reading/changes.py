@@ -77,8 +77,8 @@ def _alike(text: Prompt, other: Prompt) -> int:
 
 
 def _change(text: Prompt, found: int, other: Prompt, alike: int) -> ChangedSpan | None:
-    """Return the change after the first `found` tokens of `text`, if `other`, which differs from token `alike` on, soon
-    goes on as `text` does after it.
+    """Return the span of `text` behind its first `found` tokens that `other` has otherwise: both go on alike after it.
+    `other` differs from `text` from token `alike` on. None if it does not go on alike soon.
     """
     earlier = other[alike : alike + _WIDEST + _WINDOW].tobytes()
     for at in range(found, min(found + _WIDEST, len(text) - _LEAST) + 1, _STEP):

@@ -10,6 +10,7 @@ from typing import Any
 from engine.answer import Piece, Result
 from engine.server.answers import Chunk, JsonObject, named_event
 from engine.server.errors import ApiError
+from engine.server.render import Renderer
 from engine.server.responses.functions import ShownTool
 from engine.server.responses.output import OutputItems
 from engine.server.responses.schema import ResponsesRequest
@@ -18,7 +19,6 @@ from engine.server.tools.blocks import Block, Blocks, Change
 from engine.server.tools.calling import Calling
 from engine.server.tools.message import ChatAnswer
 from engine.server.translate import ChoiceRequest
-from engine.wire.messages import PromptProgress
 
 _ECHOED = (
     "instructions", "previous_response_id", "store", "parallel_tool_calls", "max_output_tokens", "temperature",
@@ -54,12 +54,10 @@ def refused(model: str, body: ResponsesRequest, error: ApiError) -> bytes:
     return b"".join(named_event({**chunk, "sequence_number": number}) for number, chunk in events)
 
 
-class ResponsesRenderer:
+class ResponsesRenderer(Renderer):
     """One response; see `Renderer`. tools: those that the model has seen. completed: called with the whole response and
     its blocks.
     """
-
-    done = ping = b""
 
     def __init__(
         self,
@@ -81,9 +79,6 @@ class ResponsesRenderer:
             {"type": "response.created", "response": response},
             {"type": "response.in_progress", "response": response},
         ]
-
-    def progress(self, choice: int, progress: PromptProgress) -> list[Chunk]:
-        return []
 
     def piece(self, choice: int, piece: Piece) -> list[Chunk]:
         return self._events(self._blocks.add(self._answer.feed(piece.text)))

@@ -164,7 +164,7 @@ def test_what_cannot_be_replayed_and_a_head_without_weights_are_refused_before_t
         layers_read(ways(["eagle3"]), load({"model": "any", "drafter": {"path": "/gone"}}))
 
 
-def test_tables_and_picture_name_every_head_and_suite(tmp_path: Path) -> None:
+def test_tables_name_every_head_and_suite(tmp_path: Path) -> None:
     rounds = [Drafted(suite, 8, 7, 9, emitted, 0.002, 0.01, 0.01) for suite in ("gsm8k", "qa") for emitted in (1, 2, 4)]
     found = [Accepted(way.method, way.kind, 0.0, rounds) for way in ways(["block", "eagle3", "block+suffix"])]
     positions = positions_table(found)
@@ -180,4 +180,4 @@ def test_tables_and_picture_name_every_head_and_suite(tmp_path: Path) -> None:
     shown = tables(found)
     assert len(shown) == 5
     write(tmp_path, found, shown)
-    assert {file.name for file in tmp_path.iterdir()} == {"acceptance.json", "acceptance.md", "acceptance.png"}
+    assert {file.name for file in tmp_path.iterdir()} == {"acceptance.json", "acceptance.md"}

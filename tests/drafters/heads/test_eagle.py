@@ -109,7 +109,7 @@ def test_a_long_prompt_is_synced_in_chunks_with_the_same_result(
     name: str, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head, features, tokens = BUILD[name](tmp_path, target), true_features(20, name), list(range(20))
-    monkeypatch.setattr("drafters.heads.feature_session._SYNC_CHUNK", 7)
+    monkeypatch.setattr("drafters.heads.feature_head._SYNC_CHUNK", 7)
     monkeypatch.setattr("drafters.heads.pooled_session._READ", 7)
     session = head.open([], 32, 8)
     session.commit(0, features, tokens)

@@ -15,8 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from drafters.heads.checkpoint import Checkpoint, TargetWeights
 from drafters.heads.eagle import EagleHead
 from drafters.heads.eagle3 import Eagle3Head
-from drafters.heads.feature_head import FeatureHead
-from drafters.heads.feature_session import FeatureSession
+from drafters.heads.feature_head import FeatureHead, FeatureSession
 from drafters.heads.growth.policies import Adaptive
 from drafters.heads.head_drafter import HeadDrafter
 from drafters.heads.hydra import HydraHead

@@ -51,7 +51,7 @@ def test_what_a_request_says_goes_before_what_the_model_says() -> None:
         ({"stop_token_ids": tuple(range(1025))}, r"stop_token_ids=\(0, .*: holds 1025 tokens; 1024 are the most"),
         ({"top_p": -0.1}, r"top_p=-0\.1: use a fraction in \[0, 1\], 0 is greedy"),
         ({"stop": ("end", "\ud83d")}, "stop=.*half a character.*"),
-        ({"speculation": Speculation(method="\ud83d")}, r"speculation\.method=.*half a character.*"),
+        ({"speculation": Speculation(owner="\ud83d")}, r"speculation\.owner=.*half a character.*"),
         ({"grammar": Grammar(regex="\ud83d")}, r"grammar\.regex: .*half a character.*"),
         ({"grammar": Grammar(json_schema='{"title": "\ud83d"}')}, r"grammar\.json_schema: .*half a character.*"),
     ],

@@ -157,7 +157,7 @@ def test_what_is_not_supported_is_refused_as_that(field: str, value: Any) -> Non
         ),
         ({"structured_outputs": {"regex": HALF}}, f"structured_outputs.regex: {HALVED}"),
         ({"structured_outputs": {"choice": ["a", HALF]}}, f"structured_outputs.choice: {HALVED}"),
-        ({"speculation": {"method": HALF}}, f"speculation.method: {HALVED}"),
+        ({"user": HALF}, f"user: {HALVED}"),
     ],
 )
 def test_what_is_wrong_is_said_without_the_names_of_a_library(fields: dict[str, object], said: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.stop import StopText
+from engine.text.stream import StopText
 
 
 class Counted(str):

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from engine.drafting.worker import FROM_VERIFIER
 from engine.verifier import drafter_link, step
-from engine.verifier.drafter_link import FROM_DRAFTER
+from engine.verifier.drafter_link import FROM_DRAFTER, HandedOver
 from engine.verifier.forward_output import RowsOnHost
-from engine.verifier.handed_over import HandedOver
 from engine.wire.messages import Hello, RoundVerdict
 from engine.wire.transport import Dealer, Router
 from tests.engine.verifier.stage import DRAFTER, Stage

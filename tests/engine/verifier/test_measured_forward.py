@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.model.target import Target
-from engine.verifier.measured_forward import BESIDE, MeasuredForward
+from engine.verifier.round_timer import BESIDE, MeasuredForward
 
 
 @pytest.fixture(scope="module")

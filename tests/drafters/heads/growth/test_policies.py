@@ -22,7 +22,10 @@ from drafters.heads.growth.policies import (
     Policy,
     Static,
     TalonPaperPolicy,
+    policy_of,
 )
+from engine.config import DrafterConfig, GrowthConfig
+from engine.core.errors import ConfigError
 from engine.core.tree import TokenTree
 
 VOCAB = 50
@@ -209,6 +212,29 @@ def test_published_parameters_are_the_defaults() -> None:
     assert (dynamic.depth, dynamic.top_k, dynamic.budget) == (7, 10, 60)
     assert (adaptive.budget, adaptive.top_k, adaptive.mu) == (60, 10, 0.03)
     assert (talon.budget, talon.width, talon.mu) == (60, 10, 0.03)
+
+
+def test_a_configuration_names_the_policy_and_its_parameters() -> None:
+    published = Dynamic(1, 2, 3)
+
+    def named(policy: str | None, default: str = "adaptive") -> tuple[type[Policy], dict[str, object]]:
+        growth = GrowthConfig.model_validate({"policy": policy, "depth": 4, "top_k": 3, "mu": 0.2, "tree": "medusa_63"})
+        found = policy_of(DrafterConfig(budget=64, growth=growth), published, default)
+        return type(found), vars(found)
+
+    assert named("static") == (Static, vars(Static(MEDUSA_63)))
+    assert named("dynamic") == (Dynamic, vars(Dynamic(4, 3, 64)))
+    assert named("talon") == (TalonPaperPolicy, vars(TalonPaperPolicy(64, 3, 0.2)))
+    assert named("adaptive") == named(None) == (Adaptive, vars(Adaptive(64, 3, 0.2, 4)))
+    assert named("published") == named(None, "published") == (Dynamic, vars(published))
+
+
+def test_a_policy_whose_trees_are_larger_than_the_budget_is_refused() -> None:
+    growth = GrowthConfig(policy="static", tree="medusa_63")
+    assert policy_of(DrafterConfig(budget=64, growth=growth), Dynamic()).budget == 64
+    words = "drafter.budget=63: the trees of drafter.growth.policy=static have 64 nodes: set drafter.budget=64"
+    with pytest.raises(ConfigError, match=f"^{re.escape(words)}$"):
+        policy_of(DrafterConfig(budget=63, growth=growth), Dynamic())
 
 
 @given(heads)
