@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# read when torch is imported: threads of one test would spin for a core that another test's process has
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 
 # hundreds of workers would otherwise each compile every source that they import
@@ -29,6 +32,7 @@ from tests.forked_process import fork_workers
 settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], database=None, deadline=None)
 settings.register_profile("any machine", deadline=None)  # a shared machine may stall in any example
 settings.load_profile("any machine")
+torch.set_num_threads(1)  # what fixtures of the session compute, too
 
 VOCABULARY = 260
 TINY: dict[str, Any] = {
