@@ -197,6 +197,8 @@ def _forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 FRONT_END = "tests/engine/frontend/"
 SERVERS = "tests/engine/server/"
+TOGETHER = (SERVERS, "tests/drafters/learning/")
+"""Folders whose files share servers, or a head."""
 KERNELS = ("tests/engine/kernels/quant/", "tests/engine/kernels/attention/")
 STARTS = ("tests/faults/", "tests/test_", "tests/engine/weights/", FRONT_END, "tests/engine/cli/")
 LONG = (SERVERS, *KERNELS, "tests/engine/model/cuda/test_cuda_", *STARTS)
@@ -205,14 +207,14 @@ LONG = (SERVERS, *KERNELS, "tests/engine/model/cuda/test_cuda_", *STARTS)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Schedule as `--dist loadfile`, with the files that share servers as one: else each process would start servers of
+    """Schedule as `--dist loadfile`, with the files that share servers, or a head, as one: else each process would make
     its own.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return SERVERS if nodeid.startswith(SERVERS) else str(super()._split_scope(nodeid))
+            return next(filter(nodeid.startswith, TOGETHER), None) or str(super()._split_scope(nodeid))
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
