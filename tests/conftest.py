@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# read when torch is imported: threads of one test would spin for a core that another test's process has
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 
 # hundreds of workers would otherwise each compile every source that they import
@@ -29,6 +32,7 @@ from tests.forked_process import fork_workers
 settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], database=None, deadline=None)
 settings.register_profile("any machine", deadline=None)  # a shared machine may stall in any example
 settings.load_profile("any machine")
+torch.set_num_threads(1)  # what fixtures of the session compute, too
 
 VOCABULARY = 260
 TINY: dict[str, Any] = {
@@ -193,6 +197,8 @@ def _forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 FRONT_END = "tests/engine/frontend/"
 SERVERS = "tests/engine/server/"
+TOGETHER = (SERVERS, "tests/drafters/learning/")
+"""Folders whose files share servers, or a head."""
 KERNELS = ("tests/engine/kernels/quant/", "tests/engine/kernels/attention/")
 STARTS = ("tests/faults/", "tests/test_", "tests/engine/weights/", FRONT_END, "tests/engine/cli/")
 LONG = (SERVERS, *KERNELS, "tests/engine/model/cuda/test_cuda_", *STARTS)
@@ -201,14 +207,14 @@ LONG = (SERVERS, *KERNELS, "tests/engine/model/cuda/test_cuda_", *STARTS)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Schedule as `--dist loadfile`, with the files that share servers as one: else each process would start servers of
+    """Schedule as `--dist loadfile`, with the files that share servers, or a head, as one: else each process would make
     its own.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return SERVERS if nodeid.startswith(SERVERS) else str(super()._split_scope(nodeid))
+            return next(filter(nodeid.startswith, TOGETHER), None) or str(super()._split_scope(nodeid))
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 

@@ -1,8 +1,10 @@
-"""Processes forked from one that has imported what they need, which takes three seconds of a core for a server.
+"""Processes forked from one that has imported what they need, which takes three seconds of a core for a server, and
+four more for a target that is no GGUF file.
 
-A fork runs the same `main` as `python -m`, with the pipes, the folder and the environment that it would get from
-`subprocess`, but for what libraries read from the environment while they are imported. So tests can start and kill
-many. Whole processes are started by the tests of `tests/engine/frontend`, examples, and all tests that are marked slow.
+A fork runs the same `main` as `python -m`, or the same program as `python -c`, with the pipes, the folder and the
+environment that it would get from `subprocess`, but for what libraries read from the environment while they are
+imported. So tests can start and kill many. Whole processes are started by the tests of `tests/engine/frontend`, some
+examples, and all tests that are marked slow.
 
 This module is both ends: `ForkedProcess` asks the fork server, which is this module as a program. The server tells the
 process id and the exit code of each fork, and kills it when whoever asked for it is gone.
@@ -40,7 +42,12 @@ _IMPORTED = (
     "engine.cli.main",
     "engine.server.run",
     "engine.weights.gguf.describe_process",
+    "engine.compile_ahead",
+    "engine.verifier.disk_cache",
+    "engine.model.trial.forward_choice",
+    "transformers.models.llama.modeling_llama",  # with it comes most of transformers
 )
+_ROOT = Path(__file__).parents[1]
 _STARTING = ("engine.frontend.processes", "engine.weights.gguf.described_folder")
 """Modules whose processes are forked."""
 _ADDRESS = "TALON_TESTS_FORK_SERVER"
@@ -65,7 +72,7 @@ def fork_server() -> str:
         command = [sys.executable, "-m", __name__, str(listener.fileno())]
         server = subprocess.Popen(
             command,
-            cwd=Path(__file__).parents[1],
+            cwd=_ROOT,
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno()],
             start_new_session=True,
@@ -93,8 +100,7 @@ class ForkedProcess:
         start_new_session: bool = False,
     ):
         """stderr: `STDOUT` if that is a pipe, too."""
-        assert command[1] == "-m"
-        told = {"command": command[2:], "folder": str(cwd) or os.getcwd(), "new_session": start_new_session}
+        told = {"command": command[1:], "folder": str(cwd) or os.getcwd(), "new_session": start_new_session}
         request = json.dumps(told | {"environment": {**env}}).encode()
         self.stdin: IO[bytes] | None = None
         self.stdout: IO[bytes] | None = None
@@ -153,6 +159,15 @@ class ForkedProcess:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def run_forked(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -c PROGRAM ARGUMENTS` in the repository's folder until it ends."""
+    command = [sys.executable, "-c", program, *arguments]
+    with ForkedProcess(command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        said = process.stdout.read().decode(), process.stderr.read()
+    return subprocess.CompletedProcess(command, process.returncode, *said)
 
 
 _SUBPROCESS = SimpleNamespace(Popen=ForkedProcess, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT,
@@ -241,21 +256,24 @@ def _become(request: dict[str, Any], files: list[int], address: str) -> NoReturn
 
 
 def _run(command: list[str], folder: str, new_session: bool, environment: dict[str, str], address: str) -> int:
-    """Do what `python -m COMMAND` does; return its exit code."""
+    """Do what `python COMMAND` does; return its exit code."""
     if new_session:
         os.setsid()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment | {_ADDRESS: address})
     sys.stdin = os.fdopen(0, closefd=False)
-    sys.argv = command
-    module, *_ = command
-    if module != "engine.worker":
+    option, program, *_ = command
+    sys.argv = ["-c", *command[2:]] if option == "-c" else command[1:]
+    if program != "engine.worker":
         for starting in _STARTING:
             import_module(starting).__dict__["subprocess"] = _SUBPROCESS
     try:
-        found = import_module(module)
-        (import_module(f"{module}.__main__") if hasattr(found, "__path__") else found).main()
+        if option == "-c":
+            exec(program, {"__name__": "__main__"})
+        else:
+            found = import_module(program)
+            (import_module(f"{program}.__main__") if hasattr(found, "__path__") else found).main()
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr, flush=True)

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 
@@ -43,10 +42,11 @@ def replace_language_once() -> None:
     dot: Callable[..., Any] = builder.create_dot
 
     def dot_by_rows(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        """Multiply each row by itself, as a GPU does: on some processors numpy gives a row other bits beside others."""
-        parts = zip(*(np.split(of.data, len(of.data)) for of in (a, d)), strict=True)
-        made = [dot(self, handle(row, a.dtype), b, handle(sums, d.dtype), *options).data for row, sums in parts]
-        return handle(np.concatenate(made), d.dtype.scalar)
+        """Multiply each row by itself, as a GPU does: on some processors numpy gives a row other bits beside others. So
+        numpy gets a stack of matrices of one row each.
+        """
+        rows, sums = (handle(of.data.reshape(len(of.data), 1, -1), of.dtype) for of in (a, d))
+        return handle(dot(self, rows, b, sums, *options).data[:, 0], d.dtype.scalar)
 
     interpreter._patch_lang = replace_once
     interpreter._get_np_dtype = numpy_type_once

@@ -1,4 +1,4 @@
-"""The examples, run as their first lines say."""
+"""The examples, run as their first lines say; those that need nothing of a process of their own are forked."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from engine.model.target import Target
 from examples.speculative_loop import speculate
 from tests.engine.server.process import ROOT, ServerProcess, serving
 from tests.engine.server.tool_model import save_tool_model
+from tests.forked_process import run_forked
 
 DEMO = "configs/demo.yaml"
+RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,13 @@ def example(name: str, *arguments: str) -> str:
     command = [sys.executable, f"examples/{name}.py", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def forked_example(name: str, *arguments: str) -> str:
+    """Run an example in a fork of a process that has imported the engine."""
+    done = run_forked(RUN, f"examples/{name}.py", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -64,7 +73,7 @@ def light(tmp_path: Path, smollm2: str) -> str:
 def test_a_batch_over_a_file(tmp_path: Path, light: str) -> None:
     prompts = ["What is 3 + 4?", "Say hello.", "Count to ten."]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    example("batch_over_a_file", str(tmp_path / "prompts.jsonl"), str(tmp_path / "answers.jsonl"), light)
+    forked_example("batch_over_a_file", str(tmp_path / "prompts.jsonl"), str(tmp_path / "answers.jsonl"), light)
     rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == prompts and all(row["answer"] for row in rows)
 
@@ -76,7 +85,7 @@ def test_killed_workers_change_no_text(light: str) -> None:
 
 
 def test_the_speculative_loop(light: str) -> None:
-    assert "cat" in example("speculative_loop", light)
+    assert "cat" in forked_example("speculative_loop", light)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -93,7 +102,7 @@ async def test_the_speculative_loop_gives_the_engines_text(tiny: str, method: st
 
 
 def test_a_drafter_of_your_own(light: str) -> None:
-    plain, drafted, *_, last = example("own_drafter", light).strip().splitlines()
+    plain, drafted, *_, last = forked_example("own_drafter", light).strip().splitlines()
     assert plain == "none: 1.00 tokens a round"
     assert float(drafted.split()[1]) > 1
     assert last == "the same text: True"

@@ -20,6 +20,7 @@ from retrieval_index.datastore import Datastore, DatastoreError
 from retrieval_index.session_index import CONTEXT
 from retrieval_index.suffix_array import likeliest, longest_match, read
 from tests.conftest import tiny_tokenizer
+from tests.forked_process import ForkedProcess, run_forked
 
 TEXT = "the cat sat on the mat. the cat ran to the door. "
 
@@ -190,7 +191,7 @@ building.build(tiny_tokenizer(), [Path(sys.argv[1])], Path(sys.argv[2]), shard_t
 
 def test_a_builder_killed_by_the_system_is_taken_over(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "store"
-    with subprocess.Popen(
+    with ForkedProcess(
         [sys.executable, "-c", BUILD, str(corpus), str(out)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -228,12 +229,7 @@ def test_a_disk_that_fills_up_is_one_line_and_the_build_goes_on_later(corpus: Pa
     """A limit on the size of files stands in for the full disk: it fails in the same place, in the middle of one."""
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     options = ["--tokenizer", str(tmp_path / "tokenizer"), "--input", str(corpus)]
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path), *options],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
+    done = run_forked(LIMITED, str(tmp_path), *options)
     assert done.stdout.splitlines()[-2:] == ["100 2", "6000 2"], done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("talon: ")]
     assert len(told) == 2 and all("disk full" in line for line in told)

@@ -20,6 +20,7 @@ from retrieval_index.dense import FILES, DenseIndex
 from retrieval_index.dense_build import build_dense
 from retrieval_index.embedding import TextEmbedding, spellings
 from tests.conftest import VOCABULARY, tiny_tokenizer
+from tests.forked_process import ForkedProcess
 
 EMBEDDING = np.random.default_rng(0).standard_normal((VOCABULARY, 24)).astype(np.float32)
 TEXTS = ["zebras graze", "quick foxes jump", "a wavy blue sea", "dry hot deserts", "my wooden house"]
@@ -206,7 +207,7 @@ def test_a_killed_build_goes_on_where_it_was_and_gives_the_same_index(
 ) -> None:
     out = tmp_path / "dense"
     build_dense(tiny_tokenizer(), EMBEDDING, [corpus], tmp_path / "straight", part_tokens=20)
-    with subprocess.Popen(
+    with ForkedProcess(
         [sys.executable, "-c", BUILD, str(corpus), str(out)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

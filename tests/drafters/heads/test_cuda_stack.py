@@ -273,12 +273,18 @@ def as_on_device(verdicts: dict[int, Verdict], most: int) -> DeviceVerdicts:
 
 @pytest.mark.parametrize(
     ("build", "temperature"),
-    [(eagle, 0.0), pytest.param(eagle3, 0.0, marks=pytest.mark.slow), (eagle3, 0.8), (block, 0.0), (block, 0.8)],
+    [
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in [(eagle, 0.0), (eagle3, 0.0), (block, 0.8)]),
+        (eagle3, 0.8),
+        (block, 0.0),
+    ],
 )
 def test_trees_drafted_before_the_host_knows_what_was_accepted_are_those_drafted_afterwards(
     build: Build, temperature: float, tmp_path: Path, target: TargetWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At T > 0 apart from what the head learns of its error from the verdict itself."""
+    """At T > 0 apart from what the head learns of its error from the verdict itself. `test_behind.py` drafts with an
+    EAGLE head, at both temperatures.
+    """
     monkeypatch.setattr("drafters.heads.growth.ranking._kernels", lambda device: noise_kernels)
     monkeypatch.setattr("drafters.heads.growth.ranking.ErrorScale.learn", lambda *_: None)
     monkeypatch.setattr(triton_attention, "CHUNK", 16)  # so that more chunks may have been accepted than were

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drafters.learning.lesson import learn
 from engine import Engine, SamplingParams
 from engine.config import load
 from engine.core.params import Speculation
 from engine.files.kept_texts import shelf_of
+from engine.files.lessons import LessonOutcome
 from engine.weights.installed_head import METHOD, learned_heads
-from tests.benchmarks.tuning.conftest import RECIPE, text_from
-from tests.drafters.learning.conftest import ANN, Lessons, remember
+from tests.benchmarks.tuning.conftest import text_from
+from tests.drafters.learning.conftest import ANN, Lessons
 
 TOKENS = 24
 
 
-@pytest.fixture(scope="session")
-def head(tmp_path_factory: pytest.TempPathFactory, walker: str) -> Path:
-    """Learn a head."""
-    folder = tmp_path_factory.mktemp("taught")
-    (folder / "recipe.yaml").write_text(json.dumps(RECIPE))
-    lessons = Lessons(folder / "learned", walker, folder / "recipe.yaml")
-    remember(lessons.folder, "ann", range(0, 240, 2))
-    assert learn(lessons.plan()).installed
+@pytest.fixture
+def head(first_lesson: tuple[Lessons, LessonOutcome]) -> Path:
+    """Return a head that was learned."""
+    lessons, outcome = first_lesson
+    assert outcome.installed
     return learned_heads(lessons.learned.heads)[ANN]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from engine.core.errors import ConfigError, ModelError
 from engine.files.prompt_file import read_prompts
 from tests.drafters.conftest import LLAMA
 from tests.drafters.training.conftest import METHODS, Training, weights
+from tests.forked_process import run_forked
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_intact(
@@ -67,10 +66,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_file_is_one_line_and_the_run_goes_
     """A limit on the size of files stands in for the full disk: it fails in the same place, in the middle of one."""
     out, plan = tmp_path / "head", recipe("medusa", store_features=False)
     options = ["--target", str(chatty), "--data", str(data), "--out", str(out), "--recipe", str(plan)]
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(limit), "medusa", *options],
-        capture_output=True, text=True, cwd=Path(__file__).parents[3],
-    )  # fmt: skip
+    done = run_forked(LIMITED, str(limit), "medusa", *options)
     assert done.returncode == 2, done.stderr
     assert len(re.findall(f"^talon: {told}", done.stderr, re.MULTILINE)) == 1, done.stderr
     assert "Traceback" not in done.stderr

@@ -11,7 +11,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -37,11 +38,15 @@ from tests.benchmarks.tuning.conftest import RECIPE, text_from, walker
 from tests.command import talon
 from tests.drafters.learning.conftest import remember
 from tests.engine.server.process import serving
+from tests.forked_process import ForkedProcess
 
 __all__ = ["walker"]
 TOKENS = 24
 AT_ONCE = "import drafters.learning.learner as own; own._give_way = lambda: None; "
-"""A process of a lesson that gives way to nobody: tests of other processes may have every core for minutes."""
+AT_ONCE += "import torch; torch.set_num_threads(1); "
+"""A process of a lesson that gives way to nobody: tests of other processes may have every core for minutes. Threads
+that wait for a core in turn would take as much of it.
+"""
 SLOWLY = "import drafters.learning.lesson as lesson; lesson._KEPT_MINUTES = 0.0; "
 SLEEPS = "import time; input(); time.sleep(60)"
 
@@ -59,21 +64,43 @@ def _soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """Let another program stand for the process of a lesson."""
+    """Let another program stand for the process of a lesson, which is forked."""
     monkeypatch.setattr(learning_module, "_LEARNER", (sys.executable, "-c", program))
+    with_forks = SimpleNamespace(**vars(asyncio) | {"create_subprocess_exec": forked})
+    monkeypatch.setattr(learning_module, "asyncio", with_forks)
+
+
+class Forked:
+    """A forked process, as asyncio has it. started: the numbers of all of them."""
+
+    started: ClassVar[list[int]] = []
+
+    def __init__(self, process: ForkedProcess):
+        self._process, self.stdin, self.stdout = process, self, self
+        self.send_signal, self.kill = process.send_signal, process.kill
+        self.started.append(process.pid)
+
+    def write(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line)
+        self._process.stdin.flush()
+
+    async def read(self) -> bytes:
+        assert self._process.stdout is not None
+        return await asyncio.to_thread(self._process.stdout.read)
+
+    async def wait(self) -> int:
+        return await asyncio.to_thread(self._process.wait)
+
+
+async def forked(*command: str, **named: Any) -> Forked:
+    """Start a process as asyncio does."""
+    return Forked(ForkedProcess([*command], **named))
 
 
 def learners() -> list[psutil.Process]:
     """Return the processes of lessons."""
-    found = []
-    for child in psutil.Process().children():
-        try:
-            program = " ".join(child.cmdline())
-            if " -c " in program and child.status() != psutil.STATUS_ZOMBIE:
-                found.append(child)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+    return [psutil.Process(process) for process in Forked.started if psutil.pid_exists(process)]
 
 
 async def until(holds: Callable[[], Any], within_s: float = 120) -> Any:
