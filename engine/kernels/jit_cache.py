@@ -3,8 +3,9 @@
 The cache notices changes only of the file that defines a function. A function of another file that is compiled into it
 would stay there as it was, also after an update. So the name in the cache has the checksum of all files that it can be
 in: those that the function's file imports, directly or not, and those of functions that were handed to it, as far as
-numba compiles anything of them: they import it, or decorate with one of our own decorators, or such a file reads a
-constant of theirs, which is compiled as the number that it was. A change of any other file compiles nothing again.
+numba compiles anything of them: they import it or llvmlite, or decorate with one of our own decorators, or such a file
+reads a constant of theirs, which is compiled as the number that it was. A change of any other file compiles nothing
+again.
 
 Two processes that compile at once would give two functions one file: numba reads the index, chooses a name that is
 free, and writes both, and closures of one function share an index. So writers take turns here. Whatever else fails
@@ -42,7 +43,7 @@ _IMPORT = re.compile(
     % b"|".join(map(str.encode, _PACKAGES)),
     re.MULTILINE,
 )
-_COMPILED = re.compile(rb"numba|^@(?:kernel|inlined)\b", re.MULTILINE)
+_COMPILED = re.compile(rb"numba|llvmlite|^@(?:kernel|inlined)\b", re.MULTILINE)
 _CONSTANT = re.compile(rb"\b_?[A-Z][A-Z0-9_]+\b")
 _TOLD = set[str]()  # why kernels cannot be kept
 
@@ -134,7 +135,7 @@ def _read_at_compile_time(module: str) -> list[str]:
 
 @cache
 def _is_compiled(module: str) -> bool:
-    """Return whether numba compiles anything of a module."""
+    """Return whether numba compiles anything of a module, or the module emits instructions for it."""
     return _COMPILED.search(_source(module)) is not None
 
 

@@ -107,6 +107,29 @@ def test_a_constant_that_a_kernel_reads_compiles_it_again_and_what_else_is_besid
     assert run(tmp_path) == "5 0\n", "a constant that is read with its module"
 
 
+EMITTED = """
+from drafters.emitted import added
+from numba import njit, types
+from numba.extending import intrinsic
+
+@intrinsic
+def _inner(context, x):
+    return types.int64(types.int64), lambda context, builder, signature, args: added(builder, args[0])
+
+@njit
+def inner(x):
+    return _inner(x)
+"""
+
+
+def test_a_change_of_instructions_that_a_file_emits_without_numba_compiles_a_kernel_again(tmp_path: Path) -> None:
+    package(tmp_path, {"engine/outer.py": OUTER, "drafters/inner.py": EMITTED})
+    emitted = "from llvmlite import ir\n\ndef added(builder, x):\n    return builder.add(x, ir.IntType(64)({}))\n"
+    for added, told in ((1, "2 0\n"), (1, "2 1\n"), (5, "6 0\n")):
+        (tmp_path / "drafters" / "emitted.py").write_text(emitted.format(added))
+        assert run(tmp_path) == told
+
+
 LONG = "\n        ".join(["x = x * 3 % 1_000_003 ^ x + 1"] * 300)
 CLOSURES = f"""
 import sys
