@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Container
 from typing import Protocol
 
@@ -50,7 +51,7 @@ class JsonReader:
         return len(text), text
 
 
-class _StepReader:
+class _StepReader(ABC):
     """Reads step by step, until a step reads nothing."""
 
     done = False
@@ -64,9 +65,9 @@ class _StepReader:
                 break
         return read, out
 
+    @abstractmethod
     def _step(self, text: str) -> tuple[int, str]:
         """Return what `feed` does of the beginning of the text; 0 if more of it has to come first."""
-        raise NotImplementedError
 
 
 class ParametersReader(_StepReader):
