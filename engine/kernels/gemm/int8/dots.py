@@ -151,8 +151,7 @@ def whole_sums(
         return [*sums]
     if _in_16_bits(bits):
         ones = same(ir.VectorType(_SHORT, 2 * instructions.lanes), 1)
-        pairs = [builder.bitcast(some, ones.type) for some in sums]
-        sums = [call_intrinsic(builder, "llvm.x86.avx2.pmadd.wd", starts[0].type, some, ones) for some in pairs]
+        sums = [call_intrinsic(builder, "llvm.x86.avx2.pmadd.wd", starts[0].type, some, ones) for some in sums]
     return [builder.add(*both) for both in zip(sums, starts, strict=True)]
 
 
