@@ -10,6 +10,7 @@ tokens a second count the time from the first prompt to the last token, prompts 
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import tempfile
 import time
@@ -37,6 +38,7 @@ from engine.weights.gguf.source import open_gguf
 from ..inputs.questions import check_prompts, mixed_questions
 from ..measure.budget import Budget, is_narrow
 from ..measure.load import settings_of
+from ..measure.memory import pss_mb
 from ..measure.plan import MeasurementPlan
 from ..measure.warm_up import SAMPLING, warm_up_prompt
 from ..report.engine_figures import ROWS, Turn, ratios
@@ -99,6 +101,9 @@ class StartedEngine(Protocol):
     async def answer(self, prompts: Prompts, max_tokens: int, at_once: int) -> tuple[float, list[int]]:
         """Answer all prompts; return the seconds that this took, and the tokens of each answer."""
 
+    def memory_mb(self) -> float:
+        """Return the proportional set size of all its processes."""
+
     async def stop(self) -> None: ...
 
 
@@ -136,6 +141,10 @@ class OwnEngine:
         started = time.perf_counter()
         await keep_under_way(at_once, range(len(prompts)), one)
         return time.perf_counter() - started, tokens
+
+    def memory_mb(self) -> float:
+        """Return that of the workers and of this process, where the front end is."""
+        return pss_mb(os.getpid())
 
     async def stop(self) -> None:
         await self.engine.close()
@@ -215,17 +224,30 @@ async def compare(
         for one in drawn.sample(here, len(here)):
             about = f"{one.name}, {one.weights} by {one.activations}"
             console.print(f"repeat {repeat + 1}: {about}", highlight=False)
+            began = time.perf_counter()
             try:
                 running = await one.start()
             except TalonError as error:
                 here.remove(one)
                 console.print(f"left out: {error}")
                 continue
+            start_s = time.perf_counter() - began
             try:
                 await running.answer([warm_up], SAMPLING.max_tokens, 1)
                 for level, prompts in parts:
                     seconds, tokens = await running.answer(prompts, max_tokens, level)
-                    yield Turn(one.name, one.weights, one.activations, level, repeat, seconds, tokens, one.talon)
+                    yield Turn(
+                        one.name,
+                        one.weights,
+                        one.activations,
+                        level,
+                        repeat,
+                        seconds,
+                        tokens,
+                        one.talon,
+                        start_s,
+                        running.memory_mb(),
+                    )
             except TalonError as error:
                 if one.talon:
                     raise

@@ -24,6 +24,8 @@ import anyio
 from engine.core.errors import ConfigError
 from engine.kernels.gemm.matmul import Unit, units
 
+from ..measure.memory import pss_mb
+
 SCRIPTS = Path(__file__).parent
 _START_S, _ANSWER_S, _STOP_S = 300.0, 900.0, 10.0
 _LARGEST = 1 << 24  # most bytes of a line
@@ -218,6 +220,9 @@ class Process:
             why = f"said nothing for {limit_s:g} s"
         await self.stop()
         raise ConfigError(f"engine={self.name}: {why}")
+
+    def memory_mb(self) -> float:
+        return pss_mb(self._process.pid)
 
     async def stop(self) -> None:
         """End the engine and whatever it has started, by force if it does not end by itself."""

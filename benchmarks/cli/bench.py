@@ -77,16 +77,16 @@ def bench(
         typer.Option(
             metavar="0.5,0.8,1.2",
             help="Measure requests that arrive at random instead, or too: at these shares of what none answers with "
-            "16 at once, which is measured first. Goodput counts answers whose first token came within 1 s and whose "
-            "others within 0.1 s each.",
+            "16 at once, which is measured first; with --server, at these numbers a second. Goodput counts answers "
+            "whose first token came within 1 s and whose others within 0.1 s each.",
         ),
     ] = None,
     server: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Measure a server that speaks OpenAI's API instead, with --concurrency clients at once: tokens/s, "
-            "time to the first token, refusals, failures. Its key is OPENAI_API_KEY. Rows: clients.jsonl.",
+            help="Measure a server that speaks OpenAI's API instead, with --concurrency clients at once or --arrivals: "
+            "tokens/s, time to the first token, refusals, failures. Its key is OPENAI_API_KEY. Rows: clients.jsonl.",
         ),
     ] = None,
     rivals: RivalsOption = None,
@@ -130,7 +130,7 @@ def bench(
             Run.read(against)  # a folder that cannot be read is refused before anything is measured
         with results_in(out):
             if server is not None:
-                return await measure_server(server, levels or [1, 4, 8, 16, 64], samplings[0])
+                return await measure_server(server, levels, shares, samplings[0])
             others = rivals_in(rivals, gguf, draft)
             plan = MeasurementPlan(
                 settings, names, question_files(questions), out, samplings, limit, repeats, minutes, heads
@@ -183,10 +183,11 @@ def bench(
             console.print(_OF_ITS_OWN, highlight=False, soft_wrap=True)
         return failed
 
-    async def measure_server(url: str, levels: list[int], sampling: SamplingParams) -> int:
+    async def measure_server(url: str, levels: list[int], rates: list[float], sampling: SamplingParams) -> int:
         from ..measure.clients import failures, run_clients, table
 
-        done = await run_clients(url, question_files(questions), limit, levels, sampling, out)
+        clients = levels or ([] if rates else [1, 4, 8, 16, 64])
+        done = await run_clients(url, question_files(questions), limit, clients, rates, sampling, out)
         Console().print(table(url, done).rich())
         for line in failures(done):
             console.print(line, highlight=False, markup=False, soft_wrap=True)

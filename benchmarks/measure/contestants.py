@@ -17,6 +17,7 @@ from engine.core.params import SamplingParams
 from engine.frontend.processes import ProcessWorker
 
 from ..report.figures import PLAIN, TRANSFORMERS
+from .memory import peak_rss_mb
 from .timed_answer import TimedAnswer
 from .warm_up import SAMPLING
 
@@ -79,15 +80,6 @@ class TalonContestant:
 
     async def close(self) -> None:
         await self.engine.close()
-
-
-def peak_rss_mb(pid: int) -> float | None:
-    """Return the peak resident memory of a process, as Linux counts it (shared libraries included)."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf8").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 AS_PUBLISHED: dict[str, Any] = {

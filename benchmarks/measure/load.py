@@ -7,7 +7,6 @@ remembers answers would draft from them, and a prompt in the prefix cache would 
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
 import time
@@ -24,13 +23,14 @@ from engine.config import Config, load
 from engine.core.errors import ConfigError
 from engine.core.methods import METHODS
 from engine.core.params import SamplingParams
-from engine.frontend.tasks import gather, keep_under_way
+from engine.frontend.tasks import keep_under_way
 
 from ..inputs.questions import AskedQuestion, check_prompts, mixed_questions
 from ..report.figures import PLAIN, TRANSFORMERS
 from ..report.load_figures import ROWS, LoadRow, at_once, ratios, requests_per_second
 from ..report.out_folder import RowFile
 from ..report.progress import progress_bar
+from .arrivals import arrival_times, ask_at
 from .budget import Budget, is_narrow
 from .contestants import check_name, keys_of, start_each
 from .plan import MeasurementPlan
@@ -147,12 +147,7 @@ class _Bench:
 
     async def arriving(self, engine: Engine, asked: Sequence[AskedQuestion], at_s: Sequence[float]) -> None:
         """Start each request at its time, whatever is under way."""
-
-        async def later(one: AskedQuestion, at: float) -> None:
-            await asyncio.sleep(self.started_s + at - time.perf_counter())
-            await self._ask(engine, one)
-
-        await gather(later(one, at) for one, at in zip(asked, at_s, strict=True))
+        await ask_at(at_s, asked, lambda one: self._ask(engine, one), self.started_s)
 
     async def _ask(self, engine: Engine, one: AskedQuestion) -> None:
         asked_s = self._now_s()
@@ -210,8 +205,7 @@ def arrivals(rows: Sequence[LoadRow], repeat: int, share: float, count: int) -> 
     rate = share * requests_per_second(
         [r for r in rows if (r.method, r.concurrency, r.repeat) == (PLAIN, CAPACITY_AT, repeat)]
     )
-    drawn = random.Random(f"{repeat} {share}")
-    return list(itertools.accumulate(drawn.expovariate(rate) for _ in range(count)))
+    return arrival_times(rate, count, f"{repeat} {share}")
 
 
 def _parts(levels: Sequence[int], shares: Sequence[float], suites: int) -> dict[Part, int]:

@@ -11,7 +11,7 @@ import msgspec
 from .figures import PLAIN
 from .load_figures import at_once
 from .ratios import Ratios, Where
-from .tables import Table
+from .tables import Table, known
 
 ROWS = "rivals.jsonl"
 _OURS = {PLAIN: "plain", "talon": "head and suffix"}
@@ -19,7 +19,8 @@ _OURS = {PLAIN: "plain", "talon": "head and suffix"}
 
 class Turn(msgspec.Struct, frozen=True):
     """A line of rivals.jsonl. tokens: of each answer; seconds: for all of them. talon: it is one of ours.
-    weights: their type in memory; activations: the type by which they are multiplied.
+    weights: their type in memory; activations: the type by which they are multiplied. start_s: until the engine was
+    ready for this repeat; memory_mb: PSS of all its processes after the turn. Older runs have neither.
     """
 
     contestant: str
@@ -30,6 +31,8 @@ class Turn(msgspec.Struct, frozen=True):
     seconds: float
     tokens: list[int]
     talon: bool = False
+    start_s: float | None = None
+    memory_mb: float | None = None
 
     @property
     def rate(self) -> float:
@@ -84,7 +87,8 @@ def speeds(turns: Sequence[Turn]) -> dict[Contestant, dict[int, float]]:
 
 def table(turns: Sequence[Turn]) -> Table:
     """Make a row for each contestant, those of a group together: median tokens a second, the least and the most of its
-    turns if there are several, and the median of their ratios to Talon's plain decoding of the group.
+    turns if there are several, and the median of their ratios to Talon's plain decoding of the group; then the median
+    of starts, and the most memory.
     """
     over = ratios(turns)
     levels = sorted({turn.at_once for turn in turns})
@@ -95,9 +99,12 @@ def table(turns: Sequence[Turn]) -> Table:
             mine = over.get(_where(group, label, level))
             ratio = f" ({median(mine.values()):.2f}x)" if mine else ""
             shown.append(_spread(rates(turns, (group, label), level).values()) + ratio)
-        rows.append([label, group, *shown])
+        mine_of = [turn for turn in turns if (turn.group, turn.label) == (group, label)]
+        starts = [turn.start_s for turn in mine_of if turn.start_s is not None]
+        memory = max((turn.memory_mb for turn in mine_of if turn.memory_mb is not None), default=None)
+        rows.append([label, group, *shown, known(median(starts) if starts else None, ".1f"), known(memory, ".0f")])
     title = "Engines: tokens/s in all, and how many times Talon's plain decoding of the same weights and activations"
-    return Table(title, ("engine", "weights by activations", *map(at_once, levels)), rows, words=2)
+    return Table(title, ("engine", "weights by activations", *map(at_once, levels), "start s", "MB"), rows, words=2)
 
 
 def _spread(some: Collection[float]) -> str:

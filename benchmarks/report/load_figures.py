@@ -23,8 +23,9 @@ class LoadRow(msgspec.Struct, frozen=True):
     """One answer under load, a line of load.jsonl. Seconds count from the start of its measurement.
 
     concurrency: requests at once, None where they arrive at random; arrivals: in that case, their share of plain
-    decoding's capacity. emitted: when tokens came, and how many. output_equal: the text is that of the same prompt
-    alone. exact: any difference is an error. busy: share of its decoding time that the verifier spent in forwards.
+    decoding's capacity, or their number a second at a server that was named. emitted: when tokens came, and how many.
+    output_equal: the text is that of the same prompt alone. exact: any difference is an error. busy: share of its
+    decoding time that the verifier spent in forwards.
     """
 
     suite: str

@@ -1,4 +1,5 @@
-"""`python -m benchmarks.shapes NAME --out DIR`: a published model's shape with random weights, measured here.
+"""`python -m benchmarks.shapes NAME --out DIR`: a published model's shape with random weights, or a GGUF file of one's
+own, measured here.
 
 Weights decide no time of a plain forward, so a shape shows what a model would cost here before anybody has its file.
 They decide texts: how many drafts are accepted is not measured.
@@ -20,6 +21,7 @@ from rich.console import Console
 from engine.cli.command import SetOption, one_line_errors, overrides
 from engine.config import load
 from engine.core.errors import ConfigError
+from engine.weights.gguf.file import read_gguf
 
 from ..measure.profile import loaded
 from ..report.about import machine
@@ -28,17 +30,19 @@ from ..report.tables import Table
 from .forwards import ForwardFigures, llama_bench, time_forwards
 from .random_file import MIXES, write_random
 from .served import Served, serve
-from .shape import SHAPES, shape_of
+from .shape import SHAPES, Shape, shape_of
 
 T = TypeVar("T")
 Figures = tuple[Served | None, ForwardFigures | None]
 
 
 class Measured(msgspec.Struct):
-    """A line of shapes.jsonl. figures: by engine, of its server and of its forwards."""
+    """A line of shapes.jsonl. layers: None for a file of one's own. figures: by engine, of its server and of its
+    forwards.
+    """
 
     shape: str
-    layers: int
+    layers: int | None
     weights: str
     file_gb: float
     machine: str
@@ -47,7 +51,7 @@ class Measured(msgspec.Struct):
 
 
 def main(
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(SHAPES)}.")],
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(SHAPES)}; or a GGUF file.")],
     out: Annotated[Path, typer.Option(help="Folder for the file and for shapes.jsonl.")] = Path("out-shapes"),
     layers: Annotated[int | None, typer.Option(help="Only the first ones.", show_default="all", min=1)] = None,
     mix: Annotated[str, typer.Option(help=f"Types of the matrices: {', '.join(MIXES)}.")] = "Q4_K_M",
@@ -57,20 +61,19 @@ def main(
     server: Annotated[Path | None, typer.Option("--llama-server", help="Its program, to compare with.")] = None,
     set_: SetOption = None,
 ) -> None:
-    """Write a GGUF file of random weights in the shape of a published model, and measure plain tokens, trees, prompts,
-    second turns, memory and starts, beside llama.cpp if its programs are named.
+    """Write a GGUF file of random weights in the shape of a published model, or take one of yours, and measure plain
+    tokens, trees, prompts, second turns, memory and starts, beside llama.cpp if its programs are named.
     """
     with one_line_errors(), results_in(out):
-        if name not in SHAPES:
-            raise ConfigError(f"{name!r} is no shape; these are: {', '.join(SHAPES)}")
-        if mix not in MIXES:
-            raise ConfigError(f"--mix {mix!r} is no mix of types; these are: {', '.join(MIXES)}")
-        console, shape = Console(stderr=True), shape_of(name, layers)
-        file = out / f"{name}-{shape.layers}-layers-{mix}.gguf"
-        if not file.exists():
-            whole = file.with_suffix(".part")
-            write_random(shape, whole, console, mix)
-            whole.rename(file)
+        console, file = Console(stderr=True), Path(name)
+        if file.suffix == ".gguf":
+            if layers is not None:
+                raise ConfigError("--layers: takes the first ones of a shape; leave it out for a file")
+            shown = (file.stem, None, read_gguf(file, name).kinds)
+        else:
+            shape = _shape_of(name, layers, mix)
+            shown = (name, shape.layers, f"random weights in {mix}")
+            file = _file_of(shape, out / f"{name}-{shape.layers}-layers-{mix}.gguf", mix, console)
         settings = load({}, overrides(set_, model=str(file)))
         console.print("Talon: starts, second turns")
         options = [part for text in (f"model={file}", *(set_ or [])) for part in ("--set", text)]
@@ -86,11 +89,28 @@ def main(
                 None if bench is None else _tried(partial(llama_bench, bench, file, threads, repeats), console),
             )
         size = file.stat().st_size / 1e9
-        row = Measured(name, shape.layers, f"random weights in {mix}", size, machine(), set_ or [], figures)
+        row = Measured(*shown, size, machine(), set_ or [], figures)
         with (out / "shapes.jsonl").open("a", encoding="utf8") as rows:
             rows.write(msgspec.json.encode(row).decode() + "\n")
         print(row.machine)
         Console().print(table(row).rich())
+
+
+def _shape_of(name: str, layers: int | None, mix: str) -> Shape:
+    if name not in SHAPES:
+        raise ConfigError(f"{name!r} is no shape and no GGUF file; shapes are: {', '.join(SHAPES)}")
+    if mix not in MIXES:
+        raise ConfigError(f"--mix {mix!r} is no mix of types; these are: {', '.join(MIXES)}")
+    return shape_of(name, layers)
+
+
+def _file_of(shape: Shape, file: Path, mix: str, console: Console) -> Path:
+    """Return the file of a shape's random weights, written unless it is there."""
+    if not file.exists():
+        whole = file.with_suffix(".part")
+        write_random(shape, whole, console, mix)
+        whole.rename(file)
+    return file
 
 
 def _tried(measure: Callable[[], T], console: Console) -> T | None:
@@ -104,7 +124,8 @@ def _tried(measure: Callable[[], T], console: Console) -> T | None:
 
 def table(row: Measured) -> Table:
     """Make the table: a line for each figure, a column for each engine."""
-    title = f"{row.shape}, {row.layers} layers, {row.file_gb:.1f} GB, {row.weights}"
+    layers = "" if row.layers is None else f", {row.layers} layers"
+    title = f"{row.shape}{layers}, {row.file_gb:.1f} GB, {row.weights}"
     figures = row.figures.values()
     rows = [[what, *(value(*one) for one in figures)] for what, value in _LINES.items()]
     return Table(title, ("", *row.figures), rows)

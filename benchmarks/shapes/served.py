@@ -10,10 +10,8 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Sequence
-from contextlib import suppress
 from http.client import HTTPResponse
 from itertools import islice
-from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
@@ -21,6 +19,8 @@ import msgspec
 
 from engine.core.child_environment import child_environment
 from engine.core.errors import ConfigError
+
+from ..measure.memory import pss_mb
 
 _START_S, _ANSWER_S, _STOP_S = 900.0, 900.0, 20.0
 _WORD_TOKENS, _LETTERS = 6, 8  # a space, and letters in pairs and alone
@@ -131,14 +131,7 @@ class Server:
 
     def memory_mb(self) -> float:
         """Return the proportional set size of the server and its children."""
-        total, processes = 0, [self._process.pid]
-        for process in processes:
-            with suppress(OSError):  # it has ended
-                lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-                total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-                for children in Path(f"/proc/{process}/task").glob("*/children"):
-                    processes += map(int, children.read_text().split())
-        return total * 1024 / 1e6
+        return pss_mb(self._process.pid)
 
 
 def _words(tokens: int, seed: int) -> str:

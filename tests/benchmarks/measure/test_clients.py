@@ -14,7 +14,8 @@ from rich.console import Console
 
 pytest.importorskip("fastapi")
 
-from benchmarks.measure.clients import _spread, failures, run_clients, table
+from benchmarks.measure.arrivals import arrival_times
+from benchmarks.measure.clients import LevelOfClients, _spread, failures, run_clients, table
 from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
 from tests.engine.server.process import serving
@@ -33,7 +34,7 @@ def test_every_client_asks_four_times_and_the_refused_are_counted(
 ) -> None:
     with serving("--set", f"model={tiny_gguf}", "--method", "pld", "--queue", "2") as server:
         sampling = SamplingParams(max_tokens=30, temperature=1.0)
-        levels = asyncio.run(run_clients(server.url, questions, None, [2, 8], sampling, tmp_path))
+        levels = asyncio.run(run_clients(server.url, questions, None, [2, 8], [], sampling, tmp_path))
     few, many = levels
     assert len(few.rows) == 8 and not few.refused
     assert len(many.rows) + many.refused[429] == 32 and many.refused[429] > 0
@@ -53,7 +54,7 @@ def test_every_client_asks_four_times_and_the_refused_are_counted(
 )
 def test_what_is_no_server_is_one_line(url: str, said: str, questions: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
-        asyncio.run(run_clients(url, questions, None, [1], SamplingParams(), tmp_path))
+        asyncio.run(run_clients(url, questions, None, [1], [], SamplingParams(), tmp_path))
 
 
 CHUNK = b'data: {"choices": [{"delta": {"content": "one"}}]}\n\n'
@@ -91,17 +92,17 @@ def test_answers_that_break_off_are_counted_and_the_others_go_on(
     served: Callable[..., None], questions: list[Path], tmp_path: Path
 ) -> None:
     served(CHUNK + BROKEN, CHUNK, CHUNK + USAGE, httpx.ReadTimeout(""))
-    (level,) = asyncio.run(run_clients("http://some", questions, None, [1], SamplingParams(), tmp_path))
+    (level,) = asyncio.run(run_clients("http://some", questions, None, [1], [], SamplingParams(), tmp_path))
     assert level.failed["its stream counts no tokens: it must honour stream_options.include_usage"] == 1
     served(CHUNK + BROKEN, dropped(), httpx.ReadTimeout(""), CHUNK + USAGE)
-    (level,) = asyncio.run(run_clients("http://some", questions, None, [1], SamplingParams(), tmp_path))
+    (level,) = asyncio.run(run_clients("http://some", questions, None, [1], [], SamplingParams(), tmp_path))
     assert [row.tokens for row in level.rows] == [3]
     assert failures([level]) == [
         "1 at once: 1 failed: out of memory",
         "1 at once: 1 failed: peer closed connection",
         "1 at once: 1 failed: ReadTimeout",
     ]
-    assert table("http://some", [level]).rows[0][:4] == ["1", "1", "0", "3"]
+    assert table("http://some", [level]).rows[0][:4] == ["1 at once", "1", "0", "3"]
 
 
 @pytest.mark.parametrize("error", ["no room", {"message": "no room"}])
@@ -109,14 +110,14 @@ def test_an_error_may_have_the_form_of_any_server(
     served: Callable[..., None], questions: list[Path], tmp_path: Path, error: object
 ) -> None:
     served(*[b"data: " + json.dumps({"error": error}).encode() + b"\n\n"] * 4)
-    (level,) = asyncio.run(run_clients("http://some", questions, None, [1], SamplingParams(), tmp_path))
+    (level,) = asyncio.run(run_clients("http://some", questions, None, [1], [], SamplingParams(), tmp_path))
     assert level.failed == {"no room": 4}
 
 
 def test_rows_are_written_as_levels_end(served: Callable[..., None], questions: list[Path], tmp_path: Path) -> None:
     served(*[CHUNK + USAGE] * 4, OSError("unplugged"))
     with pytest.raises(OSError, match="unplugged"):
-        asyncio.run(run_clients("http://some", questions, None, [1, 2], SamplingParams(), tmp_path))
+        asyncio.run(run_clients("http://some", questions, None, [1, 2], [], SamplingParams(), tmp_path))
     assert len((tmp_path / "clients.jsonl").read_text().splitlines()) == 4
 
 
@@ -125,9 +126,29 @@ def test_a_server_is_named_with_or_without_its_version(
     served: Callable[..., None], questions: list[Path], tmp_path: Path, url: str
 ) -> None:
     served(*[CHUNK + USAGE] * 4)
-    (level,) = asyncio.run(run_clients(url, questions, None, [1], SamplingParams(), tmp_path))
+    (level,) = asyncio.run(run_clients(url, questions, None, [1], [], SamplingParams(), tmp_path))
     assert len(level.rows) == 4
 
 
 def test_tokens_are_spread_over_chunks() -> None:
     assert _spread(10, 4) == [1, 3, 3, 3] and _spread(3, 1) == [3] and _spread(0, 0) == []
+
+
+def test_requests_arrive_at_an_average_rate_at_the_same_times_for_every_server(
+    served: Callable[..., None], questions: list[Path], tmp_path: Path
+) -> None:
+    async def asked_at() -> LevelOfClients:
+        served(*[CHUNK + USAGE] * 80)
+        slow, fast = await run_clients("http://some", questions, None, [], [100.0, 400.0], SamplingParams(), tmp_path)
+        assert (slow.clients, slow.per_second, fast.per_second) == (None, 100.0, 400.0)
+        assert slow.rows[-1].asked_s > 1.5 * fast.rows[-1].asked_s
+        return slow
+
+    one, other = asyncio.run(asked_at()), asyncio.run(asked_at())
+    assert len(one.rows) == 40 and {row.arrivals for row in one.rows} == {100.0}
+    times = arrival_times(100.0, 40, "100")
+    for level in (one, other):
+        asked_s = sorted(row.asked_s for row in level.rows)
+        assert all(asked >= at - 0.001 for asked, at in zip(asked_s, times, strict=True))
+    shown = table("http://some", [one]).rows[0]
+    assert shown[0] == "100 a second" and float(shown[4]) >= float(shown[5]) > 0, "tokens/s, and goodput"
