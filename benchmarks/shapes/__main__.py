@@ -69,7 +69,7 @@ def main(
         if file.suffix == ".gguf":
             if layers is not None:
                 raise ConfigError("--layers: takes the first ones of a shape; leave it out for a file")
-            shown = (file.stem, None, read_gguf(file, name).kinds)
+            shown: tuple[str, int | None, str] = (file.stem, None, read_gguf(file, name).kinds)
         else:
             shape = _shape_of(name, layers, mix)
             shown = (name, shape.layers, f"random weights in {mix}")

@@ -86,7 +86,7 @@ async def test_engines_take_turns_at_every_level() -> None:
     assert [turn.at_once for turn in found] == [1, 8] * 4, "an engine started answers all levels"
     taken = sorted((turn.repeat, turn.at_once, turn.contestant, len(turn.tokens)) for turn in found)
     assert taken == [(r, n, name, count) for r in (0, 1) for n, count in ((1, 20), (8, 24)) for name in ("one", "two")]
-    assert all(set(turn.tokens) == {3} for turn in found)
+    assert all(set(turn.tokens) == {3} and 0 < turn.start_s < 60 and 5 < turn.memory_mb < 500 for turn in found)
     assert "broken" in printed and "pip install gone" in printed
 
 
@@ -146,6 +146,15 @@ def test_the_table_gives_the_median_of_ratios_to_plain_decoding_in_the_same_repe
     shown = printed(taken)
     assert "40.0, 30.0-60.0 (2.00x)" in shown and "20.0, 10.0-40.0 (1.00x)" in shown
     assert shown.index("Talon, fast") < shown.index("Talon, plain")
+
+
+def test_the_table_gives_the_median_of_starts_and_the_most_memory() -> None:
+    taken = [
+        Turn("none", "Q4_K", "int8", 1, repeat, 1.0, [9], True, start_s, memory_mb)
+        for repeat, (start_s, memory_mb) in enumerate([(5.0, 2100.0), (9.0, 2300.0), (6.0, 2200.0)])
+    ]
+    assert table(taken).rows[0][-2:] == ["6.0", "2300"]
+    assert table([Turn("none", "Q4_K", "int8", 1, 0, 1.0, [9])]).rows[0][-2:] == ["-", "-"], "an older run has neither"
 
 
 def test_an_engine_is_compared_with_plain_decoding_of_the_same_weights_and_activations_alone() -> None:

@@ -139,6 +139,17 @@ def test_the_command_writes_a_file_and_measures_it_beside_another_server(
     assert row["figures"]["llama.cpp"][1] is None and "second turn" in done.output
 
 
+def test_a_file_of_ones_own_is_measured_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_random(tiny("llama-3.1-8b"), tmp_path / "own.gguf", Console(quiet=True))
+    monkeypatch.setattr(command, "serve", lambda asked, tokens: None)
+    done = CliRunner().invoke(APP, [str(tmp_path / "own.gguf"), "--out", str(tmp_path / "out"), "--repeats", "1"])
+    assert done.exit_code == 0, done.output
+    row = json.loads((tmp_path / "out" / "shapes.jsonl").read_text())
+    assert (row["shape"], row["layers"]) == ("own", None) and "Q4_K" in row["weights"] and "own, 0.0 GB" in done.output
+    refused = CliRunner().invoke(APP, [str(tmp_path / "own.gguf"), "--layers", "3", "--out", str(tmp_path / "none")])
+    assert refused.exit_code == 2 and not [*(tmp_path / "none").glob("*")]
+
+
 def test_an_unknown_shape_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     done = CliRunner().invoke(APP, ["llama", "--out", str(tmp_path)])
     assert done.exit_code == 2 and not [*tmp_path.iterdir()]
