@@ -23,7 +23,7 @@ from engine.costs.forward_time import NOTHING, Attended, ForwardTime
 from engine.wire.messages import Rates
 
 _LONGEST_S = 5.0  # most seconds of a forward of a prompt while no request decodes
-_MOST_PROMPTS = 4.0  # times as long as its decoding requests a round's prompts may take, however many are waiting
+_PAUSE = 2.0  # a round with a prompt chunk may take this many times as long as one without
 
 
 class CostModel:
@@ -134,21 +134,17 @@ class CostModel:
 
     # Prompts.
 
-    def chunk_rows(self, requests: int, most: int, read: float = 0.0, past: int = 0, prompts: int = 1) -> int:
-        """Return the prompt rows that may join a round of `requests` decoding requests. They take as long as these do;
-        where more requests wait for their prompts than decode, each of both has the same share of the time, up to a
-        limit, or the few that decode would leave the processor to themselves. They may at least take as long as reading
-        their own past keys, or far into a prompt little else would be done.
+    def chunk_rows(self, requests: int, most: int, read: float = 0.0, past: int = 0) -> int:
+        """Return the prompt rows that may join a round of `requests` decoding requests without delaying it for long.
+        They may at least take as long as reading their own past keys, or far into a prompt little else would be done.
 
-        read: past positions of all decoding requests together; past: of the prompt; prompts: requests that wait for
-        theirs.
+        read: past positions of all decoding requests together; past: of the prompt.
         """
         if requests == 0:  # workers answer between forwards only, and one that is silent for long is replaced
             return max(1, self._fitting(_LONGEST_S, 0, NOTHING, most, past))
         rows, keys = self._usual_rows(requests), Attended(read, read * self._rows)
         round_s = self.forward.seconds(rows, keys)
-        share = min(_MOST_PROMPTS, max(1.0, prompts / requests))
-        more_s = max(share * round_s, 2 * self.forward.read_s * past)
+        more_s = max((_PAUSE - 1) * round_s, 2 * self.forward.read_s * past)
         return max(1, self._fitting(round_s + more_s, rows, keys, most, past))
 
     def reading_s(self, count: int, past: int, most: int) -> float:

@@ -93,9 +93,8 @@ class Scheduler:
                 if len(missing) == len(decoding) and (reading := self._chunks(meanwhile)):
                     return Plan(reading=reading)
                 return Plan(wait_s=left_s)
-        reading = []
-        if prompts := len(self.running) - len(decoding):
-            reading = self._chunks(costs.chunk_rows(len(decoding), self.prefill_chunk, read, past, prompts))
+        readers = len(self.running) - len(decoding)
+        reading = self._chunks(costs.chunk_rows(len(decoding), self.prefill_chunk, read, past)) if readers else []
         return Plan(decoding, reading) if decoding or reading else Plan(wait_s=self.draft_timeout_s)
 
     def reserve(self, plan: Plan, rows: Callable[[Request], int]) -> Plan:

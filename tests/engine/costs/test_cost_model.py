@@ -125,17 +125,6 @@ def test_a_prompts_chunk_fills_up_what_twice_the_time_allows(
     assert costs(seconds).chunk_rows(requests, most) == rows
 
 
-@pytest.mark.parametrize(
-    ("requests", "prompts", "rows"),
-    [(4, 0, 4), (4, 1, 4), (4, 4, 4), (4, 6, 6), (4, 12, 12), (4, 16, 16), (4, 40, 16), (1, 3, 3), (1, 9, 4)],
-)
-def test_a_request_that_waits_for_its_prompt_gets_as_much_of_a_round_as_one_that_decodes(
-    requests: int, prompts: int, rows: int
-) -> None:
-    """Up to four times what all who decode get, and never less than these."""
-    assert costs({1: 0.010, 64: 0.640}).chunk_rows(requests, 512, prompts=prompts) == rows
-
-
 def test_a_chunk_has_to_look_at_what_stands_before_it() -> None:
     model = costs({1: 0.010, 64: 0.012}, seen_s=1e-6)
     for past in (0, 100, 1000, 5000):

@@ -298,14 +298,6 @@ def test_far_into_a_prompt_less_of_it_is_read_while_others_decode_and_while_they
     assert counts == sorted(counts, reverse=True) and counts[-1] < counts[0] / 4
 
 
-@pytest.mark.parametrize(("waiting", "rows"), [(1, 1), (3, 3), (6, 4)])
-def test_the_more_prompts_wait_the_more_is_read_beside_those_who_decode(waiting: int, rows: int) -> None:
-    requests, one = lonely()
-    requests.running += [request(Counting(64), 2 + n, [2 + n] * 30) for n in range(waiting)]
-    found = requests.plan(one.waiting_since_ns, CostModel(ForwardTime({1: 0.010, 64: 0.640})), drafter_ready=False)
-    assert found.decoding == [one] and sum(count for _, count in found.reading) == rows
-
-
 def test_drafts_that_are_there_in_a_moment_are_waited_for_before_a_prompt_is_read() -> None:
     """Or those who decode would be held up by two chunks in a row."""
     requests, one = lonely()
