@@ -15,7 +15,7 @@ from rich.console import Console
 pytest.importorskip("fastapi")
 
 from benchmarks.measure.arrivals import arrival_times
-from benchmarks.measure.clients import LevelOfClients, _spread, failures, run_clients, table
+from benchmarks.measure.clients import _spread, failures, run_clients, table
 from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
 from tests.engine.server.process import serving
@@ -137,18 +137,19 @@ def test_tokens_are_spread_over_chunks() -> None:
 def test_requests_arrive_at_an_average_rate_at_the_same_times_for_every_server(
     served: Callable[..., None], questions: list[Path], tmp_path: Path
 ) -> None:
-    async def asked_at() -> LevelOfClients:
-        served(*[CHUNK + USAGE] * 80)
-        slow, fast = await run_clients("http://some", questions, None, [], [100.0, 400.0], SamplingParams(), tmp_path)
-        assert (slow.clients, slow.per_second, fast.per_second) == (None, 100.0, 400.0)
-        assert slow.rows[-1].asked_s > 1.5 * fast.rows[-1].asked_s
-        return slow
-
-    one, other = asyncio.run(asked_at()), asyncio.run(asked_at())
-    assert len(one.rows) == 40 and {row.arrivals for row in one.rows} == {100.0}
-    times = arrival_times(100.0, 40, "100")
-    for level in (one, other):
-        asked_s = sorted(row.asked_s for row in level.rows)
+    served(*[CHUNK + USAGE] * 80)
+    rates = [100.0, 400.0]
+    levels = asyncio.run(run_clients("http://some", questions, None, [], rates, SamplingParams(), tmp_path))
+    for level, rate in zip(levels, rates, strict=True):
+        assert (level.clients, level.per_second) == (None, rate)
+        assert len(level.rows) == 40 and {row.arrivals for row in level.rows} == {rate}
+        times, asked_s = arrival_times(rate, 40, f"{rate:g}"), sorted(row.asked_s for row in level.rows)
         assert all(asked >= at - 0.001 for asked, at in zip(asked_s, times, strict=True))
-    shown = table("http://some", [one]).rows[0]
+    shown = table("http://some", levels).rows[0]
     assert shown[0] == "100 a second" and float(shown[4]) >= float(shown[5]) > 0, "tokens/s, and goodput"
+
+
+def test_times_of_arrival_are_those_of_the_rate_and_the_same_whenever_they_are_drawn() -> None:
+    times = arrival_times(5.0, 4000, "any")
+    assert times == sorted(arrival_times(5.0, 4000, "any")) and times != arrival_times(5.0, 4000, "other")
+    assert times[-1] == pytest.approx(4000 / 5, rel=0.1)
