@@ -37,10 +37,10 @@ from engine.weights.gguf.source import open_gguf
 
 from ..inputs.questions import check_prompts, mixed_questions
 from ..measure.budget import Budget, is_narrow
+from ..measure.contestants import WARM_UP_SAMPLING, warm_up_prompt
 from ..measure.load import settings_of
 from ..measure.memory import pss_mb
 from ..measure.plan import MeasurementPlan
-from ..measure.warm_up import SAMPLING, warm_up_prompt
 from ..report.engine_figures import ROWS, Turn, ratios
 from ..report.load_figures import at_once
 from .engines import Baseline, Given, Missing, baselines
@@ -233,7 +233,7 @@ async def compare(
                 continue
             start_s = time.perf_counter() - began
             try:
-                await running.answer([warm_up], SAMPLING.max_tokens, 1)
+                await running.answer([warm_up], WARM_UP_SAMPLING.max_tokens, 1)
                 for level, prompts in parts:
                     seconds, tokens = await running.answer(prompts, max_tokens, level)
                     yield Turn(

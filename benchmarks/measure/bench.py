@@ -17,11 +17,10 @@ from ..inputs.questions import Question, check_prompts, naming, read_questions
 from ..report.figures import PLAIN, ROWS, Difference, Row, loops, speed_ups
 from ..report.progress import progress_bar
 from .budget import Budget, spend
-from .contestants import Contestant, check_name, start_contestants
+from .contestants import Contestant, check_name, start_contestants, warm_up_prompt
 from .plan import MeasurementPlan
 from .ties import Referee
 from .timed_answer import TimedAnswer
-from .warm_up import warm_up_prompt
 
 
 async def run_bench(plan: MeasurementPlan, console: Console) -> list[Row]:

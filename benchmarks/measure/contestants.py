@@ -15,11 +15,16 @@ from engine.core.errors import ConfigError, TalonError, did_you_mean
 from engine.core.methods import METHODS
 from engine.core.params import SamplingParams
 from engine.frontend.processes import ProcessWorker
+from engine.text.encode import encode_text
+from engine.weights.tokenizer import tokenizer_of
 
 from ..report.figures import PLAIN, TRANSFORMERS
 from .memory import peak_rss_mb
 from .timed_answer import TimedAnswer
-from .warm_up import SAMPLING
+
+# The answer that every contestant gives before it is measured, as a first request compiles.
+WARM_UP_PROMPT = "Say hello."
+WARM_UP_SAMPLING = SamplingParams(max_tokens=24)
 
 
 class Contestant(Protocol):
@@ -210,6 +215,11 @@ async def start_each(
     return started
 
 
+def warm_up_prompt(config: Config) -> list[int]:
+    """Return the prompt's token ids. config: resolved."""
+    return encode_text(tokenizer_of(config), WARM_UP_PROMPT)
+
+
 async def start_contestants(
     names: Sequence[str], config: Config, heads: Path | None, warm_up: list[int], console: Console
 ) -> dict[str, Contestant]:
@@ -218,4 +228,4 @@ async def start_contestants(
     async def start(name: str) -> Contestant:
         return await start_contestant(name, config, heads)
 
-    return await start_each(names, start, lambda one: one.answer(warm_up, SAMPLING), console)
+    return await start_each(names, start, lambda one: one.answer(warm_up, WARM_UP_SAMPLING), console)

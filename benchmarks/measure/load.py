@@ -32,9 +32,8 @@ from ..report.out_folder import RowFile
 from ..report.progress import progress_bar
 from .arrivals import arrival_times, ask_at
 from .budget import Budget, is_narrow
-from .contestants import check_name, keys_of, start_each
+from .contestants import WARM_UP_PROMPT, WARM_UP_SAMPLING, check_name, keys_of, start_each
 from .plan import MeasurementPlan
-from .warm_up import PROMPT, SAMPLING
 
 CAPACITY_AT = 16
 """Arrivals are shares of the requests a second that plain decoding answers with this many at once."""
@@ -187,7 +186,7 @@ async def engines(
     started = await start_each(
         names,
         lambda name: Engine.start(settings_of(name, config, heads)),
-        lambda engine: engine.generate(PROMPT, SAMPLING),
+        lambda engine: engine.generate(WARM_UP_PROMPT, WARM_UP_SAMPLING),
         console,
     )
     try:

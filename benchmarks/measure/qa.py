@@ -37,11 +37,10 @@ from ..report.figures import PLAIN, Difference
 from ..report.progress import progress_bar
 from ..report.qa_figures import ROWS, QaRow, Retrieval, Scores
 from .budget import Budget, spend
-from .contestants import Contestant, start_contestants
+from .contestants import Contestant, start_contestants, warm_up_prompt
 from .plan import MeasurementPlan
 from .ties import Referee
 from .timed_answer import TimedAnswer
-from .warm_up import warm_up_prompt
 
 CLOSED, OWN, FOUND = "closed book", "own passage", "retrieved"
 

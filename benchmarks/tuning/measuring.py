@@ -21,9 +21,8 @@ from engine.weights.resolve import resolve, resolved, with_own
 from ..inputs.questions import Question
 from ..measure.bench import compared, row_of
 from ..measure.budget import Budget
-from ..measure.contestants import TalonContestant, start_each
+from ..measure.contestants import WARM_UP_SAMPLING, TalonContestant, start_each, warm_up_prompt
 from ..measure.ties import Referee
-from ..measure.warm_up import SAMPLING, warm_up_prompt
 from ..report.figures import PLAIN, Row, summaries
 from ..report.progress import progress_bar
 from ..report.ratios import interval
@@ -75,7 +74,7 @@ async def measure(
     async def start(name: str) -> TalonContestant:
         return await TalonContestant.start(configs[name])
 
-    started = await start_each([*configs], start, lambda one: one.answer(warm_up, SAMPLING), console)
+    started = await start_each([*configs], start, lambda one: one.answer(warm_up, WARM_UP_SAMPLING), console)
     try:
         if NEW not in started:
             raise ModelError(f"head={configs[NEW].drafter.path}: cannot be started, as told above: add --again")

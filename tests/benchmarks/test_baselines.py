@@ -86,7 +86,7 @@ async def test_engines_take_turns_at_every_level() -> None:
     assert [turn.at_once for turn in found] == [1, 8] * 4, "an engine started answers all levels"
     taken = sorted((turn.repeat, turn.at_once, turn.contestant, len(turn.tokens)) for turn in found)
     assert taken == [(r, n, name, count) for r in (0, 1) for n, count in ((1, 20), (8, 24)) for name in ("one", "two")]
-    assert all(set(turn.tokens) == {3} and 0 < turn.start_s < 60 and 5 < turn.memory_mb < 500 for turn in found)
+    assert all(set(turn.tokens) == {3} and 0 < turn.start_s < 60 and 0 < turn.memory_mb < 500 for turn in found)
     assert "broken" in printed and "pip install gone" in printed
 
 
