@@ -55,8 +55,8 @@ types: .venv/installed
 
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-# The tests of kernels go first, beside mypy: they compile what others use, which four processes would each compile.
-# Four processes share two cores, since tests often wait for a worker. BESIDE names another target to make meanwhile.
+# The tests of kernels go first, beside mypy: they compile what others use, which three processes would each compile.
+# Three processes share two cores, since tests often wait for a worker. BESIDE names another target to make meanwhile.
 test: lint
 	$(MAKE) --jobs 2 types test-kernels
 	$(MAKE) --jobs 2 test-others $(BESIDE)
@@ -64,11 +64,8 @@ test: lint
 test-kernels: .venv/installed
 	$(PYTEST) -n 2 tests/engine/kernels
 
-# The longest files and those that wait for killed workers go first, so that the end leaves no core idle.
-FIRST := $(wildcard tests/test_*.py) tests/faults
-LAST := $(filter-out tests/__pycache__ $(FIRST),$(patsubst %/,%,$(wildcard tests/*/)))
 test-others: .venv/installed
-	$(PYTEST) -n 4 --ignore tests/engine/kernels $(FIRST) $(LAST)
+	$(PYTEST) -n 3 --ignore tests/engine/kernels
 
 # All kernels of this processor, and each as on one of the others (without --spread on all of them, which takes
 # much longer): minutes of compiling, with what the tests leave of the cores.
