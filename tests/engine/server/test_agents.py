@@ -156,7 +156,7 @@ def run(client: Client, program: str, server: ServerProcess, folder: Path) -> No
         done = subprocess.run(
             list(map(filled, turn)),
             cwd=folder,
-            env=os.environ | QUIET | paths | own | {"HOME": str(folder)},
+            env=os.environ | QUIET | paths | own | {"HOME": str(folder), "PWD": str(folder)},  # as a shell would
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -176,8 +176,9 @@ def test_a_client_takes_a_turn_and_another_one_from_the_prefix_cache(
     until(lambda: len(coder.requests()) >= before + len(client.turns))
     asked = [line for line in coder.requests()[before:] if line["method"] == "POST"]
     assert {line["status"] for line in asked} == {200}, [line.get("error") for line in asked]
-    whole = [line for line in asked if not line.get("client_left")]
-    assert len(whole) >= 2 and whole[0]["prompt_tokens"] >= client.least
+    # some ask for a title beside the first turn, which is short
+    whole = [line for line in asked if not line.get("client_left") and line.get("prompt_tokens", 0) >= client.least]
+    assert len(whole) >= 2
     assert whole[-1]["cached_tokens"] >= 0.8 * min(whole[0]["prompt_tokens"], whole[-1]["prompt_tokens"])
     if client.cancels:
         until(lambda: coder.requests()[-1].get("client_left", False))
