@@ -134,7 +134,7 @@ def test_the_command_writes_a_file_and_measures_it_beside_another_server(
     for served, forwards in row["figures"].values():
         for turn in (served["whole"], served["aborted"]):
             assert turn["tokens"] > 300 and 0 < turn["read"] < 160 and turn["seconds"] > 0
-        assert min(served["memory_mb"], *served["start_s"]) > 0
+        assert served["memory_mb"] > 10 and min(served["start_s"]) > 0, "a forked server shares most of its memory"
         assert forwards is None or (forwards["token_ms"] > 0 and [*forwards["tree_ms"]] == ["8", "16", "32"])
     assert row["figures"]["llama.cpp"][1] is None and "second turn" in done.output
 
