@@ -26,7 +26,7 @@ from engine.kernels.amx import TILE_ROWS
 from engine.kernels.attention.attention_work import ATTENTION
 from engine.kernels.attention.code_attention import code_kernel, scratch_of_query
 from engine.kernels.attention.code_pair_attention import code_pair_kernel
-from engine.kernels.attention.lane_attention import VECTORS, lane_kernel
+from engine.kernels.attention.lane_attention import MOST_VECTORS, VECTORS, lane_kernel
 from engine.kernels.attention.pair_attention import pair_kernel
 from engine.kernels.attention.paired_attention import STATE_BYTES, scratch_of_own
 from engine.kernels.attention.tile_attention import TILES, tile_kernel
@@ -49,6 +49,13 @@ def has_pairs(dtype: torch.dtype) -> bool:
 def _in_tiles(shape: KVShape) -> bool:
     """Return whether AMX reads a pool of that shape. Its kernel cannot even be compiled for a processor without it."""
     return shape.vnni and not shape.q8_0 and units()[0] is Unit.AMX
+
+
+def _queries_of_tile(shape: KVShape) -> tuple[int, int]:
+    """Return how many queries a tile has, and what they may become where that leaves enough tiles for the threads."""
+    if _in_tiles(shape):
+        return TILE_ROWS, MOST_QUERIES
+    return (TILE_ROWS, TILE_ROWS) if shape.vnni or shape.q8_0 else (VECTORS, MOST_VECTORS)
 
 
 def _kernel(shape: KVShape) -> Kernel:
@@ -102,8 +109,7 @@ class Attention:
             work[name] = value
         work["head_dim"], work["width"] = shape.head_dim, shape.dtype.itemsize
         self.kernel = _kernel(shape)
-        self._queries = TILE_ROWS if shape.vnni or shape.q8_0 else VECTORS  # per tile
-        self._most_queries = MOST_QUERIES if _in_tiles(shape) else self._queries
+        self._in_chunks, (self._queries, self._most_queries) = _in_tiles(shape), _queries_of_tile(shape)
         self._query_bytes = shape.dims * 4 + STATE_BYTES + (scratch_of_query(shape.dims) if shape.q8_0 else 0)
         work["tile_sizes"] = TILES.ctypes.data
         self.queries = torch.zeros(0, dtype=shape.dtype if shape.vnni else torch.float32)
@@ -142,7 +148,7 @@ class Attention:
     def _blocks_kept(self, batch: Batch, vectors: int) -> tuple[int, int]:
         """Return how many blocks' scores so many queries of a tile keep at a time before their tail, and with it."""
         blocks = max(map(len, batch.tables_of))
-        if self._most_queries == self._queries or vectors * blocks * BLOCK_SIZE * 4 <= _WHOLE_BYTES:
+        if not self._in_chunks or vectors * blocks * BLOCK_SIZE * 4 <= _WHOLE_BYTES:
             return blocks, blocks
         kept = _CHUNK + max(map(partial(_tail_blocks, batch), batch.spans))
         return (_CHUNK, kept) if kept < blocks else (blocks, blocks)

@@ -157,25 +157,20 @@ def _weighing(used: InstructionSet) -> Any:
 
     @njit
     def weigh(
-        work: Any,
-        table: int,
-        head: int,
-        block: int,
-        lane: int,
-        many: int,
-        last: int,
-        count: int,
-        weights: int,
-        sums: int,
-        scratch: int,
+        work: Any, table: int, head: int, start: int, end: int, count: int, weights: int, sums: int, scratch: int
     ) -> None:
-        at = next_codes(work, work.values, table, block, last, head)
-        for group in range(work.dims // GROUP):
-            of = _scaled(work, at, group, lane, many, count, weights, scratch)
-            codes, place = value_codes_at(at, work.dims, lane, group), sums + 4 * GROUP * group
-            for vector in range(0, count, most):
-                rows, here = min(most, count - vector), of + vector * _WEIGHT_BYTES
-                _add_codes(most, rows, here, many, codes, work.dims, place + vector * work.dims * 4)
+        begin, last = start, (end - 1) // LANES
+        while begin < end:
+            block, lane = begin // LANES, begin % LANES
+            many, of_block = min(LANES - lane, end - begin), weights + 4 * (begin - start)
+            at = next_codes(work, work.values, table, block, last, head)
+            for group in range(work.dims // GROUP):
+                of = _scaled(work, at, group, lane, many, count, of_block, scratch)
+                codes, place = value_codes_at(at, work.dims, lane, group), sums + 4 * GROUP * group
+                for vector in range(0, count, most):
+                    rows, here = min(most, count - vector), of + vector * _WEIGHT_BYTES
+                    _add_codes(most, rows, here, many, codes, work.dims, place + vector * work.dims * 4)
+            begin += many
 
     return weigh
 

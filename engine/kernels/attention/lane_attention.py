@@ -27,11 +27,15 @@ from engine.kernels.simd import (
 )
 from engine.kernels.threads import kernel, num_threads, thread_id
 
-VECTORS = 12
-"""Queries of a tile."""
-_SCORED, _SLAB = (VECTORS, 4) if "+avx512f" in features() else (VECTORS // 2, 1)
-"""Queries that are scored in one pass over the keys, and vectors of 16 dimensions in which up to 6 queries' values are
-summed: as many as fit into the vector registers.
+VECTORS, MOST_VECTORS = 12, 24
+"""Queries of a tile, and what they may become where that leaves enough tiles for the threads."""
+_WEIGHED, _KEPT_BYTES = 6, 1 << 14
+"""Queries whose values are summed at once, and bytes of values that stay in the first level of cache for all queries of
+a tile.
+"""
+_SCORED, _SLAB = (12, 4) if "+avx512f" in features() else (6, 1)
+"""Queries that are scored in one pass over the keys, and vectors of 16 dimensions in which values are summed: as many
+as fit into the vector registers.
 """
 
 
@@ -40,9 +44,9 @@ def attending(score: Any, weigh: Any) -> Any:
     head: all rows of the tile with that head and the query heads that share it.
 
     score(work, queries, count, table, head, low, high, scores, scratch): the products of `count` queries with the
-    blocks from low to high. weigh(work, table, head, block, lane, many, last, count, weights, sums, scratch): add
-    `many` weighted values, from a lane of a block on, to the sums of `count` queries. weights: of the first value, a
-    row for each query; last: the block up to which later calls read on. scratch: what is left of the thread's.
+    blocks from low to high. weigh(work, table, head, start, end, count, weights, sums, scratch): add the weighted
+    values at slots start to end to the sums of `count` queries. weights: those of slot `start`, a row for each query.
+    scratch: what is left of the thread's.
     """
 
     @njit
@@ -59,14 +63,9 @@ def attending(score: Any, weigh: Any) -> Any:
         scratch: int,
     ) -> None:
         """Add the weighted values at positions start to end to the sums of `count` queries from `vector` on."""
-        position, last = start, (end - 1) // LANES
-        while position < end:
-            block, lane = position // LANES, position % LANES
-            many = min(LANES - lane, end - position)
-            weights = scores + vector * work.step * 4 + 4 * position
-            place = sums + vector * work.dims * 4
-            weigh(work, table, head, block, lane, many, last, count, weights, place, scratch)
-            position += many
+        if start < end:
+            weights = scores + vector * work.step * 4 + 4 * start
+            weigh(work, table, head, start, end, count, weights, sums + vector * work.dims * 4, scratch)
 
     @njit
     def attend(work: Any, tile: int, head: int, scratch: int) -> None:
@@ -112,9 +111,9 @@ def attending(score: Any, weigh: Any) -> Any:
             begin, place = int_at(work.ancestor_ptr + 4 * row), sums + vector * work.dims * 4
             for i in range(int_at(work.ancestor_ptr + 4 * row + 4) - begin):
                 if prefix + i >= first_seen(work, row):
-                    block, lane = divmod(int_at(work.ancestor_slots + 4 * (begin + i)), LANES)
+                    slot = int_at(work.ancestor_slots + 4 * (begin + i))
                     weights = scores + vector * step + 4 * (prefix + i)
-                    weigh(work, table, head, block, lane, 1, block, work.q_per_kv, weights, place, rest)
+                    weigh(work, table, head, slot, slot + 1, work.q_per_kv, weights, place, rest)
 
         for row in range(first, end):
             for group in range(work.q_per_kv):
@@ -126,10 +125,19 @@ def attending(score: Any, weigh: Any) -> Any:
     @njit
     def attend_all(work: Any) -> None:
         scratch = work.scratch + thread_id() * work.scratch_bytes
-        for unit in range(thread_id(), work.tile_count * work.kv_heads, num_threads()):
-            attend(work, unit // work.kv_heads, unit % work.kv_heads, scratch)
+        for head in range(work.kv_heads):  # the keys of a long text stay in the cache for all tiles
+            for tile in range(work.tile_count):
+                if (tile * work.kv_heads + head) % num_threads() == thread_id():
+                    attend(work, tile, head, scratch)
 
     return attend_all
+
+
+@njit
+def _at_once(left: int, most: int) -> Any:
+    """Return how many of the queries that are left to take next, if parts are as equal as they can be."""
+    parts = (left + most - 1) // most
+    return (left + parts - 1) // parts
 
 
 def _scores_of(size: int) -> Any:
@@ -137,41 +145,31 @@ def _scores_of(size: int) -> Any:
     def scores(dims: int, count: int, queries: int, keys: int, scores: int, step: int) -> None:
         """Compute the products of `count` queries with one block of keys."""
         done = 0
-        while count - done >= _SCORED:
-            scores_of(_SCORED, size, dims, queries + done * dims * 4, keys, scores + done * step, step)
-            done += _SCORED
-        while count - done >= 3:
-            scores_of(3, size, dims, queries + done * dims * 4, keys, scores + done * step, step)
-            done += 3
-        while count > done:
-            scores_of(1, size, dims, queries + done * dims * 4, keys, scores + done * step, step)
-            done += 1
+        while done < count:
+            rows = _at_once(count - done, _SCORED)
+            scores_of(_SCORED, size, rows, dims, queries + done * dims * 4, keys, scores + done * step, step)
+            done += rows
 
     return scores
 
 
 def _sums_of(size: int) -> Any:
     @njit
-    def sums(dims: int, count: int, weights: int, step: int, many: int, values: int, sums: int) -> None:
-        """Add `many` weighted values to the sums of `count` queries."""
-        slab = _SLAB * LANES
-        for first in range(0, dims, slab):
-            done, here = 0, values + first * size
-            while done < count:
-                of, place = weights + done * step, sums + (done * dims + first) * 4
-                if dims - first < slab:  # a narrower remainder, 16 dimensions at a time
-                    for i in range(0, dims - first, LANES):
-                        weigh(1, 1, size, dims, of, step, many, here + i * size, place + 4 * i)
-                    done += 1
-                elif count - done >= 6:
-                    weigh(6, _SLAB, size, dims, of, step, many, here, place)
-                    done += 6
-                elif count - done >= 3:
-                    weigh(3, _SLAB, size, dims, of, step, many, here, place)
-                    done += 3
-                else:
-                    weigh(1, _SLAB, size, dims, of, step, many, here, place)
-                    done += 1
+    def sums(work: Any, count: int, weights: int, start: int, end: int, table: int, values: int, sums: int) -> None:
+        """Add the weighted values at slots start to end to the sums of `count` queries."""
+        dims, step, block_bytes = work.dims, work.step * 4, work.kv_heads * work.dims * LANES * size
+        whole = dims // (_SLAB * LANES) * _SLAB * LANES
+        done = 0
+        while done < count:
+            rows = _at_once(count - done, _WEIGHED)
+            of, to = weights + done * step, sums + done * dims * 4
+            for i in range(0, whole, _SLAB * LANES):
+                here, place = values + i * size, to + 4 * i
+                weigh(_WEIGHED, _SLAB, size, rows, dims, of, step, start, end, table, here, block_bytes, place)
+            for i in range(whole, dims, LANES):
+                here, place = values + i * size, to + 4 * i
+                weigh(_WEIGHED, 1, size, rows, dims, of, step, start, end, table, here, block_bytes, place)
+            done += rows
 
     return sums
 
@@ -194,24 +192,17 @@ def _score_all(
 
 @njit
 def _weigh(
-    work: Any,
-    table: int,
-    head: int,
-    block: int,
-    lane: int,
-    many: int,
-    last: int,
-    count: int,
-    weights: int,
-    sums: int,
-    scratch: int,
+    work: Any, table: int, head: int, start: int, end: int, count: int, weights: int, sums: int, scratch: int
 ) -> None:
-    at = (int_at(table + 4 * block) * work.kv_heads + head) * work.dims * LANES
-    values = work.values + (at + lane * work.dims) * work.width
-    if work.width == BFLOAT16:
-        _sums_of_halves(work.dims, count, weights, work.step * 4, many, values, sums)
-    else:
-        _sums_of_floats(work.dims, count, weights, work.step * 4, many, values, sums)
+    block_bytes, begin = work.dims * LANES * work.width, start
+    values, blocks = work.values + head * block_bytes, max(1, _KEPT_BYTES // block_bytes)
+    while begin < end:
+        stop, of = min(end, (begin // LANES + blocks) * LANES), weights + 4 * (begin - start)
+        if work.width == BFLOAT16:
+            _sums_of_halves(work, count, of, begin, stop, table, values, sums)
+        else:
+            _sums_of_floats(work, count, of, begin, stop, table, values, sums)
+        begin = stop
 
 
 _attend_all = attending(_score_all, _weigh)

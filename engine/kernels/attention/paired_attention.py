@@ -147,8 +147,10 @@ def attending(score: Any, weigh: Any, weigh_own: Any) -> Any:
     @njit
     def attend_all(work: Any) -> None:
         scratch = work.scratch + thread_id() * work.scratch_bytes
-        for unit in range(thread_id(), work.tile_count * work.kv_heads, num_threads()):
-            attend(work, _tile_of(work, unit // work.kv_heads, unit % work.kv_heads, scratch))
+        for head in range(work.kv_heads):  # the keys of a long text stay in the cache for all tiles
+            for tile in range(work.tile_count):
+                if (tile * work.kv_heads + head) % num_threads() == thread_id():
+                    attend(work, _tile_of(work, tile, head, scratch))
 
     return attend_all
 

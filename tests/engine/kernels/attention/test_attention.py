@@ -330,7 +330,7 @@ def test_a_tile_of_a_long_text_keeps_a_chunk_of_scores_and_its_tail_and_one_of_a
     """A tail reaches as far as the slots of ancestors that an earlier forward computed."""
     pool = KVPool(KVShape(1, KV_HEADS, 64, torch.bfloat16, has_pairs(torch.bfloat16)), 400)
     attention, cache = Attention(pool, 6), KVCache(pool)
-    attention._most_queries = 2 * attention._queries
+    attention._in_chunks = True
     cache.reserve(5000)
     chain = TokenTree.from_lists([*range(60)], [-1, 0, *range(58)], [1.0] * 60)
     trees = {None: (32, 32), BUSHY: (32, 33), chain: (32, 36)}
