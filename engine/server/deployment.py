@@ -84,6 +84,7 @@ class Replica:
         self.engine = await Engine.start(config)
         serving = Serving(self.engine, settings)
         await serving.warm_up()
+        await serving.warm_up_grammars()
         self.app = create_app(serving)
 
     async def handle(self, request: bytes) -> AsyncGenerator[bytes]:

@@ -54,9 +54,11 @@ async def run_server(config: Config, settings: Settings, where: Listening) -> No
             serving = Serving(engine, settings)
             await serving.warm_up()
             server = _Server(_uvicorn(serving, where), serving)
+            grammars = asyncio.create_task(serving.warm_up_grammars())
             try:
                 await server.serve(sockets=[listener])
             finally:
+                grammars.cancel()
                 if serving.learning is not None:
                     await serving.learning.close()
             serving.traces.close()

@@ -38,11 +38,9 @@ from engine.text.answer_format import AnswerFormat
 from engine.text.fill_in import FillIn
 from engine.wire.messages import PromptProgress
 
-_FIRST = (
-    SamplingParams(max_tokens=8, temperature=1.0, logprobs=1, ignore_eos=True),
-    SamplingParams(max_tokens=8, grammar=Grammar(json_object=True)),
-)
-"""Together they need everything made on first use: the chat template, noise, a grammar's tokenizer."""
+_FIRST = SamplingParams(max_tokens=8, temperature=1.0, logprobs=1, ignore_eos=True)
+"""It needs what most requests make on first use: the chat template and noise."""
+_FIRST_WITH_GRAMMAR = SamplingParams(max_tokens=8, grammar=Grammar(json_object=True))
 
 _NO_EFFECT = "clients send it, and it changes no answer"
 _NOT_IN_GRAMMARS = "a grammar cannot follow it, so answers are only compared with it; with strict it is refused"
@@ -71,9 +69,15 @@ class Serving:
 
     async def warm_up(self) -> None:
         """Do the work that a first request would wait for. What this model cannot do is refused when asked for."""
-        for sampling in _FIRST:
-            with suppress(RequestError, RequestFailed):
-                await self.engine.generate("Say yes.", sampling)
+        with suppress(RequestError, RequestFailed):
+            await self.engine.generate("Say yes.", _FIRST)
+
+    async def warm_up_grammars(self) -> None:
+        """Do the work that a first request with a grammar would wait for: a second or two, in which others are
+        answered.
+        """
+        with suppress(RequestError, RequestFailed):
+            await self.engine.generate("Say yes.", _FIRST_WITH_GRAMMAR)
 
     def check(self) -> None:
         """Raise ApiError unless a request would start now."""
