@@ -10,6 +10,7 @@ number, and a forward makes a hundred of these calls.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -74,6 +75,23 @@ def call_intrinsic(builder: ir.IRBuilder, name: str, made: ir.Type, *args: ir.Va
     """Call one of LLVM's intrinsics. made: what it returns."""
     kind = ir.FunctionType(made, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def call_apart(
+    builder: ir.IRBuilder, name: str, args: Sequence[ir.Value], emit: Callable[[ir.IRBuilder, Sequence[ir.Value]], None]
+) -> None:
+    """Call a function whose code `emit` emits once a module: copied to every place that calls it, it would take LLVM
+    many times as long to compile. name: of all that the code depends on.
+    """
+    module = builder.module
+    if (function := module.globals.get(name)) is None:
+        function = ir.Function(module, ir.FunctionType(ir.VoidType(), [arg.type for arg in args]), name)
+        function.linkage = "internal"
+        function.attributes.add("noinline")
+        body = ir.IRBuilder(function.append_basic_block("entry"))
+        emit(body, function.args)
+        body.ret_void()
+    builder.call(function, args)
 
 
 def fused(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:

@@ -166,9 +166,10 @@ def _sums_of(size: int) -> Any:
             for i in range(0, whole, _SLAB * LANES):
                 here, place = values + i * size, to + 4 * i
                 weigh(_WEIGHED, _SLAB, size, rows, dims, of, step, start, end, table, here, block_bytes, place)
-            for i in range(whole, dims, LANES):
-                here, place = values + i * size, to + 4 * i
-                weigh(_WEIGHED, 1, size, rows, dims, of, step, start, end, table, here, block_bytes, place)
+            if _SLAB > 1:
+                for i in range(whole, dims, LANES):
+                    here, place = values + i * size, to + 4 * i
+                    weigh(_WEIGHED, 1, size, rows, dims, of, step, start, end, table, here, block_bytes, place)
             done += rows
 
     return sums

@@ -10,7 +10,20 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.kernels.gemm.matmul_sums import row_counts, row_starts
-from engine.kernels.simd import FLOAT, FLOAT32, LANES, VECTOR, constant, fused, literal, pointer, read, spread, write
+from engine.kernels.simd import (
+    FLOAT,
+    FLOAT32,
+    LANES,
+    VECTOR,
+    call_apart,
+    constant,
+    fused,
+    literal,
+    pointer,
+    read,
+    spread,
+    write,
+)
 
 _UNROLLED = 4  # dimensions per iteration of the loop; keys are padded to a multiple of LANES
 _INT, _WORD = ir.IntType(32), ir.IntType(64)
@@ -27,8 +40,8 @@ def scores_of(
     """
     size = literal(width)
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, dims, q, keys, scores, step = args[2:]
+    def emit(builder: Any, args: Any) -> None:
+        rows, dims, q, keys, scores, step = args
         for number in row_counts(builder, rows, literal(most)):
             sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(number)]
             for cell in sums:
@@ -44,6 +57,9 @@ def scores_of(
                         builder.store(fused(builder, spread(builder, scalar), key, builder.load(cell)), cell)
             for place, cell in zip(row_starts(builder, number, scores, step), sums, strict=True):
                 write(builder, builder.load(cell), place, FLOAT32)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        call_apart(builder, f"scores_{literal(most)}_{size}", args[2:], emit)
         return context.get_dummy_value()
 
     return types.void(most, width, *[types.int64] * 6), generate
@@ -75,8 +91,8 @@ def weigh(
     """
     size, width_v = literal(width), literal(vectors)
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, dims, weights, step, start, end, table, values, block_bytes, sums = args[3:]
+    def emit(builder: Any, args: Any) -> None:
+        rows, dims, weights, step, start, end, table, values, block_bytes, sums = args
         lanes, stride = _WORD(LANES), builder.mul(dims, _WORD(size))
         for number in row_counts(builder, rows, literal(most)):
             places = [
@@ -106,6 +122,9 @@ def weigh(
             for row in range(number):
                 for place, cell in zip(places[row], cells[row], strict=True):
                     write(builder, builder.load(cell), place, FLOAT32)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        call_apart(builder, f"weigh_{literal(most)}_{width_v}_{size}", args[3:], emit)
         return context.get_dummy_value()
 
     return types.void(most, vectors, width, *[types.int64] * 10), generate
