@@ -2,7 +2,7 @@
 own, measured here.
 
 Weights decide no time of a plain forward, so a shape shows what a model would cost here before anybody has its file.
-They decide texts: how many drafts are accepted is not measured.
+They decide texts: what a round with drafts takes is measured, not how many of them are accepted.
 """
 
 from __future__ import annotations
@@ -29,17 +29,24 @@ from ..report.out_folder import results_in
 from ..report.tables import Table
 from .forwards import ForwardFigures, llama_bench, time_forwards
 from .random_file import MIXES, write_random
-from .served import Served, serve
+from .served import DRAFTS, Served, round_ms, serve
 from .shape import SHAPES, Shape, shape_of
 
 T = TypeVar("T")
-Figures = tuple[Served | None, ForwardFigures | None]
+
+
+class Figures(msgspec.Struct):
+    """Of one engine. rounds: milliseconds of a round by the tokens that the model's own head has drafted for it; empty
+    without a head or a server.
+    """
+
+    server: Served | None = None
+    forwards: ForwardFigures | None = None
+    rounds: dict[int, float] = {}
 
 
 class Measured(msgspec.Struct):
-    """A line of shapes.jsonl. layers: None for a file of one's own. figures: by engine, of its server and of its
-    forwards.
-    """
+    """A line of shapes.jsonl. layers: None for a file of one's own. figures: by engine."""
 
     shape: str
     layers: int | None
@@ -74,26 +81,45 @@ def main(
             shape = _shape_of(name, layers, mix)
             shown = (name, shape.layers, f"random weights in {mix}")
             file = _file_of(shape, out / f"{name}-{shape.layers}-layers-{mix}.gguf", mix, console)
+        metadata = read_gguf(file, name).metadata
         settings = load({}, overrides(set_, model=str(file)))
         console.print("Talon: starts, second turns")
         options = [part for text in (f"model={file}", *(set_ or [])) for part in ("--set", text)]
-        served = serve([sys.executable, "-m", "engine", "serve", *options], tokens)
+        talon = [sys.executable, "-m", "engine", "serve", *options]
+        drafting = bool(metadata.get(f"{metadata['general.architecture']}.nextn_predict_layers"))
+        served = serve(talon, tokens)
         console.print("Talon: forwards")
-        figures: dict[str, Figures] = {"Talon": (served, time_forwards(loaded(settings), repeats))}
+        figures = {"Talon": Figures(served, time_forwards(loaded(settings), repeats))}
+        if drafting:
+            console.print("Talon: rounds with its own head")
+            figures["Talon"].rounds = round_ms(lambda drafts: [*talon, *_chain_of(drafts)], tokens)
         if bench is not None or server is not None:
             console.print("llama.cpp")
+            figures["llama.cpp"] = other = Figures()
             threads = torch.get_num_threads()
-            command = [str(server), "-m", str(file), "-t", str(threads), "-c", str(2 * tokens + 1024), "-np", "1"]
-            figures["llama.cpp"] = (
-                None if server is None else _tried(partial(serve, command, tokens), console),
-                None if bench is None else _tried(partial(llama_bench, bench, file, threads, repeats), console),
-            )
+            if bench is not None:
+                other.forwards = _tried(partial(llama_bench, bench, file, threads, repeats), console)
+            if server is not None:
+                command = [str(server), "-m", str(file), "-t", str(threads), "-c", str(2 * tokens + 1024), "-np", "1"]
+                other.server = _tried(partial(serve, command, tokens), console)
+                if drafting:
+                    own = [*command, "--spec-type", "draft-mtp", "--spec-draft-n-max"]
+                    found = _tried(partial(round_ms, lambda drafts: [*own, str(drafts)], tokens), console)
+                    other.rounds = found or {}
         size = file.stat().st_size / 1e9
         row = Measured(*shown, size, machine(), set_ or [], figures)
         with (out / "shapes.jsonl").open("a", encoding="utf8") as rows:
             rows.write(msgspec.json.encode(row).decode() + "\n")
         print(row.machine)
         Console().print(table(row).rich())
+
+
+def _chain_of(drafts: int) -> list[str]:
+    """Return the options that verify a chain of so many tokens in every round, whatever it gains."""
+    chain = {"policy": "dynamic", "depth": drafts, "top_k": 1}
+    given = [f"drafter.growth.{key}={value}" for key, value in chain.items()]
+    options = ["method=mtp", "verifier.cut=false", f"drafter.budget={drafts + 1}", *given]
+    return [part for option in options for part in ("--set", option)]
 
 
 def _shape_of(name: str, layers: int | None, mix: str) -> Shape:
@@ -127,19 +153,19 @@ def table(row: Measured) -> Table:
     layers = "" if row.layers is None else f", {row.layers} layers"
     title = f"{row.shape}{layers}, {row.file_gb:.1f} GB, {row.weights}"
     figures = row.figures.values()
-    rows = [[what, *(value(*one) for one in figures)] for what, value in _LINES.items()]
+    rows = [[what, *map(value, figures)] for what, value in _LINES.items()]
     return Table(title, ("", *row.figures), rows)
 
 
-def _of_forwards(show: Callable[[ForwardFigures], str]) -> Callable[..., str]:
-    return lambda _, forwards: "-" if forwards is None else show(forwards)
+def _of_forwards(show: Callable[[ForwardFigures], str]) -> Callable[[Figures], str]:
+    return lambda figures: "-" if figures.forwards is None else show(figures.forwards)
 
 
-def _of_server(show: Callable[[Served], str]) -> Callable[..., str]:
-    return lambda served, _: "-" if served is None else show(served)
+def _of_server(show: Callable[[Served], str]) -> Callable[[Figures], str]:
+    return lambda figures: "-" if figures.server is None else show(figures.server)
 
 
-_LINES: dict[str, Callable[..., str]] = {
+_LINES: dict[str, Callable[[Figures], str]] = {
     "a plain token, ms": _of_forwards(lambda f: f"{f.token_ms:.1f}"),
     "trees of 8, 16, 32 nodes, ms": _of_forwards(lambda f: ", ".join(f"{ms:.0f}" for ms in f.tree_ms.values()) or "-"),
     "a prompt of 512, tokens/s": _of_forwards(lambda f: f"{f.prompt_tokens_per_s:.0f}"),
@@ -148,6 +174,9 @@ _LINES: dict[str, Callable[..., str]] = {
     ),
     "second turn after an aborted answer": _of_server(
         lambda s: f"{s.aborted.tokens}; {s.aborted.read}; {s.aborted.seconds:.2f}"
+    ),
+    f"a round with {', '.join(map(str, DRAFTS))} drafts of its own head, ms": lambda figures: (
+        ", ".join(f"{ms:.0f}" for ms in figures.rounds.values()) or "-"
     ),
     "memory (PSS), MB": _of_server(lambda s: f"{s.memory_mb:.0f}"),
     "start: the first, a later one, s": _of_server(lambda s: f"{s.start_s[0]:.1f}, {s.start_s[1]:.1f}"),

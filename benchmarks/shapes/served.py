@@ -1,4 +1,6 @@
-"""What a server of a file shows from outside: its start, second turns of a chat, its memory. Talon's or llama.cpp's."""
+"""What a server of a file shows from outside: its start, second turns of a chat, its memory, and rounds with drafts of
+the model's own head. Talon's or llama.cpp's.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.client import HTTPResponse
 from itertools import islice
 from string import ascii_lowercase
@@ -25,6 +27,9 @@ from ..measure.memory import pss_mb
 _START_S, _ANSWER_S, _STOP_S = 900.0, 900.0, 20.0
 _WORD_TOKENS, _LETTERS = 6, 8  # a space, and letters in pairs and alone
 _ANSWER, _ABORTED = 48, 24  # tokens of a whole answer, pieces of one that is cut off
+_DRAFTED = 64  # tokens of answers that are drafted for
+DRAFTS = (1, 2, 3)
+"""Tokens of the drafts of the model's own head."""
 
 
 class SecondTurn(msgspec.Struct):
@@ -53,6 +58,17 @@ def serve(command: Sequence[str], tokens: int) -> Served:
     with Server(command) as server:
         whole, aborted = server.whole_turn(tokens), server.aborted_turn(tokens)
         return Served((first_s, server.start_s), whole, aborted, server.memory_mb())
+
+
+def round_ms(command_of: Callable[[int], Sequence[str]], tokens: int) -> dict[int, float]:
+    """Return the time of a round by the tokens of a draft. command_of: starts a server that drafts so many; tokens: of
+    the prompt.
+    """
+    found: dict[int, float] = {}
+    for drafts in DRAFTS:
+        with Server(command_of(drafts)) as server:
+            found[drafts] = server.round_ms(tokens)
+    return found
 
 
 class Server:
@@ -114,6 +130,14 @@ class Server:
         time.sleep(1.0)  # until the server has noticed
         return self._second(chat)
 
+    def round_ms(self, tokens: int) -> float:
+        """Answer a prompt, and return what a round took after the first: it gives a token, and those accepted."""
+        chat = [{"role": "user", "content": _words(tokens, seed=3)}]
+        with self._ask(chat, _DRAFTED, ignore_eos=True) as reply:
+            timings = json.load(reply)["timings"]
+        rounds = timings["predicted_n"] - 1 - timings["draft_n_accepted"]
+        return float(timings["predicted_ms"] / max(1, rounds))
+
     def _second(self, chat: list[dict[str, str]]) -> SecondTurn:
         started = time.perf_counter()
         with self._ask([*chat, {"role": "user", "content": "and what happened then"}], 1) as reply:
@@ -121,8 +145,8 @@ class Server:
         seconds, cached = time.perf_counter() - started, (usage.get("prompt_tokens_details") or {})["cached_tokens"]
         return SecondTurn(seconds, usage["prompt_tokens"], usage["prompt_tokens"] - cached)
 
-    def _ask(self, chat: list[dict[str, str]], max_tokens: int, stream: bool = False) -> HTTPResponse:
-        body = {"model": self._model, "messages": chat, "max_tokens": max_tokens, "temperature": 0, "stream": stream}
+    def _ask(self, chat: list[dict[str, str]], max_tokens: int, **more: bool) -> HTTPResponse:
+        body = {"model": self._model, "messages": chat, "max_tokens": max_tokens, "temperature": 0} | more
         request = urllib.request.Request(
             f"{self._url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )

@@ -43,7 +43,8 @@ class Shape:
     """The numbers of a model. inner: rows of an MLP's first matrix, or of an expert's; experts, used: 0 without them;
     shared: rows of the expert that every token uses. groups, state_heads, state_dim, state_head_dim: of the layers with
     a state, which are those that do not attend. wide_kv_heads, wide_head_dim: of the layers without a window, where
-    they have others and no values. tied: embeddings and output are one matrix. more: metadata of its own.
+    they have others and no values. tied: embeddings and output are one matrix. mtp: a draft head comes in the file, one
+    more layer that attends. more: metadata of its own.
     """
 
     architecture: str
@@ -65,6 +66,7 @@ class Shape:
     wide_kv_heads: int = 0
     wide_head_dim: int = 0
     tied: bool = True
+    mtp: bool = False
     rope_theta: float = 1e7
     rope_part: int = 1
     more: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -92,6 +94,7 @@ def _qwen(architecture: str = "qwen35", **numbers: Any) -> Shape:
         "attends": every_fourth,
         "groups": 16,
         "rope_part": 4,
+        "mtp": True,
     }
     return Shape(architecture, more=MappingProxyType(more), **common | numbers)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from .shape import Shape
+from .shape import Shape, every
 
 _TAPS = 4  # rows that a convolution reads
 Kind = Literal["matrix", "fine", "output", "experts", "numbers", "norm", "decay", "factors"]
@@ -32,7 +33,7 @@ def metadata_of(shape: Shape) -> dict[str, Any]:
     by_layer = [shape.heads_of(layer)[0] * attends for layer, attends in enumerate(attending)]
     listed = shape.architecture == "granitehybrid" or shape.wide_head_dim
     found: dict[str, Any] = {
-        "block_count": shape.layers,
+        "block_count": shape.layers + shape.mtp,
         "context_length": 32_768,
         "embedding_length": shape.hidden,
         "feed_forward_length": shape.inner,
@@ -60,6 +61,8 @@ def metadata_of(shape: Shape) -> dict[str, Any]:
     if shape.experts:
         found |= {"expert_count": shape.experts, "expert_used_count": shape.used}
         found |= {"expert_feed_forward_length": shape.inner}
+    if shape.mtp:
+        found |= {"nextn_predict_layers": 1}
     if shape.shared:
         found |= {"expert_shared_feed_forward_length": shape.shared}
     return found | dict(shape.more)
@@ -79,6 +82,9 @@ def tensors_of(shape: Shape) -> Iterator[FileTensor]:
         fine = layer < eighth or layer >= shape.layers - eighth or (layer - eighth) % 3 == 2
         for name, size, kind in _layer(shape, layer):
             yield FileTensor(f"blk.{layer}.{name}", size, "matrix" if kind == "fine" and not fine else kind)
+    if shape.mtp:
+        for name, size, kind in _draft_head(shape):
+            yield FileTensor(f"blk.{shape.layers}.{name}", size, kind)
 
 
 def _layer(shape: Shape, layer: int) -> Iterator[FileTensor]:
@@ -93,6 +99,13 @@ def _layer(shape: Shape, layer: int) -> Iterator[FileTensor]:
     else:
         yield from _delta_net(shape)
     yield from _experts(shape) if shape.experts else _mlp(shape.hidden, shape.inner)
+
+
+def _draft_head(shape: Shape) -> Iterator[FileTensor]:
+    yield from _layer(replace(shape, attends=every), shape.layers)
+    yield FileTensor("nextn.eh_proj.weight", (shape.hidden, 2 * shape.hidden), "matrix")
+    for norm in ("enorm", "hnorm", "shared_head_norm"):
+        yield FileTensor(f"nextn.{norm}.weight", (shape.hidden,), "norm")
 
 
 def _mlp(hidden: int, inner: int, ending: str = "") -> Iterator[FileTensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from benchmarks.measure.profile import loaded
 from benchmarks.shapes import __main__ as command
 from benchmarks.shapes.forwards import llama_bench
 from benchmarks.shapes.random_file import MIXES, write_random
+from benchmarks.shapes.served import Server
 from benchmarks.shapes.shape import SHAPES, Shape
 from benchmarks.shapes.tensors import tensors_of
 from engine.config import Config
@@ -58,7 +60,7 @@ def weights(shape: Shape) -> float:
      ("granite-4.0-h-350m", 0.34), ("gpt-oss-20b", 20.9), ("gemma-4-12b", 11.9), ("llama-3.1-8b", 8.03)],
 )  # fmt: skip
 def test_a_shape_has_the_published_number_of_weights(name: str, billions: float) -> None:
-    assert weights(SHAPES[name]) == pytest.approx(billions, rel=0.02)
+    assert weights(replace(SHAPES[name], mtp=False)) == pytest.approx(billions, rel=0.02)  # which counts no draft head
 
 
 @pytest.mark.parametrize(
@@ -117,11 +119,16 @@ def test_the_command_writes_a_file_and_measures_it_beside_another_server(
     """Talon itself stands in for the other server."""
     monkeypatch.setitem(command.SHAPES, "tiny", tiny("qwen3.5-0.8b"))
     talon = [sys.executable, "-m", "engine", "serve", "--set", "activations=bfloat16"]
+    drafts_of_llama: list[list[str]] = []
+    depths_of_talon: list[str] = []
 
     def start(asked: list[str], *, env: dict[str, str], **_: int) -> ForkedProcess:
         if asked[0] == "llama-server":
             assert asked[1] == "-m" and asked[-2] == "--port"
+            drafts_of_llama.append(asked[asked.index("draft-mtp") + 2 : -2] if "draft-mtp" in asked else [])
             asked = [*talon, "--set", f"model={asked[2]}", *asked[-2:]]
+        elif "method=mtp" in asked:
+            depths_of_talon.extend(part for part in asked if "depth" in part)
         return ForkedProcess(asked, env=env)
 
     processes = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
@@ -131,12 +138,24 @@ def test_the_command_writes_a_file_and_measures_it_beside_another_server(
     assert done.exit_code == 0, done.output
     [row] = map(json.loads, (tmp_path / "shapes.jsonl").read_text().splitlines())
     assert (row["shape"], row["weights"], row["layers"]) == ("tiny", "random weights in Q4_K_M", 4)
-    for served, forwards in row["figures"].values():
+    for figures in row["figures"].values():
+        served, forwards = figures["server"], figures["forwards"]
         for turn in (served["whole"], served["aborted"]):
             assert turn["tokens"] > 300 and 0 < turn["read"] < 160 and turn["seconds"] > 0
         assert served["memory_mb"] > 10 and min(served["start_s"]) > 0, "a forked server shares most of its memory"
+        assert [*figures["rounds"]] == ["1", "2", "3"] and min(figures["rounds"].values()) > 0
         assert forwards is None or (forwards["token_ms"] > 0 and [*forwards["tree_ms"]] == ["8", "16", "32"])
-    assert row["figures"]["llama.cpp"][1] is None and "second turn" in done.output
+    assert row["figures"]["llama.cpp"]["forwards"] is None and "second turn" in done.output
+    assert drafts_of_llama == [[], [], ["1"], ["2"], ["3"]]
+    assert depths_of_talon == [f"drafter.growth.depth={drafts}" for drafts in (1, 2, 3)]
+
+
+def test_a_round_is_what_an_answer_took_by_its_tokens_without_the_first_and_those_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timings = {"predicted_n": 65, "predicted_ms": 500.0, "draft_n_accepted": 14}
+    monkeypatch.setattr(Server, "_ask", lambda *_, **__: io.BytesIO(json.dumps({"timings": timings}).encode()))
+    assert Server(["none"]).round_ms(100) == 10.0
 
 
 def test_a_file_of_ones_own_is_measured_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
