@@ -92,7 +92,7 @@ def main(
         figures = {"Talon": Figures(served, time_forwards(loaded(settings), repeats))}
         if drafting:
             console.print("Talon: rounds with its own head")
-            figures["Talon"].rounds = round_ms(lambda drafts: [*talon, *_chain_of(drafts)], tokens)
+            figures["Talon"].rounds = round_ms(lambda drafts: [*talon, *_chain_of(drafts)])
         if bench is not None or server is not None:
             console.print("llama.cpp")
             figures["llama.cpp"] = other = Figures()
@@ -104,7 +104,7 @@ def main(
                 other.server = _tried(partial(serve, command, tokens), console)
                 if drafting:
                     own = [*command, "--spec-type", "draft-mtp", "--spec-draft-n-max"]
-                    found = _tried(partial(round_ms, lambda drafts: [*own, str(drafts)], tokens), console)
+                    found = _tried(partial(round_ms, lambda drafts: [*own, str(drafts)]), console)
                     other.rounds = found or {}
         size = file.stat().st_size / 1e9
         row = Measured(*shown, size, machine(), set_ or [], figures)

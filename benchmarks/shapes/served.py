@@ -27,7 +27,7 @@ from ..measure.memory import pss_mb
 _START_S, _ANSWER_S, _STOP_S = 900.0, 900.0, 20.0
 _WORD_TOKENS, _LETTERS = 6, 8  # a space, and letters in pairs and alone
 _ANSWER, _ABORTED = 48, 24  # tokens of a whole answer, pieces of one that is cut off
-_DRAFTED = 64  # tokens of answers that are drafted for
+_SHORT, _DRAFTED = 128, 64  # tokens of a prompt, which a head reads in the first round, and of its answer
 DRAFTS = (1, 2, 3)
 """Tokens of the drafts of the model's own head."""
 
@@ -60,14 +60,12 @@ def serve(command: Sequence[str], tokens: int) -> Served:
         return Served((first_s, server.start_s), whole, aborted, server.memory_mb())
 
 
-def round_ms(command_of: Callable[[int], Sequence[str]], tokens: int) -> dict[int, float]:
-    """Return the time of a round by the tokens of a draft. command_of: starts a server that drafts so many; tokens: of
-    the prompt.
-    """
+def round_ms(command_of: Callable[[int], Sequence[str]]) -> dict[int, float]:
+    """Return the time of a round by the tokens of a draft. command_of: starts a server that drafts so many."""
     found: dict[int, float] = {}
     for drafts in DRAFTS:
         with Server(command_of(drafts)) as server:
-            found[drafts] = server.round_ms(tokens)
+            found[drafts] = server.round_ms()
     return found
 
 
@@ -130,9 +128,9 @@ class Server:
         time.sleep(1.0)  # until the server has noticed
         return self._second(chat)
 
-    def round_ms(self, tokens: int) -> float:
-        """Answer a prompt, and return what a round took after the first: it gives a token, and those accepted."""
-        chat = [{"role": "user", "content": _words(tokens, seed=3)}]
+    def round_ms(self) -> float:
+        """Answer a short prompt, and return what a round took after the first: it gives a token, and those accepted."""
+        chat = [{"role": "user", "content": _words(_SHORT, seed=3)}]
         with self._ask(chat, _DRAFTED, ignore_eos=True) as reply:
             timings = json.load(reply)["timings"]
         rounds = timings["predicted_n"] - 1 - timings["draft_n_accepted"]

@@ -155,7 +155,7 @@ def test_a_round_is_what_an_answer_took_by_its_tokens_without_the_first_and_thos
 ) -> None:
     timings = {"predicted_n": 65, "predicted_ms": 500.0, "draft_n_accepted": 14}
     monkeypatch.setattr(Server, "_ask", lambda *_, **__: io.BytesIO(json.dumps({"timings": timings}).encode()))
-    assert Server(["none"]).round_ms(100) == 10.0
+    assert Server(["none"]).round_ms() == 10.0
 
 
 def test_a_file_of_ones_own_is_measured_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
