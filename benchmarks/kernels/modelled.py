@@ -21,7 +21,7 @@ import msgspec
 from llvmlite import ir
 from numba.core import codegen
 
-from engine.kernels.simd import call_intrinsic, fused, same
+from engine.kernels.simd import call_intrinsic, function_apart, fused, same
 
 _BYTE, _HALF, _INT, _WORD = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _OPERAND = re.compile(r"(?:(\d*)\()?\$(\d+)\)?(?:\{1to\d+\})?")
@@ -83,15 +83,9 @@ def _model(
     module: ir.Module, name: str, kind: ir.FunctionType, emit: Callable[..., ir.Value] | None = None
 ) -> ir.Function:
     """Return the function of that name, which `emit` writes once for each module; without it, it is a symbol."""
-    if name in module.globals:
-        return module.globals[name]
-    function = ir.Function(module, kind, name)
     if emit is not None:
-        function.linkage = "internal"
-        function.attributes.add("noinline")  # else compiling takes more than twice as long
-        builder = ir.IRBuilder(function.append_basic_block())
-        builder.ret(emit(builder, *function.args))
-    return function
+        return function_apart(module, name, kind, emit)
+    return module.globals[name] if name in module.globals else ir.Function(module, kind, name)
 
 
 def _assembly(code: ir.InlineAsm, builder: ir.IRBuilder, *args: ir.Value) -> ir.Value:

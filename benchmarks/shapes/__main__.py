@@ -21,6 +21,7 @@ from rich.console import Console
 from engine.cli.command import SetOption, one_line_errors, overrides
 from engine.config import load
 from engine.core.errors import ConfigError
+from engine.weights.draft_head import brings_head
 from engine.weights.gguf.file import read_gguf
 
 from ..measure.profile import loaded
@@ -36,8 +37,8 @@ T = TypeVar("T")
 
 
 class Figures(msgspec.Struct):
-    """Of one engine. rounds: milliseconds of a round by the tokens that the model's own head has drafted for it; empty
-    without a head or a server.
+    """What was measured of one engine. rounds: milliseconds of a round by the tokens that the model's own head has
+    drafted for it; empty if there is no head or no server.
     """
 
     server: Served | None = None
@@ -81,13 +82,11 @@ def main(
             shape = _shape_of(name, layers, mix)
             shown = (name, shape.layers, f"random weights in {mix}")
             file = _file_of(shape, out / f"{name}-{shape.layers}-layers-{mix}.gguf", mix, console)
-        metadata = read_gguf(file, name).metadata
         settings = load({}, overrides(set_, model=str(file)))
         console.print("Talon: starts, second turns")
         options = [part for text in (f"model={file}", *(set_ or [])) for part in ("--set", text)]
         talon = [sys.executable, "-m", "engine", "serve", *options]
-        drafting = bool(metadata.get(f"{metadata['general.architecture']}.nextn_predict_layers"))
-        served = serve(talon, tokens)
+        drafting, served = brings_head(file), serve(talon, tokens)
         console.print("Talon: forwards")
         figures = {"Talon": Figures(served, time_forwards(loaded(settings), repeats))}
         if drafting:

@@ -77,21 +77,29 @@ def call_intrinsic(builder: ir.IRBuilder, name: str, made: ir.Type, *args: ir.Va
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
-def call_apart(
-    builder: ir.IRBuilder, name: str, args: Sequence[ir.Value], emit: Callable[[ir.IRBuilder, Sequence[ir.Value]], None]
-) -> None:
-    """Call a function whose code `emit` emits once a module: copied to every place that calls it, it would take LLVM
-    many times as long to compile. name: of all that the code depends on.
+def function_apart(
+    module: ir.Module, name: str, kind: ir.FunctionType, emit: Callable[..., ir.Value | None]
+) -> ir.Function:
+    """Return the function of that name, which `emit(builder, *args)` writes once for each module. LLVM does not copy it
+    to the places that call it, since compiling would then take more than twice as long.
     """
-    module = builder.module
-    if (function := module.globals.get(name)) is None:
-        function = ir.Function(module, ir.FunctionType(ir.VoidType(), [arg.type for arg in args]), name)
-        function.linkage = "internal"
-        function.attributes.add("noinline")
-        body = ir.IRBuilder(function.append_basic_block("entry"))
-        emit(body, function.args)
-        body.ret_void()
-    builder.call(function, args)
+    if name in module.globals:
+        return module.globals[name]
+    function = ir.Function(module, kind, name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    builder = ir.IRBuilder(function.append_basic_block())
+    if (result := emit(builder, *function.args)) is None:
+        builder.ret_void()
+    else:
+        builder.ret(result)
+    return function
+
+
+def call_apart(builder: ir.IRBuilder, name: str, args: Sequence[ir.Value], emit: Callable[..., None]) -> None:
+    """Call a `function_apart` that returns nothing. name: it tells apart all that the code depends on."""
+    kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
+    builder.call(function_apart(builder.module, name, kind, emit), args)
 
 
 def fused(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:

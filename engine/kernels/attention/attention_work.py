@@ -31,6 +31,7 @@ from engine.kernels.simd import (
     store,
     total,
 )
+from engine.kernels.threads import num_threads, thread_id
 
 _LOG2_E = np.float32(np.log2(np.e))
 
@@ -70,6 +71,14 @@ ATTENTION = np.dtype(
     ]
     + [("scale", "f4"), ("softcap", "f4")]  # softcap 0: none
 )
+
+
+@njit
+def is_own(work: Any, tile: int, head: int) -> Any:
+    """Return whether the calling thread attends with a tile to a KV head. A thread takes one head after the other: the
+    keys of a long text then stay in the cache for all tiles.
+    """
+    return (tile * work.kv_heads + head) % num_threads() == thread_id()
 
 
 @njit

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from engine.kernels.attention.attention_work import ATTENTION, first_seen, last_slot, put_shares, softmax
+from engine.kernels.attention.attention_work import ATTENTION, first_seen, is_own, last_slot, put_shares, softmax
 from engine.kernels.attention.lane_products import scores_of, weigh
 from engine.kernels.simd import (
     BFLOAT16,
@@ -25,7 +25,7 @@ from engine.kernels.simd import (
     splat,
     store,
 )
-from engine.kernels.threads import kernel, num_threads, thread_id
+from engine.kernels.threads import kernel, thread_id
 
 VECTORS, MOST_VECTORS = 12, 24
 """Queries of a tile, and what they may become where that leaves enough tiles for the threads."""
@@ -125,9 +125,9 @@ def attending(score: Any, weigh: Any) -> Any:
     @njit
     def attend_all(work: Any) -> None:
         scratch = work.scratch + thread_id() * work.scratch_bytes
-        for head in range(work.kv_heads):  # the keys of a long text stay in the cache for all tiles
+        for head in range(work.kv_heads):
             for tile in range(work.tile_count):
-                if (tile * work.kv_heads + head) % num_threads() == thread_id():
+                if is_own(work, tile, head):
                     attend(work, tile, head, scratch)
 
     return attend_all

@@ -40,7 +40,7 @@ def scores_of(
     """
     size = literal(width)
 
-    def emit(builder: Any, args: Any) -> None:
+    def emit(builder: Any, *args: Any) -> None:
         rows, dims, q, keys, scores, step = args
         for number in row_counts(builder, rows, literal(most)):
             sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(number)]
@@ -91,7 +91,7 @@ def weigh(
     """
     size, width_v = literal(width), literal(vectors)
 
-    def emit(builder: Any, args: Any) -> None:
+    def emit(builder: Any, *args: Any) -> None:
         rows, dims, weights, step, start, end, table, values, block_bytes, sums = args
         lanes, stride = _WORD(LANES), builder.mul(dims, _WORD(size))
         for number in row_counts(builder, rows, literal(most)):

@@ -29,6 +29,7 @@ from engine.kernels.attention.attention_work import (
     finish_scores,
     first_seen,
     greatest,
+    is_own,
     largest_scores,
     last_slot,
     move_ancestors,
@@ -52,7 +53,7 @@ from engine.kernels.simd import (
     store,
     total,
 )
-from engine.kernels.threads import num_threads, thread_id
+from engine.kernels.threads import thread_id
 
 PANEL_BYTES = 512
 """Bytes of 16 dimensions of a block's values."""
@@ -147,9 +148,9 @@ def attending(score: Any, weigh: Any, weigh_own: Any) -> Any:
     @njit
     def attend_all(work: Any) -> None:
         scratch = work.scratch + thread_id() * work.scratch_bytes
-        for head in range(work.kv_heads):  # the keys of a long text stay in the cache for all tiles
+        for head in range(work.kv_heads):
             for tile in range(work.tile_count):
-                if (tile * work.kv_heads + head) % num_threads() == thread_id():
+                if is_own(work, tile, head):
                     attend(work, _tile_of(work, tile, head, scratch))
 
     return attend_all
