@@ -26,7 +26,7 @@ from engine.kernels.simd import BFLOAT16, FLOAT, LANES, fused, pointer, put_floa
 _INT, _WORD = ir.IntType(32), ir.IntType(64)
 _PAIR, _INTS = ir.VectorType(_INT, LANES), ir.VectorType(_INT, LANES)
 _PAIRS = STEP // 2
-_AHEAD = 8  # groups by which codes are prefetched ahead
+_AHEAD = 64  # groups by which codes are prefetched ahead: mostly those of the second panel and of the next two
 
 
 @intrinsic(prefer_literal=True)

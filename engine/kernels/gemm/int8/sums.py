@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.amx import LINE_BYTES, fetch_line, fetch_panel_line, opaque
+from engine.kernels.amx import LINE_BYTES, fetch_line, fetch_panel_line, into_first_level, opaque
 from engine.kernels.gemm.int8.dots import (
     InstructionSet,
     add_products,
@@ -34,8 +34,15 @@ from engine.kernels.quant.unpack import exponents, factor_bytes
 from engine.kernels.simd import FLOAT, LANES, fused, pointer, same
 
 _BYTE, _INT, _WORD = (ir.IntType(bits) for bits in (8, 32, 64))
-AHEAD = 8
-"""Groups by which the codes of a matrix are prefetched ahead."""
+
+
+def groups_ahead() -> int:
+    """Return by how many groups the codes of a matrix are prefetched ahead.
+
+    A first level of cache holds little more. Elsewhere, on two cores of Zen 4 that read 60 GB/s, 24 groups instead of 8
+    make forwards of two and four rows 1.6 and 1.4 times as fast, also by AVX2; from 32 groups on nothing changes.
+    """
+    return 8 if into_first_level() else 24
 
 
 @intrinsic(prefer_literal=True)
@@ -118,11 +125,8 @@ class _Block:
         """
         builder, of = self.builder, self.of
         codes_at = opaque(builder, self._after(builder.add(tile, _WORD(of.codes_at)), group, of.code_bytes))
-        share = opaque(builder, self._after(tile, group, of.tile_bytes // of.steps))
-        later = opaque(builder, builder.add(share, apart))
-        for line in range(0, of.tile_bytes // of.steps if self.ahead else 0, LINE_BYTES):
-            fetch_line(builder, builder.add(share, _WORD(self.ahead + line)))
-            fetch_panel_line(builder, builder.add(later, _WORD(line)))
+        if self.ahead:
+            self._fetch(tile, group, apart)
         if of.factors is not None:
             numbers = [self._scaled(some, tile, group, at) for some, at in zip(numbers, self.firsts, strict=True)]
         x, found = opaque(builder, x), [list[ir.Value]()] * self.count
@@ -136,6 +140,23 @@ class _Block:
                 found[row] = add_products(builder, self.used, self.bits, codes, x, place, some)
                 if of_half + of.halves == self.spans:
                     self._add_half(cells, found[row], numbers, x, at, half)
+
+    def _fetch(self, tile: ir.Value, group: ir.Value, apart: ir.Value) -> None:
+        """Prefetch what a later group reads, and a group of the panels after next, which are `apart` bytes further.
+
+        A single row reads the codes in one stream, which a processor with AVX512 follows by itself, faster than it is
+        told to: a forward then takes 0.9 of the time on two cores of Zen 4. It is told of the lines that begin the tile
+        after next.
+        """
+        builder, of = self.builder, self.of
+        if self.count == 1 and self.used is InstructionSet.AVX512_VNNI and not into_first_level():
+            fetch_line(builder, builder.add(self._after(tile, group, LINE_BYTES), _WORD(2 * of.tile_bytes)))
+            return
+        share = opaque(builder, self._after(tile, group, of.tile_bytes // of.steps))
+        later = opaque(builder, builder.add(share, apart))
+        for line in range(0, of.tile_bytes // of.steps, LINE_BYTES):
+            fetch_line(builder, builder.add(share, _WORD(self.ahead + line)))
+            fetch_panel_line(builder, builder.add(later, _WORD(line)))
 
     def _add_half(
         self,
