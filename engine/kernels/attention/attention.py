@@ -27,7 +27,7 @@ from engine.kernels.attention.attention_work import ATTENTION
 from engine.kernels.attention.code_attention import code_kernel, scratch_of_query
 from engine.kernels.attention.code_pair_attention import code_pair_kernel
 from engine.kernels.attention.lane_attention import MOST_VECTORS, VECTORS, lane_kernel
-from engine.kernels.attention.pair_attention import pair_kernel
+from engine.kernels.attention.pair_attention import MOST_PAIRED, pair_kernel
 from engine.kernels.attention.paired_attention import STATE_BYTES, scratch_of_own
 from engine.kernels.attention.tile_attention import TILES, tile_kernel
 from engine.kernels.gemm.matmul import Unit, units
@@ -36,7 +36,6 @@ from engine.kernels.threads import Kernel, address_of, int_fields
 
 MOST_QUERIES = 96
 """Queries of a tile of AMX, at most: all of them use a block of keys or values while it is in the cache."""
-_UNITS = 4  # tiles with a KV head for each thread, at least, before tiles become larger
 _CHUNK = 32  # blocks that a long text is read in, which fit into the second level of cache with their scores
 _WHOLE_BYTES = 1 << 19  # scores of a tile that are kept whole
 
@@ -51,11 +50,15 @@ def _in_tiles(shape: KVShape) -> bool:
     return shape.vnni and not shape.q8_0 and units()[0] is Unit.AMX
 
 
-def _queries_of_tile(shape: KVShape) -> tuple[int, int]:
-    """Return how many queries a tile has, and what they may become where that leaves enough tiles for the threads."""
+def _tile_size(shape: KVShape) -> tuple[int, int, int]:
+    """Return how many queries a tile has, what they may become where that leaves enough tiles for the threads, and how
+    many tiles with a KV head are enough for each thread.
+    """
     if _in_tiles(shape):
-        return TILE_ROWS, MOST_QUERIES
-    return (TILE_ROWS, TILE_ROWS) if shape.vnni or shape.q8_0 else (VECTORS, MOST_VECTORS)
+        return TILE_ROWS, MOST_QUERIES, 4
+    if shape.q8_0:
+        return TILE_ROWS, TILE_ROWS, 4
+    return (TILE_ROWS, MOST_PAIRED, 2) if shape.vnni else (VECTORS, MOST_VECTORS, 4)
 
 
 def _kernel(shape: KVShape) -> Kernel:
@@ -109,7 +112,7 @@ class Attention:
             work[name] = value
         work["head_dim"], work["width"] = shape.head_dim, shape.dtype.itemsize
         self.kernel = _kernel(shape)
-        self._in_chunks, (self._queries, self._most_queries) = _in_tiles(shape), _queries_of_tile(shape)
+        self._in_chunks, (self._queries, self._most_queries, self._units) = _in_tiles(shape), _tile_size(shape)
         self._query_bytes = shape.dims * 4 + STATE_BYTES + (scratch_of_query(shape.dims) if shape.q8_0 else 0)
         work["tile_sizes"] = TILES.ctypes.data
         self.queries = torch.zeros(0, dtype=shape.dtype if shape.vnni else torch.float32)
@@ -142,7 +145,7 @@ class Attention:
     def _rows_of_tile(self, rows: int) -> int:
         """Return how many rows share their reading of keys and values, of a batch with so many."""
         least, most = (max(1, queries // self.q_per_kv) for queries in (self._queries, self._most_queries))
-        enough: int = rows * self.pool.shape.kv_heads // (_UNITS * torch.get_num_threads())
+        enough: int = rows * self.pool.shape.kv_heads // (self._units * torch.get_num_threads())
         return min(most, max(least, enough))
 
     def _blocks_kept(self, batch: Batch, vectors: int) -> tuple[int, int]:

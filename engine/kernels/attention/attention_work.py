@@ -216,3 +216,10 @@ def put_shares(work: Any, sums: int, share: Any, place: int) -> None:
                 put_half(place + i * 2, float_at(sums + 4 * i))
             else:
                 put_float(place + i * 4, float_at(sums + 4 * i))
+
+
+@njit
+def equal_part(left: int, most: int) -> Any:
+    """Return how many of the queries that are left to take next, if parts are as equal as they can be."""
+    parts = (left + most - 1) // most
+    return (left + parts - 1) // parts

@@ -47,7 +47,7 @@ def _weigh_all(work: Any, tile: Any, begin: int, stop: int, weights: int) -> Non
         for pair in range(LANES // 2):
             _join_values(work.dims, at, 2 * pair, 1, at, 2 * pair + 1, 1, values + 64 * pair)
         for first in range(0, tile.vectors, WEIGHED):
-            add_block(work, first, min(WEIGHED, tile.vectors - first), block, values, weights, tile.sums)
+            add_block(work, tile, first, min(WEIGHED, tile.vectors - first), block, values, weights)
 
 
 @njit
@@ -65,7 +65,7 @@ def _weigh_own(work: Any, tile: Any, begin: int, stop: int, weights: int) -> Non
                 _join_values(work.dims, one, one_lane, sees_one, two, two_lane, sees_two, values + 64 * pair)
             for group in range(0, work.q_per_kv, WEIGHED):
                 some, first = min(WEIGHED, work.q_per_kv - group), (row - tile.first) * work.q_per_kv + group
-                add_block(work, first, some, block, values, weights, tile.sums)
+                add_block(work, tile, first, some, block, values, weights)
 
 
 @njit

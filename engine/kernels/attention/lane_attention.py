@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from engine.kernels.attention.attention_work import ATTENTION, first_seen, is_own, last_slot, put_shares, softmax
+from engine.kernels.attention.attention_work import (
+    ATTENTION,
+    equal_part,
+    first_seen,
+    is_own,
+    last_slot,
+    put_shares,
+    softmax,
+)
 from engine.kernels.attention.lane_products import scores_of, weigh
 from engine.kernels.simd import (
     BFLOAT16,
@@ -133,20 +141,13 @@ def attending(score: Any, weigh: Any) -> Any:
     return attend_all
 
 
-@njit
-def _at_once(left: int, most: int) -> Any:
-    """Return how many of the queries that are left to take next, if parts are as equal as they can be."""
-    parts = (left + most - 1) // most
-    return (left + parts - 1) // parts
-
-
 def _scores_of(size: int) -> Any:
     @njit
     def scores(dims: int, count: int, queries: int, keys: int, scores: int, step: int) -> None:
         """Compute the products of `count` queries with one block of keys."""
         done = 0
         while done < count:
-            rows = _at_once(count - done, _SCORED)
+            rows = equal_part(count - done, _SCORED)
             scores_of(_SCORED, size, rows, dims, queries + done * dims * 4, keys, scores + done * step, step)
             done += rows
 
@@ -161,7 +162,7 @@ def _sums_of(size: int) -> Any:
         whole = dims // (_SLAB * LANES) * _SLAB * LANES
         done = 0
         while done < count:
-            rows = _at_once(count - done, _WEIGHED)
+            rows = equal_part(count - done, _WEIGHED)
             of, to = weights + done * step, sums + done * dims * 4
             for i in range(0, whole, _SLAB * LANES):
                 here, place = values + i * size, to + 4 * i

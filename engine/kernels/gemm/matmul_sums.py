@@ -188,9 +188,7 @@ def add_tiles(
 @intrinsic(prefer_literal=True)
 def sum_vectors(
     context: Any,
-    least: Any,
     most: Any,
-    panels: Any,
     rows: Any,
     x: Any,
     stride: Any,
@@ -200,24 +198,22 @@ def sum_vectors(
     scratch: Any,
     scratch_stride: Any,
 ) -> Any:
-    """Write products of `rows` rows, `least` to `most`, with `panels` panels, to `scratch`: [rows, panels * 16]
-    float32, one row every `scratch_stride` bytes.
+    """Write products of `rows` rows, at most `most`, with two panels, to `scratch`: [rows, 2 * 16] float32, one row
+    every `scratch_stride` bytes.
 
-    least, most, panels: compile-time constants. x: address of the first row, one every `stride` bytes. weights: address
-    of the first panel, of bfloat16; the next is `panel_bytes` further.
+    most: a compile-time constant. x: address of the first row, one every `stride` bytes. weights: address of the first
+    panel, of bfloat16; the next is `panel_bytes` further.
     """
-    width = panels.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, x, stride, weights, panel_bytes, steps, scratch, scratch_stride = args[3:]
-        panels = [builder.add(weights, builder.mul(panel_bytes, _WORD(panel))) for panel in range(width)]
-        for count in row_counts(builder, rows, most.literal_value, least.literal_value):
+        rows, x, stride, weights, panel_bytes, steps, scratch, scratch_stride = args[1:]
+        panels = [weights, builder.add(weights, panel_bytes)]
+        for count in row_counts(builder, rows, most.literal_value):
             with (
-                sums_in_registers(builder, count, width, x, stride, scratch, scratch_stride) as (starts, sums),
+                sums_in_registers(builder, count, PANELS, x, stride, scratch, scratch_stride) as (starts, sums),
                 cgutils.for_range(builder, steps) as loop,
             ):
-                if width > 1:  # attention has one panel, and prefetches its blocks itself: they are not contiguous
-                    fetch_later(builder, TILE_BYTES, 1, loop.index, steps, weights, width)
+                fetch_later(builder, TILE_BYTES, 1, loop.index, steps, weights, PANELS)
                 inputs = builder.mul(loop.index, _WORD(2 * STEP))
                 here = [builder.add(start, inputs) for start in starts]
                 tiles = [builder.add(panel, builder.mul(loop.index, _WORD(TILE_BYTES))) for panel in panels]
@@ -230,19 +226,19 @@ def sum_vectors(
                             builder.store(total, cell)
         return context.get_dummy_value()
 
-    return types.void(least, most, panels, *[types.int64] * 8), generate
+    return types.void(most, *[types.int64] * 8), generate
 
 
-def row_counts(builder: ir.IRBuilder, rows: ir.Value, most: int, least: int = 1) -> Iterator[int]:
-    """Yield each of `least` to `most`: the code emitted for it runs if that is the number of rows, one of these. With
-    code of their own, two rows take two thirds of the time of four.
+def row_counts(builder: ir.IRBuilder, rows: ir.Value, most: int) -> Iterator[int]:
+    """Yield each of 1 to `most`: the code emitted for it runs if that is the number of rows, one of these. With code of
+    their own, two rows take two thirds of the time of four.
     """
     end = builder.append_basic_block("summed")
-    blocks = [builder.append_basic_block(f"rows.{count}") for count in range(least, most + 1)]
+    blocks = [builder.append_basic_block(f"rows.{count}") for count in range(1, most + 1)]
     switch = builder.switch(rows, blocks[-1])
-    for count, block in enumerate(blocks[:-1], least):
+    for count, block in enumerate(blocks[:-1], 1):
         switch.add_case(_WORD(count), block)
-    for count, block in enumerate(blocks, least):
+    for count, block in enumerate(blocks, 1):
         builder.position_at_end(block)
         yield count
         builder.branch(end)

@@ -31,7 +31,7 @@ def number_sums() -> Any:
 
     def multiply(rows: int, x: int, stride: int, weights: int, panel_bytes: int, steps: int, scratch: int) -> None:
         """Compute products of up to AT_ONCE rows with two panels of bfloat16."""
-        sum_vectors(1, AT_ONCE, 2, rows, x, stride, weights, panel_bytes, steps, scratch, ROW_BYTES)
+        sum_vectors(AT_ONCE, rows, x, stride, weights, panel_bytes, steps, scratch, ROW_BYTES)
 
     return cfunc(types.void(*[types.int64] * 7), cache=True)(versioned(multiply))
 
