@@ -31,6 +31,10 @@ LLAMA = {
 
 @pytest.fixture(autouse=True)
 def _float32_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_in_float32(monkeypatch)
+
+
+def compute_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let heads compute in float32, in which references are compared, whatever this processor multiplies fastest."""
     for module in ("drafters.training.target", "drafters.training.trainer"):
         monkeypatch.setattr(f"{module}.has_native_bfloat16", lambda: False)

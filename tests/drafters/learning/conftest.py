@@ -15,6 +15,7 @@ from engine.files.cache_folder import CacheFolder
 from engine.files.kept_texts import keep_text, shelf_of
 from engine.files.lessons import LearnedFolder, LessonOutcome, LessonPlan
 from tests.benchmarks.tuning.conftest import RECIPE, text_from, walker
+from tests.drafters.conftest import compute_in_float32
 
 __all__ = ["walker"]
 ANN, BEN = shelf_of("ann"), shelf_of("ben")
@@ -59,7 +60,9 @@ def lessons(tmp_path: Path, walker: str) -> Lessons:
 def first_lesson(tmp_path_factory: pytest.TempPathFactory, walker: str) -> tuple[Lessons, LessonOutcome]:
     """Learn a head of Ann's texts, which no test changes."""
     made = untaught(tmp_path_factory.mktemp("first"), walker)
-    return made, learn(made.plan())
+    with pytest.MonkeyPatch.context() as patched:
+        compute_in_float32(patched)
+        return made, learn(made.plan())
 
 
 @pytest.fixture

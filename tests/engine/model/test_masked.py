@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def masked(family: str = "qwen3", **changes: Any) -> MaskedForward:
-    return MaskedForward(build(family, "float32", **changes), family)
+    return MaskedForward(build(family, "float32", **changes).double(), family)
 
 
 def read(forward: MaskedForward, cache: MaskedCache, prompt: list[int]) -> None:
@@ -45,7 +45,7 @@ def test_recorded_forwards_give_what_plain_ones_give(family: str) -> None:
             ]
             for one, other in zip(*found, strict=True):
                 assert isinstance(one, Tensor)
-                torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
             for cache in caches:
                 cache.commit(tree.path(len(tree) - 1))
         assert len(caches[1].recorded) > 1
