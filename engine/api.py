@@ -223,6 +223,10 @@ class Engine:
         """
         return self._places.reserve(count)
 
+    def reserve_beyond(self) -> Reservation:
+        """Return a place beyond the queue's, for a request that must not keep any other from its place."""
+        return self._places.beyond()
+
     async def tokenize(self, prompt: Prompt, raw: bool = False, rendering: Rendering | None = None) -> list[int]:
         """Return the token ids that `generate` would make of a prompt, however long it is. rendering: of
         chat messages.

@@ -18,11 +18,12 @@ class QueuePlaces:
         self.refuses = options.full == "refuse"
         self._size = options.size
         self._limiter = anyio.CapacityLimiter(options.size)
+        self._beyond = set[QueuePlace]()
 
     @property
     def wanted(self) -> int:
         """The places taken, and the requests that wait for one."""
-        return self._limiter.borrowed_tokens + self._limiter.statistics().tasks_waiting
+        return self._limiter.borrowed_tokens + self._limiter.statistics().tasks_waiting + len(self._beyond)
 
     def reserve(self, count: int) -> Reservation:
         """Take that many places at once, or none of them and raise QueueFull."""
@@ -33,6 +34,12 @@ class QueuePlaces:
             self._limiter.acquire_on_behalf_of_nowait(place)
         return Reservation(self, places)
 
+    def beyond(self) -> Reservation:
+        """Return a place beyond those of the queue, for a request of the server's own: it refuses no client's."""
+        place = QueuePlace()
+        self._beyond.add(place)
+        return Reservation(self, [place])
+
     async def wait(self) -> QueuePlace:
         """Wait for a place and take it."""
         place = QueuePlace()
@@ -41,7 +48,10 @@ class QueuePlaces:
 
     def leave(self, place: QueuePlace) -> None:
         """Free a place."""
-        self._limiter.release_on_behalf_of(place)
+        if place in self._beyond:
+            self._beyond.remove(place)
+        else:
+            self._limiter.release_on_behalf_of(place)
 
 
 class Reservation:

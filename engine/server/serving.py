@@ -74,10 +74,12 @@ class Serving:
 
     async def warm_up_grammars(self) -> None:
         """Do the work that a first request with a grammar would wait for: a second or two, in which others are
-        answered.
+        answered, as many as the queue has places for.
         """
-        with suppress(RequestError, RequestFailed):
-            await self.engine.generate("Say yes.", _FIRST_WITH_GRAMMAR)
+        with suppress(RequestError, RequestFailed), self.engine.reserve_beyond() as places:
+            async with self.engine.stream("Say yes.", _FIRST_WITH_GRAMMAR, places=places) as stream:
+                async for _ in stream:
+                    pass
 
     def check(self) -> None:
         """Raise ApiError unless a request would start now."""

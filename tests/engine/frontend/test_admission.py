@@ -40,3 +40,17 @@ async def test_who_waits_gets_the_place_that_becomes_free() -> None:
     places.leave(first)
     places.leave(await waiting)
     assert places.wanted == 0
+
+
+async def test_a_place_beyond_the_queue_leaves_all_of_it_to_others() -> None:
+    places = QueuePlaces(QueueConfig(size=1))
+    with places.beyond() as own, places.reserve(1):
+        place = own.take()
+        assert places.wanted == 2
+        with pytest.raises(QueueFull):
+            places.reserve(1)
+    assert places.wanted == 1
+    places.leave(place)
+    assert places.wanted == 0
+    with places.reserve(1), pytest.raises(QueueFull):
+        places.reserve(1)

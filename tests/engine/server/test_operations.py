@@ -20,10 +20,13 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.server.serving import Serving
+from engine.server.settings import Settings
 from tests.command import talon
 from tests.engine.server.figures import metric, settle, tokens, until
 from tests.engine.server.process import ServerProcess, serving
 from tests.engine.server.test_openapi import ROUTES
+from tests.engine.tiny_engine import tiny_engine
 
 TINY = ("--served-model-name", "tiny", "--method", "pld")
 SLOW = ("--set", "verifier.simulated_latency_ms=20")
@@ -350,3 +353,14 @@ def verifier(server: ServerProcess) -> psutil.Process:
     """The busiest of its workers: the drafter of these tests does next to nothing."""
     workers = psutil.Process(server.process.pid).children(recursive=True)
     return max(workers, key=lambda worker: worker.memory_info().rss)
+
+
+async def test_a_server_that_warms_up_refuses_no_client(tiny: str, tiny_draft: str) -> None:
+    async with tiny_engine(tiny, tiny_draft, **{"queue.size": 1, "queue.full": "refuse"}) as engine:
+        warming = asyncio.create_task(Serving(engine, Settings(model="tiny")).warm_up_grammars())
+        while not engine.requests:
+            await asyncio.sleep(0)
+        with engine.reserve(1):
+            assert engine.requests == 2
+        await warming
+        assert engine.requests == 0
