@@ -18,7 +18,7 @@ from engine.kernels.amx import LINE_BYTES
 from engine.kernels.gemm.int8.dots import InstructionSet, instruction_sets
 from engine.kernels.gemm.int8.layout import ROW_GROUP_BYTES, rows_at_once
 from engine.kernels.gemm.int8.rows import round_rows
-from engine.kernels.gemm.int8.sums import groups_ahead, sum_groups
+from engine.kernels.gemm.int8.sums import sum_groups
 from engine.kernels.gemm.matmul import Matmul, bias_of, gate_apart, part_records, shape_of, tiled_parts
 from engine.kernels.gemm.matmul_kernels import PartKernel, own_panels, part_kernel, product_kernel, put_sums
 from engine.kernels.gemm.matmul_sums import PANELS, ROW_BYTES, new_scratch
@@ -76,7 +76,7 @@ def int8_kernel(instructions: InstructionSet, layout: QuantLayout) -> PartKernel
 
 def _compiled(instructions: InstructionSet, layout: QuantLayout) -> PartKernel:
     used, number, most = int(instructions), layout.number, instructions.rows
-    steps, ahead = layout.steps, groups_ahead()
+    steps = layout.steps
 
     @part_kernel(f"{instructions.name}_{number}")
     def compiled(address: Any, at: Any) -> None:
@@ -100,7 +100,7 @@ def _compiled(instructions: InstructionSet, layout: QuantLayout) -> PartKernel:
                 x = place + row * groups * ROW_GROUP_BYTES
                 for i in range(width):
                     tiles = part.weights + (panel + i) * part.panel_bytes
-                    sum_groups(used, number, ahead, rows, x, tiles, blocks, scratch + 4 * LANES * i, ROW_BYTES)
+                    sum_groups(used, number, 1, rows, x, tiles, blocks, scratch + 4 * LANES * i, ROW_BYTES)
                 put_sums(work, row, rows, part.first + panel, width, scratch, ROW_BYTES, LINE_BYTES)
                 row += rows
             panel += width

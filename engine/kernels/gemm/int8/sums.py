@@ -36,13 +36,16 @@ from engine.kernels.simd import FLOAT, LANES, fused, pointer, same
 _BYTE, _INT, _WORD = (ir.IntType(bits) for bits in (8, 32, 64))
 
 
-def groups_ahead() -> int:
-    """Return by how many groups the codes of a matrix are prefetched ahead.
+def groups_ahead(rows: int) -> int:
+    """Return by how many groups the codes of a matrix are prefetched ahead of a block of so many rows.
 
-    A first level of cache holds little more. Elsewhere, on two cores of Zen 4 that read 60 GB/s, 24 groups instead of 8
-    make forwards of two and four rows 1.6 and 1.4 times as fast, also by AVX2; from 32 groups on nothing changes.
+    A first level of cache holds little more than 8. Elsewhere, on two cores of Zen 4 that read 60 GB/s, 24 groups make
+    forwards of two and four rows 1.6 and 1.4 times as fast, also by AVX2. From 16 rows on, which take longer for a
+    group, so many make matrices of 900 inputs 1.06 times as slow, and 16 cost nothing.
     """
-    return 8 if into_first_level() else 24
+    if into_first_level():
+        return 8
+    return 24 if rows <= 4 else 16
 
 
 @intrinsic(prefer_literal=True)
@@ -50,7 +53,7 @@ def sum_groups(
     context: Any,
     instructions: Any,
     layout: Any,
-    ahead: Any,
+    fetches: Any,
     rows: Any,
     x: Any,
     tiles: Any,
@@ -61,18 +64,18 @@ def sum_groups(
     """Write the products of a block of rows with 16 outputs to `scratch`: 16 float32 for each row, one row every
     `scratch_stride` bytes.
 
-    instructions, layout, ahead: compile-time constants, the last how many groups ahead codes are prefetched, 0: none.
+    instructions, layout, fetches: compile-time constants, the last 1 if codes are prefetched.
     rows: at most `InstructionSet.rows`. x: address of the rows' groups [groups, rows]. tiles: of the outputs' [blocks].
     """
     used, of = InstructionSet(instructions.literal_value), LAYOUTS[layout.literal_value]
-    later = ahead.literal_value
+    fetched = bool(fetches.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         for count in row_counts(builder, args[3], used.rows):
-            _Block(builder, used, of, later, count).sum(*args[4:])
+            _Block(builder, used, of, fetched, count).sum(*args[4:])
         return context.get_dummy_value()
 
-    return types.void(instructions, layout, ahead, *[types.int64] * 6), generate
+    return types.void(instructions, layout, fetches, *[types.int64] * 6), generate
 
 
 class _Block:
@@ -80,11 +83,11 @@ class _Block:
     codes at a time.
     """
 
-    def __init__(self, builder: ir.IRBuilder, used: InstructionSet, of: QuantLayout, ahead: int, count: int):
+    def __init__(self, builder: ir.IRBuilder, used: InstructionSet, of: QuantLayout, fetches: bool, count: int):
         self.builder, self.used, self.of, self.count = builder, used, of, count
         self.firsts = range(0, LANES, used.lanes)
         self.spans = max(of.halves, len(self.firsts))
-        self.ahead = ahead * of.tile_bytes // of.steps
+        self.ahead = groups_ahead(count) * of.tile_bytes // of.steps if fetches else 0
         self.offsets, self.values = of.offset is not None, of.values
         self.bits, self.bias = multiplied_codes(of, used)
         self.floats, self.ints = ir.VectorType(FLOAT, used.lanes), words(used.lanes)
