@@ -173,12 +173,20 @@ class Engine:
 
     # Requests.
 
-    async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, *, raw: bool = False) -> Result:
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        raw: bool = False,
+        places: Reservation | None = None,
+    ) -> Result:
         """Answer `prompt`: text (one user message, unless `raw`), chat messages, or token ids as they are.
 
-        Cancelling the task cancels the request. Raises RequestError, QueueFull, WorkerDied or EngineClosed.
+        Cancelling the task cancels the request. places: a reservation, of which it takes one. Raises RequestError,
+        QueueFull, WorkerDied or EngineClosed.
         """
-        async with self.stream(prompt, sampling, raw=raw) as stream:
+        async with self.stream(prompt, sampling, raw=raw, places=places) as stream:
             async for _ in stream:
                 pass
         assert stream.result is not None

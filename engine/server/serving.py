@@ -77,9 +77,7 @@ class Serving:
         answered, as many as the queue has places for.
         """
         with suppress(RequestError, RequestFailed), self.engine.reserve_beyond() as places:
-            async with self.engine.stream("Say yes.", _FIRST_WITH_GRAMMAR, places=places) as stream:
-                async for _ in stream:
-                    pass
+            await self.engine.generate("Say yes.", _FIRST_WITH_GRAMMAR, places=places)
 
     def check(self) -> None:
         """Raise ApiError unless a request would start now."""

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from engine.kernels.attention.attention_work import ATTENTION, first_seen, seen_end
 from engine.kernels.attention.code_attention import FASTEST, next_codes, numbers, scoring
 from engine.kernels.attention.kv_codes import head_bytes, value_codes_at, value_scales_at
-from engine.kernels.attention.pair_attention import WEIGHED, add_block
+from engine.kernels.attention.pair_attention import add_block
 from engine.kernels.attention.paired_attention import (
     PANEL_BYTES,
     WEIGHT_BYTES,
@@ -46,8 +46,7 @@ def _weigh_all(work: Any, tile: Any, begin: int, stop: int, weights: int) -> Non
         at = next_codes(work, work.values, tile.table, block, stop - 1, tile.head)
         for pair in range(LANES // 2):
             _join_values(work.dims, at, 2 * pair, 1, at, 2 * pair + 1, 1, values + 64 * pair)
-        for first in range(0, tile.vectors, WEIGHED):
-            add_block(work, tile, first, min(WEIGHED, tile.vectors - first), block, values, weights)
+        add_block(work, tile, 0, tile.vectors, block, values, weights)
 
 
 @njit
@@ -63,9 +62,7 @@ def _weigh_own(work: Any, tile: Any, begin: int, stop: int, weights: int) -> Non
                 two, two_lane = _value_at(work, tile, row, min(even + 1, seen - 1))
                 sees_one, sees_two = start <= even < seen, start <= even + 1 < seen
                 _join_values(work.dims, one, one_lane, sees_one, two, two_lane, sees_two, values + 64 * pair)
-            for group in range(0, work.q_per_kv, WEIGHED):
-                some, first = min(WEIGHED, work.q_per_kv - group), (row - tile.first) * work.q_per_kv + group
-                add_block(work, tile, first, some, block, values, weights)
+            add_block(work, tile, (row - tile.first) * work.q_per_kv, work.q_per_kv, block, values, weights)
 
 
 @njit

@@ -269,10 +269,16 @@ def next_block(work: Any, keys_or_values: int, tile: Any, block: int, stop: int)
     """Return the address of a head's part of the block to read now. A later block, before `stop`, is prefetched, since
     the blocks of a text lie anywhere.
     """
-    ahead = place_of(work, keys_or_values, tile, min(block + _AHEAD, stop - 1))
-    for line in range(0, work.dims * WEIGHT_BYTES, LINE_BYTES):
-        fetch(ahead + line)
+    fetch_block(work, keys_or_values, tile, min(block + _AHEAD, stop - 1))
     return place_of(work, keys_or_values, tile, block)
+
+
+@njit
+def fetch_block(work: Any, keys_or_values: int, tile: Any, block: int) -> None:
+    """Prefetch a tile's head's part of a block."""
+    place = place_of(work, keys_or_values, tile, block)
+    for line in range(0, work.dims * WEIGHT_BYTES, LINE_BYTES):
+        fetch(place + line)
 
 
 @njit

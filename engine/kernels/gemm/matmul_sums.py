@@ -214,16 +214,9 @@ def sum_vectors(
                 cgutils.for_range(builder, steps) as loop,
             ):
                 fetch_later(builder, TILE_BYTES, 1, loop.index, steps, weights, PANELS)
-                inputs = builder.mul(loop.index, _WORD(2 * STEP))
-                here = [builder.add(start, inputs) for start in starts]
+                here = [builder.add(start, builder.mul(loop.index, _WORD(2 * STEP))) for start in starts]
                 tiles = [builder.add(panel, builder.mul(loop.index, _WORD(TILE_BYTES))) for panel in panels]
-                for pair in range(STEP // 2):
-                    at = [builder.add(tile, _WORD(LINE_BYTES * pair)) for tile in tiles]
-                    matrix = [builder.load(pointer(builder, line, _PAIRS), align=4) for line in at]
-                    for cells, row in zip(sums, here, strict=True):
-                        totals = dot(builder, [builder.load(cell) for cell in cells], matrix, row, pair)
-                        for cell, total in zip(cells, totals, strict=True):
-                            builder.store(total, cell)
+                add_pairs(builder, sums, here, tiles, STEP // 2)
         return context.get_dummy_value()
 
     return types.void(most, *[types.int64] * 8), generate
@@ -254,23 +247,52 @@ def sums_in_registers(
     stride: ir.Value,
     scratch: ir.Value,
     scratch_stride: ir.Value,
+    scratch_apart: ir.Value | None = None,
 ) -> Iterator[tuple[list[ir.Value], list[list[ir.Value]]]]:
     """Sums for `count` rows, zeros at first, to which code emitted inside the context adds. Arguments are as in
-    `sum_vectors`. Yields the rows' addresses, and where the sums are, by row and panel.
+    `sum_vectors`. scratch_apart: how many bytes after a row's sums with a panel those with the next one are written, 64
+    if it is not given. Yields the rows' addresses, and where the sums are, by row and panel.
     """
+    apart = _WORD(4 * LANES) if scratch_apart is None else scratch_apart
     sums = [[cgutils.alloca_once(builder, SUMS) for _ in range(panels)] for _ in range(count)]
     for cell in itertools.chain(*sums):
         builder.store(ir.Constant(SUMS, [0.0] * LANES), cell)
     yield row_starts(builder, count, x, stride), sums
     for there, cells in zip(row_starts(builder, count, scratch, scratch_stride), sums, strict=True):
         for panel, cell in enumerate(cells):
-            place = pointer(builder, builder.add(there, _WORD(4 * LANES * panel)), SUMS)
-            builder.store(builder.load(cell), place, align=4)
+            at = builder.add(there, builder.mul(apart, _WORD(panel)))
+            builder.store(builder.load(cell), pointer(builder, at, SUMS), align=4)
 
 
 def row_starts(builder: ir.IRBuilder, count: int, first: ir.Value, stride: ir.Value) -> list[ir.Value]:
     """Addresses of `count` rows."""
     return [builder.add(first, builder.mul(stride, _WORD(row))) for row in range(count)]
+
+
+def add_pairs(
+    builder: ir.IRBuilder,
+    sums: Sequence[Sequence[ir.Value]],
+    rows: Sequence[ir.Value],
+    panels: Sequence[ir.Value],
+    pairs: int,
+) -> None:
+    """Add the products of the next `pairs` pairs of inputs. sums: cells by row and panel; rows, panels: where the pairs
+    of each begin.
+    """
+    for pair in range(pairs):
+        at = [builder.add(panel, _WORD(LINE_BYTES * pair)) for panel in panels]
+        matrix = [builder.load(pointer(builder, line, _PAIRS), align=4) for line in at]
+        for cells, row in zip(sums, rows, strict=True):
+            add_dot(builder, cells, matrix, row, pair)
+
+
+def add_dot(
+    builder: ir.IRBuilder, cells: Sequence[ir.Value], matrix: Sequence[ir.Value], row: ir.Value, pair: int
+) -> None:
+    """Add a row's `dot` to the sums in its cells."""
+    totals = dot(builder, [builder.load(cell) for cell in cells], matrix, row, pair)
+    for cell, total in zip(cells, totals, strict=True):
+        builder.store(total, cell)
 
 
 def dot(builder: ir.IRBuilder, sums: Sequence[ir.Value], matrix: Sequence[ir.Value], row: ir.Value, pair: int) -> Any:
