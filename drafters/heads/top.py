@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.kernels.exponential import exp
 from engine.kernels.jit_cache import versioned
 from engine.kernels.simd import LANES, add, larger, largest, number_at, numbers_at, splat, total
+from engine.kernels.subroutine import subroutine
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
@@ -100,7 +101,7 @@ def _top(scores: int, stride: int, width: int, columns: int, values: Any, indice
         totals[row] = rest
 
 
-@njit
+@subroutine
 def enter(value: Any, column: int, best: Any, place: Any, count: int) -> int:
     """Insert the value among the best, if it belongs there; return how many there are."""
     k = len(best)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, njit
+from numba import carray
 from torch import Tensor
 
 from engine.kernels.exponential import exp
@@ -36,6 +36,7 @@ from engine.kernels.simd import (
     store,
     total,
 )
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import address_of, kernel, num_threads, thread_id
 
 _ADDRESSES = ("teacher", "normalisers", "student", "losses", "best", "overlaps", "scratch")
@@ -64,7 +65,7 @@ def loss_rows_kernel(address: Any) -> None:
         _row(work, teacher, normaliser, student, place, p, p + work.vocab * FLOAT32)
 
 
-@njit
+@subroutine
 def _peak(logits: int, vocab: int, width: int) -> Any:
     most = numbers_at(logits, width)
     for first in range(LANES, vocab, LANES):
@@ -72,7 +73,7 @@ def _peak(logits: int, vocab: int, width: int) -> Any:
     return largest(most)
 
 
-@njit
+@subroutine
 def _log_sum(logits: int, vocab: int, width: int) -> Any:
     """Return log(sum(exp(logits)))."""
     peak = _peak(logits, vocab, width)
@@ -82,7 +83,7 @@ def _log_sum(logits: int, vocab: int, width: int) -> Any:
     return peak + np.float32(math.log(total(sums)))
 
 
-@njit
+@subroutine
 def _row(work: Any, teacher: int, p_normaliser: Any, student: int, place: int, p: int, q: int) -> None:
     """Compute a row. place: of its float32 results; p, q: scratch, [vocab] float32 each."""
     vocab, width, zero = work.vocab, work.width, splat(np.float32(0))
@@ -110,7 +111,7 @@ def _row(work: Any, teacher: int, p_normaliser: Any, student: int, place: int, p
         put_numbers(gradient, student + first * width, width)
 
 
-@njit
+@subroutine
 def _sign(x: Any, y: Any) -> Any:
     """Return 1 where x is above y, -1 where it is below, 0 where they are equal."""
     one = splat(np.float32(1))
@@ -118,7 +119,7 @@ def _sign(x: Any, y: Any) -> Any:
     return maximum(minimum(steep, one), splat(np.float32(-1)))
 
 
-@njit
+@subroutine
 def _first_peak(logits: int, vocab: int, width: int) -> Any:
     """Return the place of the largest number, the first of equal ones."""
     peak = _peak(logits, vocab, width)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit
 from numba.extending import intrinsic
 
 from engine.kernels.simd import INTS, VECTOR, add, constant, divide, fused, integers, multiply, splat, vector
+from engine.kernels.subroutine import subroutine
 
 
 def power_of_two(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
@@ -58,7 +58,7 @@ def exp2(context: Any, x: Any) -> Any:
     return vector(vector), lambda context, builder, signature, args: power_of_two(builder, args[0])
 
 
-@njit
+@subroutine
 def silu(x: Any) -> Any:
     """Return x / (1 + exp(-x))."""
     return divide(x, add(splat(np.float32(1)), exp(multiply(x, splat(np.float32(-1))))))

@@ -15,10 +15,12 @@ from functools import cache
 from typing import Any
 
 from llvmlite import binding, ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
+
+from engine.kernels.subroutine import subroutine
 
 binding.initialize_native_asmparser()  # one conversion has no name in LLVM's Python binding
 
@@ -360,8 +362,12 @@ def copy_half(context: Any, source: Any, place: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def int_at(context: Any, address: Any) -> Any:
-    """Return the int32 at `address`."""
-    return types.int32(types.int64), _cell(_INT)[0]
+    """Return the int32 at `address` as an int64: what is given one type is compiled once."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sext(builder.load(pointer(builder, args[0], _INT)), ir.IntType(64))
+
+    return types.int64(types.int64), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -382,13 +388,13 @@ def put_long(context: Any, address: Any, x: Any) -> Any:
     return types.void(types.int64, types.int64), _cell(ir.IntType(64))[1]
 
 
-@njit
+@subroutine
 def number_at(address: int, width: int) -> Any:
     """Return the number at `address`, as float32. width: BFLOAT16 or FLOAT32, known only at run time."""
     return half_at(address) if width == BFLOAT16 else float_at(address)
 
 
-@njit
+@subroutine
 def numbers_at(address: int, width: int) -> Any:
     """Return the 16 numbers at `address`, as float32."""
     if width == BFLOAT16:
@@ -396,7 +402,7 @@ def numbers_at(address: int, width: int) -> Any:
     return load(address, FLOAT32)
 
 
-@njit
+@subroutine
 def put_numbers(x: Any, address: int, width: int) -> None:
     """Store x as the 16 numbers at `address`."""
     if width == BFLOAT16:
@@ -405,7 +411,7 @@ def put_numbers(x: Any, address: int, width: int) -> None:
         store(x, address, FLOAT32)
 
 
-@njit
+@subroutine
 def put_number(address: int, x: Any, width: int) -> None:
     """Store x as the number at `address`."""
     if width == BFLOAT16:

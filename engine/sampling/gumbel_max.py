@@ -12,6 +12,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from engine.kernels.jit_cache import versioned
+from engine.kernels.subroutine import subroutine
 from engine.sampling.argmax import NAN
 from engine.sampling.noise_bits import UNIT, bits_of, noise_of
 
@@ -118,7 +119,7 @@ def _ordered(bits: Any) -> Any:
     return np.int32(ordered - np.int32(0x7FFFFF))  # shifted so far that NaN below minus infinity wraps to the top
 
 
-@njit
+@subroutine
 def _missing_to_one(key: Any, token: Any) -> Any:
     """Return 1 - u of a token, float32, where u is the uniform number that its bits make."""
     left = np.int64(bits_of(key, token) ^ np.uint64((1 << 52) - 1))

@@ -13,6 +13,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from engine.kernels.jit_cache import versioned
+from engine.kernels.subroutine import subroutine
 
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 UNIT = 2.0**-52
@@ -30,14 +31,14 @@ def keys_from(seed: int, position: int, count: int) -> NDArray[np.uint64]:
     return keys
 
 
-@njit
+@subroutine
 def bits_of(key: Any, token: Any) -> Any:
     """Return 52 uniform bits of a token, for kernels."""
     x = np.uint64(token) * np.uint64(GOLDEN) + key
     return _mixed(x) >> np.uint64(12)
 
 
-@njit
+@subroutine
 def noise_of(key: Any, token: Any) -> Any:
     """Return the standard Gumbel noise of a token, float64, from an odd multiple of 2^-53 below 1, for kernels."""
     return -math.log(-math.log((np.float64(bits_of(key, token)) + 0.5) * UNIT))
@@ -59,7 +60,7 @@ def _key(seed: Any, position: Any) -> Any:
     return _mixed(ours) + np.uint64(GOLDEN)
 
 
-@njit
+@subroutine
 def _mixed(x: Any) -> Any:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(MIX_1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(MIX_2)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from engine.kernels.exponential import exp, exp2
 from engine.kernels.simd import (
@@ -31,6 +30,7 @@ from engine.kernels.simd import (
     store,
     total,
 )
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import num_threads, thread_id
 
 _LOG2_E = np.float32(np.log2(np.e))
@@ -73,7 +73,7 @@ ATTENTION = np.dtype(
 )
 
 
-@njit
+@subroutine
 def is_own(work: Any, tile: int, head: int) -> Any:
     """Return whether the calling thread attends with a tile to a KV head. A thread takes one head after the other: the
     keys of a long text then stay in the cache for all tiles.
@@ -81,13 +81,13 @@ def is_own(work: Any, tile: int, head: int) -> Any:
     return (tile * work.kv_heads + head) % num_threads() == thread_id()
 
 
-@njit
+@subroutine
 def first_seen(work: Any, row: int) -> Any:
     """Return the first position that the row sees."""
     return 0 if work.window == 0 else max(0, seen_end(work, row) - work.window)
 
 
-@njit
+@subroutine
 def last_slot(work: Any, row: int) -> Any:
     last, end = int_at(work.prefix_lens + 4 * row) - 1, int_at(work.ancestor_ptr + 4 * row + 4)
     if end > int_at(work.ancestor_ptr + 4 * row):
@@ -95,7 +95,7 @@ def last_slot(work: Any, row: int) -> Any:
     return last
 
 
-@njit
+@subroutine
 def softmax(work: Any, row: int, head: int, scores: int) -> Any:
     """Overwrite each score that the row sees with exp(score - largest), by position, and return their sum.
 
@@ -109,21 +109,21 @@ def softmax(work: Any, row: int, head: int, scores: int) -> Any:
     return total(sums) + sink_weight(work, head, top)
 
 
-@njit
+@subroutine
 def seen_end(work: Any, row: int) -> Any:
     """Return one more than the last position that the row sees."""
     seen = int_at(work.prefix_lens + 4 * row)
     return seen + int_at(work.ancestor_ptr + 4 * row + 4) - int_at(work.ancestor_ptr + 4 * row)
 
 
-@njit
+@subroutine
 def seen_vectors(work: Any, row: int, begin: int, stop: int) -> Any:
     """Return the range of whole vectors of positions, in the blocks from begin to stop, that a row sees any of."""
     low = max(begin * LANES, first_seen(work, row) // LANES * LANES)
     return low, min(stop * LANES, (seen_end(work, row) + LANES - 1) // LANES * LANES)
 
 
-@njit
+@subroutine
 def move_ancestors(work: Any, row: int, scores: int) -> None:
     """Move the scores of the ancestors that the row sees to their positions. There may be no room for the others'."""
     prefix, begin = int_at(work.prefix_lens + 4 * row), int_at(work.ancestor_ptr + 4 * row)
@@ -132,7 +132,7 @@ def move_ancestors(work: Any, row: int, scores: int) -> None:
         put_float(scores + 4 * (prefix + i), float_at(scores + 4 * int_at(work.ancestor_slots + 4 * (begin + i))))
 
 
-@njit
+@subroutine
 def finish_scores(work: Any, row: int, scores: int, low: int, high: int) -> None:
     """Cap the scores at the positions from low to high, and hide those that the row does not see. They may not have
     their scale yet.
@@ -146,7 +146,7 @@ def finish_scores(work: Any, row: int, scores: int, low: int, high: int) -> None
         put_float(scores + 4 * position, np.float32(-np.inf))
 
 
-@njit
+@subroutine
 def largest_scores(scores: int, low: int, high: int, peak: Any) -> Any:
     """Return, for each lane, the largest of `peak` and of the scores from low to high."""
     for position in range(low, high, LANES):
@@ -154,20 +154,20 @@ def largest_scores(scores: int, low: int, high: int, peak: Any) -> Any:
     return peak
 
 
-@njit
+@subroutine
 def greatest(work: Any, head: int, peak: Any) -> Any:
     """Return the largest score of a query, its sink included, with its scale."""
     top = largest(peak) * _scale(work)
     return max(top, float_at(work.sinks + 4 * head)) if work.sinks != 0 else top
 
 
-@njit
+@subroutine
 def sink_weight(work: Any, head: int, top: Any) -> Any:
     """Return the weight of the head's sink, if it has one."""
     return largest(exp(splat(float_at(work.sinks + 4 * head) - top))) if work.sinks != 0 else np.float32(0)
 
 
-@njit
+@subroutine
 def weights_of(work: Any, scores: int, low: int, high: int, top: Any, weights: int, width: int, sums: Any) -> Any:
     """Write exp(score - top) of the scores from low to high to `weights`, by position, and return `sums` with them.
     width: BFLOAT16 or FLOAT32.
@@ -183,13 +183,13 @@ def weights_of(work: Any, scores: int, low: int, high: int, top: Any, weights: i
     return sums
 
 
-@njit
+@subroutine
 def _scale(work: Any) -> Any:
     """Return the scale of scores; one, where their cap has applied it."""
     return np.float32(1) if work.softcap != 0 else work.scale
 
 
-@njit
+@subroutine
 def _cap(work: Any, scores: int, low: int, high: int) -> None:
     """Compute scores = softcap * tanh(scale * scores / softcap)."""
     cap, one, ratio = splat(work.softcap), splat(np.float32(1)), splat(np.float32(2) * work.scale / work.softcap)
@@ -199,7 +199,7 @@ def _cap(work: Any, scores: int, low: int, high: int) -> None:
         store(x, scores + 4 * position, FLOAT32)
 
 
-@njit
+@subroutine
 def put_shares(work: Any, sums: int, share: Any, place: int) -> None:
     """Write the sums, each times `share`, to the output."""
     whole = work.head_dim // LANES * LANES
@@ -218,7 +218,7 @@ def put_shares(work: Any, sums: int, share: Any, place: int) -> None:
                 put_float(place + i * 4, float_at(sums + 4 * i))
 
 
-@njit
+@subroutine
 def equal_part(left: int, most: int) -> Any:
     """Return how many of the queries that are left to take next, if parts are as equal as they can be."""
     parts = (left + most - 1) // most

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -45,6 +45,7 @@ from engine.kernels.simd import (
     store,
     write,
 )
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import Kernel, kernel
 
 FASTEST = instruction_sets()[0] if instruction_sets() else InstructionSet.AVX2
@@ -65,7 +66,7 @@ def scoring(width: int, used: InstructionSet) -> Any:
     """
     instructions, most = int(used), used.rows
 
-    @njit
+    @subroutine
     def score(
         work: Any, queries: int, count: int, table: int, head: int, low: int, high: int, scores: int, scratch: int
     ) -> None:
@@ -82,7 +83,7 @@ def scoring(width: int, used: InstructionSet) -> Any:
     return score
 
 
-@njit
+@subroutine
 def next_codes(work: Any, keys_or_values: int, table: int, block: int, last: int, head: int) -> Any:
     """Return the address of a head's part of the block to read now. A later block, at most `last`, is prefetched."""
     size = head_bytes(work.dims)
@@ -92,7 +93,7 @@ def next_codes(work: Any, keys_or_values: int, table: int, block: int, last: int
     return keys_or_values + (int_at(table + 4 * block) * work.kv_heads + head) * size
 
 
-@njit
+@subroutine
 def _scaled(work: Any, block: int, group: int, lane: int, many: int, count: int, weights: int, scratch: int) -> Any:
     """Multiply the attention weights of `many` values by the values' scales in one group, store them in `scratch`, one
     row per query, and return the first product's address.
@@ -155,7 +156,7 @@ def _weighing(used: InstructionSet) -> Any:
     """Return `weigh` for a kernel of codes."""
     most = 12 if used is InstructionSet.AVX512_VNNI else 2  # queries whose sums of 32 dimensions fit into the registers
 
-    @njit
+    @subroutine
     def weigh(
         work: Any, table: int, head: int, start: int, end: int, count: int, weights: int, sums: int, scratch: int
     ) -> None:

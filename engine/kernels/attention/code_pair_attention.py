@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from engine.kernels.attention.attention_work import ATTENTION, first_seen, seen_end
@@ -27,6 +27,7 @@ from engine.kernels.attention.paired_attention import (
 )
 from engine.kernels.quant.layouts import STEP as GROUP
 from engine.kernels.simd import BFLOAT16, LANES, float16_at, int_at, pointer, spread
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import kernel
 
 _WORD = ir.IntType(64)
@@ -34,12 +35,12 @@ _HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
 _score = scoring(BFLOAT16, FASTEST)
 
 
-@njit
+@subroutine
 def _score_all(work: Any, tile: Any, begin: int, stop: int, scores: int) -> None:
     _score(work, tile.queries, tile.vectors, tile.table, tile.head, begin, stop, scores, tile.rest)
 
 
-@njit
+@subroutine
 def _weigh_all(work: Any, tile: Any, begin: int, stop: int, weights: int) -> None:
     values = tile.own + 2 * WEIGHT_BYTES
     for block in range(begin, stop):
@@ -49,7 +50,7 @@ def _weigh_all(work: Any, tile: Any, begin: int, stop: int, weights: int) -> Non
         add_block(work, tile, 0, tile.vectors, block, values, weights)
 
 
-@njit
+@subroutine
 def _weigh_own(work: Any, tile: Any, begin: int, stop: int, weights: int) -> None:
     values = tile.own + 2 * WEIGHT_BYTES
     for row in range(tile.first, tile.end):
@@ -65,7 +66,7 @@ def _weigh_own(work: Any, tile: Any, begin: int, stop: int, weights: int) -> Non
             add_block(work, tile, (row - tile.first) * work.q_per_kv, work.q_per_kv, block, values, weights)
 
 
-@njit
+@subroutine
 def _value_at(work: Any, tile: Any, row: int, position: int) -> Any:
     """Return the address of a head's values in the block of a row's position, and the lane there."""
     slot = slot_at(work, row, position)
@@ -73,7 +74,7 @@ def _value_at(work: Any, tile: Any, row: int, position: int) -> Any:
     return block, slot % LANES
 
 
-@njit
+@subroutine
 def _join_values(
     dims: int, even: int, even_lane: int, even_seen: int, odd: int, odd_lane: int, odd_seen: int, place: int
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from engine.kernels.attention.kv_slots import put_halves, put_key, put_value
 from engine.kernels.records import record_of
@@ -29,6 +29,7 @@ from engine.kernels.simd import (
     store,
     total,
 )
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import kernel, num_threads, thread_id
 
 ENTER = record_of(
@@ -90,21 +91,21 @@ def enter_kernel(address: Any) -> None:
         put_value(work, value, work.values + at, lane)
 
 
-@njit
+@subroutine
 def pad(work: Any, x: int) -> None:
     """Put zeros after the first head_dim of [dims] float32, where layers with larger heads may have written."""
     for i in range(work.head_dim, work.dims):
         put_float(x + 4 * i, np.float32(0))
 
 
-@njit
+@subroutine
 def value_of(work: Any, x: int, kv_head: int) -> Any:
     """Return the address of a head's value in a row of `qkv`."""
     heads = (work.q_per_kv + (0 if work.values_are_keys != 0 else 1)) * work.kv_heads
     return x + (heads + kv_head) * work.head_dim * work.width
 
 
-@njit
+@subroutine
 def put_queries(work: Any, unit: int, row: int, x: int, room: int) -> None:
     """Lay out the queries of the heads that share keys: a unit's, of which the first is at x."""
     for group in range(work.q_per_kv):
@@ -116,7 +117,7 @@ def put_queries(work: Any, unit: int, row: int, x: int, room: int) -> None:
             put_halves(room, work.dims, work.queries + 2 * place)
 
 
-@njit
+@subroutine
 def rotated(work: Any, row: int, x: int, weight: int, out: int) -> None:
     """Write one head's query or key, normalised if there is a weight, rotated by its position: [dims] float32."""
     normalised(work, x, weight if work.norms_last == 0 else 0, out)
@@ -125,7 +126,7 @@ def rotated(work: Any, row: int, x: int, weight: int, out: int) -> None:
         _normalise(work, weight, out)
 
 
-@njit
+@subroutine
 def normalised(work: Any, x: int, weight: int, out: int) -> None:
     """Write one head's numbers, normalised if there is a weight: [dims] float32."""
     whole = work.head_dim // LANES * LANES
@@ -137,7 +138,7 @@ def normalised(work: Any, x: int, weight: int, out: int) -> None:
         _normalise(work, weight, out)
 
 
-@njit
+@subroutine
 def _normalise(work: Any, weight: int, out: int) -> None:
     """Normalise one head's [dims] float32 in place."""
     whole, lanes = work.head_dim // LANES * LANES, splat(np.float32(0))
@@ -155,7 +156,7 @@ def _normalise(work: Any, weight: int, out: int) -> None:
         put_float(out + 4 * i, float_at(out + 4 * i) * scale * float_at(weight + 4 * i))
 
 
-@njit
+@subroutine
 def _rotate(work: Any, row: int, out: int) -> None:
     half = work.rotated // 2
     whole, second = half // LANES * LANES, out + 4 * half

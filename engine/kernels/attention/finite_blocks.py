@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -19,6 +19,7 @@ from engine.core.kv_shape import CODE_GROUP, KVShape
 from engine.kernels.attention.kv_codes import head_bytes, value_scales_at
 from engine.kernels.records import record_of
 from engine.kernels.simd import BFLOAT16, LANES, int_at, pointer, put_int
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import address_of, kernel, num_threads, thread_id
 
 FINITE = record_of(
@@ -52,7 +53,7 @@ def _finite_kernel(address: Any) -> None:
                 put_int(work.found + 4 * i, np.int32(0))
 
 
-@njit
+@subroutine
 def _is_finite(work: Any, keys: int, values: int, part: int) -> Any:
     """Return whether one layer's keys and values of a block are all finite."""
     if work.width == BFLOAT16:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 from numpy.typing import NDArray
 
 from engine.kernels.attention.enter import ENTER, normalised, pad, put_queries, rotated, value_of
@@ -35,6 +35,7 @@ from engine.kernels.simd import (
     put_float16,
     put_int,
 )
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import kernel, num_threads, thread_id
 
 CODES_KIND = "Q8_0"
@@ -44,31 +45,31 @@ _WORD, _WORDS = 4, GROUP // 4  # bytes of a key's word in a tile, and words of a
 _BIAS = np.int32(-0x7F7F7F80)  # 128 in each byte
 
 
-@njit
+@subroutine
 def head_bytes(dims: int) -> Any:
     """Return the bytes of one head's keys in a block, and of its values."""
     return dims // GROUP * _TILE_BYTES
 
 
-@njit
+@subroutine
 def value_codes_at(block: int, dims: int, lane: int, group: int) -> Any:
     """Return the address of a group of a value's codes, within one head's values of a block."""
     return block + lane * dims + group * GROUP
 
 
-@njit
+@subroutine
 def value_scales_at(block: int, dims: int, group: int) -> Any:
     """Return the address of a group's scales, [16] float16, within one head's values of a block."""
     return block + LANES * dims + group * LANES * 2
 
 
-@njit
+@subroutine
 def _key_at(block: int, lane: int, group: int, word: int) -> Any:
     """Return the address of four of a key's codes, within one head's keys of a block."""
     return block + group * _TILE_BYTES + _CODES_AT + (word * LANES + lane) * _WORD
 
 
-@njit
+@subroutine
 def _key_scale_at(block: int, lane: int, group: int) -> Any:
     return block + group * _TILE_BYTES + 2 * lane
 
@@ -94,7 +95,7 @@ def enter_codes_kernel(address: Any) -> None:
         _put_value(work, room, work.values + at, lane)
 
 
-@njit
+@subroutine
 def _round(work: Any, x: int) -> None:
     """Round [dims] float32 in place: the groups begin where they did."""
     pad(work, x)  # codes lie where numbers did
@@ -103,7 +104,7 @@ def _round(work: Any, x: int) -> None:
         round_group(FLOAT32, at, at)
 
 
-@njit
+@subroutine
 def _put_key(work: Any, key: int, block: int, lane: int) -> None:
     """Write one head's key, [dims] float32, to its lane of a block. The source is overwritten."""
     _round(work, key)
@@ -114,7 +115,7 @@ def _put_key(work: Any, key: int, block: int, lane: int) -> None:
             put_int(_key_at(block, lane, group, word), int_at(of + _WORD * word) ^ _BIAS)
 
 
-@njit
+@subroutine
 def _put_value(work: Any, value: int, block: int, lane: int) -> None:
     """Put a value in its place, as `_put_key` does for its key."""
     _round(work, value)
@@ -141,7 +142,7 @@ def move_codes_kernel(address: Any) -> None:
                 _move_value(work, work.values + old, source % LANES, work.values + new, place % LANES)
 
 
-@njit
+@subroutine
 def _move_key(work: Any, old: int, source: int, new: int, place: int) -> None:
     for group in range(work.dims // GROUP):
         copy_half(_key_scale_at(old, source, group), _key_scale_at(new, place, group))
@@ -149,7 +150,7 @@ def _move_key(work: Any, old: int, source: int, new: int, place: int) -> None:
             put_int(_key_at(new, place, group, word), int_at(_key_at(old, source, group, word)))
 
 
-@njit
+@subroutine
 def _move_value(work: Any, old: int, source: int, new: int, place: int) -> None:
     for group in range(work.dims // GROUP):
         before, after = value_scales_at(old, work.dims, group), value_scales_at(new, work.dims, group)

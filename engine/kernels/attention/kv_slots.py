@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import carray, njit
+from numba import carray
 
 from engine.kernels.records import record_of
 from engine.kernels.simd import (
@@ -25,16 +25,17 @@ from engine.kernels.simd import (
     put_number,
     store,
 )
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import kernel, num_threads, thread_id
 
 
-@njit
+@subroutine
 def _key_place(i: int, lane: int, vnni: int) -> Any:
     """Return the index of a key's dimension i within a block's keys."""
     return i // 2 * 2 * LANES + lane * 2 + i % 2 if vnni != 0 else i * LANES + lane
 
 
-@njit
+@subroutine
 def _value_place(i: int, lane: int, vnni: int, dims: int) -> Any:
     """Return the index of a value's dimension i within a block's values."""
     if vnni != 0:
@@ -42,7 +43,7 @@ def _value_place(i: int, lane: int, vnni: int, dims: int) -> Any:
     return lane * dims + i
 
 
-@njit
+@subroutine
 def put_key(work: Any, key: int, block: int, lane: int) -> None:
     """Write one head's key, [dims] float32, to its lane of a block. The source is overwritten."""
     if work.vnni != 0:
@@ -54,14 +55,14 @@ def put_key(work: Any, key: int, block: int, lane: int) -> None:
             put_number(block + _key_place(i, lane, 0) * work.width, float_at(key + 4 * i), work.width)
 
 
-@njit
+@subroutine
 def put_value(work: Any, value: int, block: int, lane: int) -> None:
     for i in range(work.head_dim):
         place = _value_place(i, lane, work.vnni, work.dims)
         _copy(value + i * work.width, block + place * work.width, work.width)
 
 
-@njit
+@subroutine
 def _copy(source: int, place: int, width: int) -> None:
     """Copy one number."""
     if width == BFLOAT16:
@@ -70,7 +71,7 @@ def _copy(source: int, place: int, width: int) -> None:
         put_float(place, float_at(source))
 
 
-@njit
+@subroutine
 def put_halves(x: int, count: int, place: int) -> None:
     """Convert `count` float32 numbers, a multiple of 16, to bfloat16, possibly in place."""
     for i in range(0, count, LANES):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from engine.kernels.attention.attention_work import (
     ATTENTION,
@@ -33,6 +33,7 @@ from engine.kernels.simd import (
     splat,
     store,
 )
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import kernel, thread_id
 
 VECTORS, MOST_VECTORS = 12, 24
@@ -57,7 +58,7 @@ def attending(score: Any, weigh: Any) -> Any:
     scratch: what is left of the thread's.
     """
 
-    @njit
+    @subroutine
     def add_values(
         work: Any,
         table: int,
@@ -75,7 +76,7 @@ def attending(score: Any, weigh: Any) -> Any:
             weights = scores + vector * work.step * 4 + 4 * start
             weigh(work, table, head, start, end, count, weights, sums + vector * work.dims * 4, scratch)
 
-    @njit
+    @subroutine
     def attend(work: Any, tile: int, head: int, scratch: int) -> None:
         """Attend with all rows of a tile to one KV head, for the query heads that share it."""
         first, end = int_at(work.tiles + 4 * tile), int_at(work.tiles + 4 * tile + 4)
@@ -130,7 +131,7 @@ def attending(score: Any, weigh: Any) -> Any:
                 place = work.out + ((row * work.kv_heads + head) * work.q_per_kv + group) * work.head_dim * work.width
                 put_shares(work, sums + vector * work.dims * 4, share, place)
 
-    @njit
+    @subroutine
     def attend_all(work: Any) -> None:
         scratch = work.scratch + thread_id() * work.scratch_bytes
         for head in range(work.kv_heads):
@@ -142,7 +143,7 @@ def attending(score: Any, weigh: Any) -> Any:
 
 
 def _scores_of(size: int) -> Any:
-    @njit
+    @subroutine
     def scores(dims: int, count: int, queries: int, keys: int, scores: int, step: int) -> None:
         """Compute the products of `count` queries with one block of keys."""
         done = 0
@@ -155,7 +156,7 @@ def _scores_of(size: int) -> Any:
 
 
 def _sums_of(size: int) -> Any:
-    @njit
+    @subroutine
     def sums(work: Any, count: int, weights: int, start: int, end: int, table: int, values: int, sums: int) -> None:
         """Add the weighted values at slots start to end to the sums of `count` queries."""
         dims, step, block_bytes = work.dims, work.step * 4, work.kv_heads * work.dims * LANES * size
@@ -180,7 +181,7 @@ _scores_of_halves, _scores_of_floats = _scores_of(BFLOAT16), _scores_of(FLOAT32)
 _sums_of_halves, _sums_of_floats = _sums_of(BFLOAT16), _sums_of(FLOAT32)
 
 
-@njit
+@subroutine
 def _score_all(
     work: Any, queries: int, count: int, table: int, head: int, low: int, high: int, scores: int, scratch: int
 ) -> None:
@@ -192,7 +193,7 @@ def _score_all(
             _scores_of_floats(work.dims, count, queries, at, scores + 4 * LANES * block, work.step * 4)
 
 
-@njit
+@subroutine
 def _weigh(
     work: Any, table: int, head: int, start: int, end: int, count: int, weights: int, sums: int, scratch: int
 ) -> None:

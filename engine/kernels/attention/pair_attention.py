@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -26,6 +26,7 @@ from engine.kernels.gemm.matmul_sums import SUMS, add_dot, add_pairs, row_counts
 from engine.kernels.quant.layouts import BFLOAT16_LAYOUT
 from engine.kernels.quant.unpack import pair_vectors
 from engine.kernels.simd import FLOAT32, LANES, call_apart, pointer, splat, store
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import kernel
 
 _SCORED = 14  # queries whose scores with two blocks of keys are kept in registers
@@ -36,7 +37,7 @@ _UNROLLED = 8  # pairs of dimensions
 _INT, _WORD = ir.IntType(32), ir.IntType(64)
 
 
-@njit
+@subroutine
 def _score_all(work: Any, tile: Any, begin: int, stop: int, scores: int) -> None:
     stride, step, steps, first = work.dims * 2, work.step * 4, work.dims // (2 * _UNROLLED), 0
     while first < tile.vectors:
@@ -50,7 +51,7 @@ def _score_all(work: Any, tile: Any, begin: int, stop: int, scores: int) -> None
         first += some
 
 
-@njit
+@subroutine
 def _weigh_all(work: Any, tile: Any, begin: int, stop: int, weights: int) -> None:
     block_bytes = work.dims * WEIGHT_BYTES
     kept = max(1, _KEPT_BYTES // block_bytes)
@@ -62,7 +63,7 @@ def _weigh_all(work: Any, tile: Any, begin: int, stop: int, weights: int) -> Non
         _add_blocks(work, tile, 0, tile.vectors, block, end, values, apart, weights)
 
 
-@njit
+@subroutine
 def _weigh_own(work: Any, tile: Any, begin: int, stop: int, weights: int) -> None:
     zeros, values = tile.own, tile.own + 2 * WEIGHT_BYTES
     store(splat(np.float32(0)), zeros, FLOAT32)
@@ -74,13 +75,13 @@ def _weigh_own(work: Any, tile: Any, begin: int, stop: int, weights: int) -> Non
             add_block(work, tile, first, work.q_per_kv, block, values, weights)
 
 
-@njit
+@subroutine
 def add_block(work: Any, tile: Any, first: int, count: int, block: int, values: int, weights: int) -> None:
     """Add the weighted values of one block, which lie at `values`, to the sums of `count` queries from `first` on."""
     _add_blocks(work, tile, first, count, block, block + 1, values, 0, weights)
 
 
-@njit
+@subroutine
 def _add_blocks(
     work: Any, tile: Any, first: int, count: int, begin: int, stop: int, values: int, apart: int, weights: int
 ) -> None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from engine.kernels.amx import LINE_BYTES, TILE_ROWS, fetch
@@ -53,6 +53,7 @@ from engine.kernels.simd import (
     store,
     total,
 )
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import thread_id
 
 PANEL_BYTES = 512
@@ -95,7 +96,7 @@ def attending(score: Any, weigh: Any, weigh_own: Any) -> Any:
     addresses where those of position 0 would be.
     """
 
-    @njit
+    @subroutine
     def score_blocks(work: Any, tile: Any, begin: int, stop: int, scores: int) -> None:
         """Compute scores, capped, and hidden where a row does not see them."""
         score(work, tile, begin, stop, scores)
@@ -107,7 +108,7 @@ def attending(score: Any, weigh: Any, weigh_own: Any) -> Any:
                     move_ancestors(work, row, of)
                 finish_scores(work, row, of, low, high)
 
-    @njit
+    @subroutine
     def add_values(work: Any, tile: Any, gathered: bool) -> None:
         """Sum the weights and the weighted values. gathered: each row's by itself, in every block."""
         _clear_sums(work, tile)
@@ -126,7 +127,7 @@ def attending(score: Any, weigh: Any, weigh_own: Any) -> Any:
         _see_weights(work, tile, tile.tail, tile.high, tile.scores + 64 * (chunk - tile.tail), weights)
         weigh_own(work, tile, tile.tail, tile.high, weights)
 
-    @njit
+    @subroutine
     def attend(work: Any, tile: Any) -> None:
         """Attend with a tile's queries."""
         for vector in range(tile.vectors):
@@ -145,7 +146,7 @@ def attending(score: Any, weigh: Any, weigh_own: Any) -> Any:
                 add_values(work, _row_alone(work, tile, row), True)
         _put(work, tile)
 
-    @njit
+    @subroutine
     def attend_all(work: Any) -> None:
         scratch = work.scratch + thread_id() * work.scratch_bytes
         for head in range(work.kv_heads):
@@ -156,7 +157,7 @@ def attending(score: Any, weigh: Any, weigh_own: Any) -> Any:
     return attend_all
 
 
-@njit
+@subroutine
 def _tile_of(work: Any, number: int, head: int, scratch: int) -> Any:
     """Return tile `number` for one KV head. The tail begins at the first block that some row with ancestors does not
     see whole.
@@ -180,7 +181,7 @@ def _tile_of(work: Any, number: int, head: int, scratch: int) -> Any:
     return Tile(first, end, head, count, table, queries, low, tail, high, scratch, weights, states, sums, own, rest)
 
 
-@njit
+@subroutine
 def _row_alone(work: Any, tile: Any, row: int) -> Any:
     """Return one row of a tile as a tile, whose scratch is its part of the tile's."""
     count, before = work.q_per_kv, (row - tile.first) * work.q_per_kv
@@ -203,7 +204,7 @@ def _row_alone(work: Any, tile: Any, row: int) -> Any:
     )
 
 
-@njit
+@subroutine
 def _see_largest(work: Any, tile: Any, begin: int, stop: int, scores: int) -> None:
     """Add the scores of the blocks from begin to stop to each query's largest."""
     for row in range(tile.first, tile.end):
@@ -214,7 +215,7 @@ def _see_largest(work: Any, tile: Any, begin: int, stop: int, scores: int) -> No
             store(peak, state, FLOAT32)
 
 
-@njit
+@subroutine
 def _see_weights(work: Any, tile: Any, begin: int, stop: int, scores: int, weights: int) -> None:
     """Write the weights of the blocks from begin to stop, zeros where a row sees none, and add them to its sum."""
     for row in range(tile.first, tile.end):
@@ -231,14 +232,14 @@ def _see_weights(work: Any, tile: Any, begin: int, stop: int, scores: int, weigh
                 store(splat(np.float32(0)), to + 2 * position, BFLOAT16)
 
 
-@njit
+@subroutine
 def _queries_of(work: Any, tile: Any, row: int) -> Any:
     """Return the queries of a row of a tile."""
     begin = (row - tile.first) * work.q_per_kv
     return range(begin, begin + work.q_per_kv)
 
 
-@njit
+@subroutine
 def _clear_sums(work: Any, tile: Any) -> None:
     for vector in range(tile.vectors):
         store(splat(np.float32(0)), tile.states + vector * STATE_BYTES + 4 * LANES, FLOAT32)
@@ -246,7 +247,7 @@ def _clear_sums(work: Any, tile: Any) -> None:
         store(splat(np.float32(0)), tile.sums + 4 * i, FLOAT32)
 
 
-@njit
+@subroutine
 def _put(work: Any, tile: Any) -> None:
     """Write each query's sums, divided by the sum of its weights."""
     for vector in range(tile.vectors):
@@ -258,13 +259,13 @@ def _put(work: Any, tile: Any) -> None:
         put_shares(work, tile.sums + vector * work.dims * 4, divide(splat(np.float32(1)), splat(weight)), place)
 
 
-@njit
+@subroutine
 def place_of(work: Any, keys_or_values: int, tile: Any, block: int) -> Any:
     """Return the address of a tile's head's part of a block of 16 positions."""
     return keys_or_values + (int_at(tile.table + 4 * block) * work.kv_heads + tile.head) * work.dims * WEIGHT_BYTES
 
 
-@njit
+@subroutine
 def next_block(work: Any, keys_or_values: int, tile: Any, block: int, stop: int) -> Any:
     """Return the address of a head's part of the block to read now. A later block, before `stop`, is prefetched, since
     the blocks of a text lie anywhere.
@@ -273,7 +274,7 @@ def next_block(work: Any, keys_or_values: int, tile: Any, block: int, stop: int)
     return place_of(work, keys_or_values, tile, block)
 
 
-@njit
+@subroutine
 def fetch_block(work: Any, keys_or_values: int, tile: Any, block: int) -> None:
     """Prefetch a tile's head's part of a block."""
     place = place_of(work, keys_or_values, tile, block)
@@ -281,13 +282,13 @@ def fetch_block(work: Any, keys_or_values: int, tile: Any, block: int) -> None:
         fetch(place + line)
 
 
-@njit
+@subroutine
 def scratch_of_own(dims: int) -> Any:
     """Return the bytes for a vector of zeros, a tile's weights (zeros except for one row's), and that row's values."""
     return 2 * WEIGHT_BYTES + TILE_ROWS * WEIGHT_BYTES + dims * WEIGHT_BYTES
 
 
-@njit
+@subroutine
 def _all_finite(sums: int, count: int) -> Any:
     """Return whether so many float32, a multiple of 32, are all finite."""
     zero = splat(np.float32(0))
@@ -298,14 +299,14 @@ def _all_finite(sums: int, count: int) -> Any:
     return total(add(one, two)) == 0
 
 
-@njit
+@subroutine
 def own_blocks(work: Any, row: int, begin: int, stop: int) -> Any:
     """Return the range of the blocks from begin to stop that the row sees any of."""
     low, high = seen_vectors(work, row, begin, stop)
     return low // LANES, high // LANES
 
 
-@njit
+@subroutine
 def gather(work: Any, tile: Any, row: int, position: int, panel: int, panels: int, place: int, zeros: int) -> None:
     """Gather the values at 16 positions of a row, laid out like a block's."""
     start, seen = first_seen(work, row), seen_end(work, row)
@@ -318,7 +319,7 @@ def gather(work: Any, tile: Any, row: int, position: int, panel: int, panels: in
             _join(even_at, even_half, odd_at, odd_half, place + i * PANEL_BYTES + pair * 64)
 
 
-@njit
+@subroutine
 def slot_at(work: Any, row: int, position: int) -> Any:
     """Return the slot of the request in which a row's position is."""
     prefix = int_at(work.prefix_lens + 4 * row)
@@ -327,7 +328,7 @@ def slot_at(work: Any, row: int, position: int) -> Any:
     return int_at(work.ancestor_slots + 4 * (int_at(work.ancestor_ptr + 4 * row) + position - prefix))
 
 
-@njit
+@subroutine
 def _value_at(work: Any, tile: Any, row: int, position: int, start: int, seen: int, panel: int) -> Any:
     """Return the address of the vector of pairs that holds the value, 0 if the row does not see it; and bits to shift
     it by.

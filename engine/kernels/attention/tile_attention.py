@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from engine.kernels.amx import (
@@ -30,6 +30,7 @@ from engine.kernels.attention.paired_attention import (
     place_of,
 )
 from engine.kernels.simd import FLOAT32, LANES, pointer, splat, store
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import kernel
 
 _PANELS = 4  # panels of 16 dimensions, whose sums are kept in tiles at once
@@ -44,7 +45,7 @@ TILES = np.stack([_SCORING, _WEIGHING])
 TILES_BYTES = _SCORING.nbytes
 
 
-@njit
+@subroutine
 def _score_all(work: Any, tile: Any, begin: int, stop: int, scores: int) -> None:
     whole, rest = tile.vectors // TILE_ROWS, tile.vectors % TILE_ROWS
     configure_tiles(work.tile_sizes + TILE_ROWS * 64)
@@ -59,7 +60,7 @@ def _score_all(work: Any, tile: Any, begin: int, stop: int, scores: int) -> None
             _score(work, tile, whole * TILE_ROWS, 1, at, scores + 4 * LANES * block)
 
 
-@njit
+@subroutine
 def _score(work: Any, tile: Any, first: int, tiles: int, keys: int, scores: int) -> None:
     """Compute the products of up to four tiles of queries, from the query `first` on, with one block of keys."""
     stride = work.dims * 2
@@ -83,7 +84,7 @@ def _score(work: Any, tile: Any, first: int, tiles: int, keys: int, scores: int)
     _put_sums(scores + first * step, step, TILE_ROWS * step, tiles)
 
 
-@njit
+@subroutine
 def _weigh_all(work: Any, tile: Any, begin: int, stop: int, weights: int) -> None:
     sizes, rest = work.tile_sizes + TILES_BYTES, tile.vectors % TILE_ROWS
     whole = tile.vectors - rest
@@ -96,7 +97,7 @@ def _weigh_all(work: Any, tile: Any, begin: int, stop: int, weights: int) -> Non
             _weigh(work, tile, whole, panel, begin, stop, weights)
 
 
-@njit
+@subroutine
 def _weigh(work: Any, tile: Any, first: int, panel: int, begin: int, stop: int, weights: int) -> None:
     """Add values times weights to the sums of a tile of queries from `first` on, for some panels of dimensions from
     `panel` on.
@@ -111,7 +112,7 @@ def _weigh(work: Any, tile: Any, first: int, panel: int, begin: int, stop: int, 
     _put_sums(sums, stride, 4 * LANES, panels)
 
 
-@njit
+@subroutine
 def _weigh_own(work: Any, tile: Any, begin: int, stop: int, weights: int) -> None:
     sizes = work.tile_sizes + TILES_BYTES
     for first in range(0, tile.vectors if begin < stop else 0, TILE_ROWS):
@@ -121,7 +122,7 @@ def _weigh_own(work: Any, tile: Any, begin: int, stop: int, weights: int) -> Non
             _weigh_rows(work, tile, first, size, panel, begin, stop, weights)
 
 
-@njit
+@subroutine
 def _weigh_rows(work: Any, tile: Any, first: int, size: int, panel: int, begin: int, stop: int, weights: int) -> None:
     """Add values times weights to the sums of `size` queries from `first` on, for some panels of dimensions from
     `panel` on: each row's own, with weights of zero for the other queries.
@@ -159,7 +160,7 @@ def tile_kernel(address: Any) -> None:
     release_tiles()
 
 
-@njit
+@subroutine
 def _begin_sums() -> None:
     tile_zero(0)
     tile_zero(1)
@@ -167,7 +168,7 @@ def _begin_sums() -> None:
     tile_zero(3)
 
 
-@njit
+@subroutine
 def _load_sums(place: int, stride: int, panels: int) -> None:
     tile_load(0, place, stride)
     if panels > 1:
@@ -178,7 +179,7 @@ def _load_sums(place: int, stride: int, panels: int) -> None:
         tile_load(3, place + 12 * LANES, stride)
 
 
-@njit
+@subroutine
 def _add(values: int, panels: int) -> None:
     """Add the products of the weights in tile 4 with a block's values."""
     tile_load(6, values, 64)
@@ -194,7 +195,7 @@ def _add(values: int, panels: int) -> None:
         tile_dot(3, 4, 7)
 
 
-@njit
+@subroutine
 def _put_sums(place: int, stride: int, apart: int, tiles: int) -> None:
     """Store the first tiles, `apart` bytes from each other."""
     tile_store(0, place, stride)

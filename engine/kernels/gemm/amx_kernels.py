@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import carray, literally, njit
+from numba import carray, literally
 
 from engine.kernels.amx import LINE_BYTES, TILE_BYTES, TILE_ROWS, configure_tiles, release_tiles
 from engine.kernels.gemm.matmul_kernels import PartKernel, own_panels, part_kernel, put_sums
 from engine.kernels.gemm.matmul_sums import PANELS, ROW_BYTES, TILES, add_tiles, new_scratch, sum_tiles
 from engine.kernels.quant.layouts import STEP, QuantLayout
 from engine.kernels.quant.unpack import tile_offset, unpack_steps
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import thread_id
 
 BLOCK_STEPS = 8
@@ -23,7 +24,7 @@ SLICE_TILES = 32
 """Tiles of rows that share a block of inputs: of more rows, a block and its sums leave the second level of cache."""
 
 
-@njit
+@subroutine
 def unpack_block(
     layout: int, weights: int, panel_bytes: int, step: int, count: int, width: int, place: int, later: int
 ) -> tuple[int, int]:
@@ -41,7 +42,7 @@ def unpack_block(
     return place, BLOCK_STEPS * TILE_BYTES
 
 
-@njit
+@subroutine
 def _tile_sums(
     layout: int,
     tiles: int,
@@ -95,7 +96,7 @@ def amx_kernel(layout: QuantLayout) -> PartKernel:
     return compiled
 
 
-@njit
+@subroutine
 def _multiply_panels(layout: int, work: Any, part: Any, panel: int, end: int) -> None:
     """Multiply up to four tiles of rows with the panels, one or two at a time. layout: its number, a constant."""
     layout = literally(layout)
@@ -113,7 +114,7 @@ def _multiply_panels(layout: int, work: Any, part: Any, panel: int, end: int) ->
         panel += width
 
 
-@njit
+@subroutine
 def _multiply_blocks(layout: int, work: Any, part: Any, panel: int, end: int) -> None:
     """Multiply all rows with the panels, in equal slices of at most SLICE_TILES tiles. layout: its number, a
     constant.
@@ -125,7 +126,7 @@ def _multiply_blocks(layout: int, work: Any, part: Any, panel: int, end: int) ->
         _multiply_slice(layout, work, part, panel, end, tiles * i // slices, tiles * (i + 1) // slices)
 
 
-@njit
+@subroutine
 def _multiply_slice(layout: int, work: Any, part: Any, panel: int, end: int, first: int, stop: int) -> None:
     """Multiply the tiles of rows from first to stop with the panels, in blocks of inputs, whose rows and weights stay
     in the caches. The sums of some panels are kept between blocks. The last tile may repeat rows, so there are sums for
@@ -154,13 +155,13 @@ def _multiply_slice(layout: int, work: Any, part: Any, panel: int, end: int, fir
         panel += width
 
 
-@njit
+@subroutine
 def _begin(work: Any, tile: int) -> Any:
     """Return the first row of a tile."""
     return min(tile * TILE_ROWS, work.rows - TILE_ROWS)
 
 
-@njit
+@subroutine
 def _add_block(
     work: Any, first: int, stop: int, step: int, count: int, width: int, weights: int, between: int, sums: int
 ) -> None:
@@ -183,7 +184,7 @@ def _add_block(
             add_tiles(1, 1, fresh, at, 0, stride, weights, between, count, place, apart)
 
 
-@njit
+@subroutine
 def panels_kept(tiles: int) -> int:
     """Return how many panels' sums with so many tiles of rows are kept between blocks of inputs: an even number."""
     return max(PANELS, min(KEPT_PANELS, KEPT_BYTES // (tiles * TILE_BYTES) // PANELS * PANELS))

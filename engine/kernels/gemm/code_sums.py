@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llvmlite import ir
-from numba import literally, njit, types
+from numba import literally, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -22,6 +22,7 @@ from engine.kernels.quant.layouts import LAYOUTS, STEP, QuantLayout
 from engine.kernels.quant.unpack import exponents, factor_bytes, half_floats
 from engine.kernels.quant.words import word_pairs
 from engine.kernels.simd import BFLOAT16, FLOAT, LANES, fused, pointer, put_float, read
+from engine.kernels.subroutine import subroutine
 
 _INT, _WORD = ir.IntType(32), ir.IntType(64)
 _PAIR, _INTS = ir.VectorType(_INT, LANES), ir.VectorType(_INT, LANES)
@@ -173,7 +174,7 @@ def fetch_codes(builder: ir.IRBuilder, of: QuantLayout, tile: ir.Value, inside: 
         fetch_line(builder, builder.add(at, _WORD(line)))
 
 
-@njit
+@subroutine
 def put_totals(size: int, x: int, rows: int, groups: int, place: int, part: int, parts: int) -> None:
     """Write a part of the sums of the groups' inputs of x [rows, groups * size] bfloat16 to `place`: [rows, groups]
     float32. size: 16 or 32, a compile-time constant.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import literally, njit, types
+from numba import literally, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -44,6 +44,7 @@ from engine.kernels.simd import (
     vector,
     write,
 )
+from engine.kernels.subroutine import subroutine
 
 _INT, _WORD = ir.IntType(32), ir.IntType(64)
 _HALF = STEP // 2
@@ -60,7 +61,7 @@ def totals_of_step(layout: QuantLayout) -> int:
     return 2 if code_bias(layout) else 0 if layout.offset is None else layout.halves
 
 
-@njit
+@subroutine
 def widen_rows(
     layout: int, totals_of: int, bias: int, source: int, rows: int, inputs: int, x: int, totals: int
 ) -> None:

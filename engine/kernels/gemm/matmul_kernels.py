@@ -10,7 +10,7 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, cfunc, types
 from numba.extending import intrinsic
 
 from engine.kernels.exponential import exp
@@ -29,6 +29,7 @@ from engine.kernels.simd import (
     splat,
     store,
 )
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import kernel, num_threads, thread_id
 
 MATMUL = np.dtype(
@@ -114,7 +115,7 @@ def product_kernel(address: Any) -> None:
         _multiply(address, work.parts + i * _PART_BYTES)
 
 
-@njit
+@subroutine
 def own_panels(work: Any, part: Any) -> Any:
     """Return where this thread's panels of a part begin and end. A gate panel and its up panel are never separated."""
     together = 2 if work.gated != 0 and work.gate_bytes == 0 else 1
@@ -123,7 +124,7 @@ def own_panels(work: Any, part: Any) -> Any:
     return begin * together, end * together
 
 
-@njit
+@subroutine
 def share_of(units: int, before: int, thread: int, threads: int) -> tuple[int, int]:
     """Return where a thread's share of a part's units begins and ends. before: the units of the parts before it. Where
     these left some threads one unit less than others, the next units that are over go to them: of all parts together,
@@ -154,7 +155,7 @@ def call_sums(
     return types.void(*[types.int64] * 8), generate
 
 
-@njit
+@subroutine
 def put_sums(
     work: Any, first: int, rows: int, panel: int, width: int, scratch: int, row_bytes: int, apart: int
 ) -> None:
@@ -181,7 +182,7 @@ def put_sums(
         scratch += row_bytes
 
 
-@njit
+@subroutine
 def _put_in_turn(work: Any, x: Any, row: int, column: int) -> None:
     """Keep a row's sums with a panel of the gate, or write those with a panel of up, by the thread that kept those of
     the gate.
@@ -195,12 +196,12 @@ def _put_in_turn(work: Any, x: Any, row: int, column: int) -> None:
         put_numbers(multiply(_swish(load(gate, FLOAT32)), x), work.out + place * work.width, work.width)
 
 
-@njit
+@subroutine
 def _swish(x: Any) -> Any:
     return divide(x, add(splat(np.float32(1)), exp(multiply(x, splat(np.float32(-1))))))
 
 
-@njit
+@subroutine
 def _biased(work: Any, sums: int, column: int) -> Any:
     x = load(sums, FLOAT32)
     if work.bias != 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import carray, cfunc, njit, types
+from numba import carray, cfunc, types
 
 from engine.kernels.amx import LINE_BYTES
 from engine.kernels.gemm.code_sums import put_totals, sum_codes
@@ -13,6 +13,7 @@ from engine.kernels.gemm.matmul_kernels import PartKernel, call_sums, own_panels
 from engine.kernels.gemm.matmul_sums import PANELS, ROW_BYTES, new_scratch, sum_vectors
 from engine.kernels.jit_cache import versioned
 from engine.kernels.quant.layouts import STEP, QuantLayout
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import barrier, num_threads, thread_id
 
 AT_ONCE = 8
@@ -96,7 +97,7 @@ def _codes_kernel(layout: QuantLayout) -> PartKernel:
     return compiled
 
 
-@njit
+@subroutine
 def rows_at_once(left: int) -> int:
     """Return how many of the rows that are left to multiply next. The last group has at least `_FEW`: fewer take as
     long.
@@ -104,7 +105,7 @@ def rows_at_once(left: int) -> int:
     return left if left <= AT_ONCE else min(AT_ONCE, left - _FEW)
 
 
-@njit
+@subroutine
 def code_rows_at_once(left: int) -> int:
     """Return the same for rows of a product with codes. The last group is not small, since codes are looked up for
     each.

@@ -10,11 +10,12 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from engine.kernels.exponential import exp
 from engine.kernels.records import record_of
 from engine.kernels.simd import LANES, add, divide, fma, maximum, minimum, multiply, numbers_at, put_numbers, splat
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import kernel, num_threads, thread_id
 
 
@@ -81,7 +82,7 @@ def gate_kernel(address: Any) -> None:
             put_numbers(multiply(x, factor), out + at, work.width)
 
 
-@njit
+@subroutine
 def _squared_relu(x: Any) -> Any:
     x = maximum(splat(np.float32(0)), x)
     return multiply(x, x)
@@ -94,7 +95,7 @@ t * exp(-x^2), with an error of 1.5e-7 at most."""
 _HALF, _ROOT_HALF = np.float32(0.5), np.float32(0.5**0.5)
 
 
-@njit
+@subroutine
 def _erf_gelu(x: Any) -> Any:
     """Return max(x, 0) - |x| * (1 - erf(|x| / sqrt(2))) / 2, which cancels nothing where x is negative."""
     size = maximum(x, multiply(x, splat(np.float32(-1))))
@@ -107,7 +108,7 @@ def _erf_gelu(x: Any) -> Any:
     return fma(multiply(size, splat(-_HALF)), rest, maximum(x, splat(np.float32(0))))
 
 
-@njit
+@subroutine
 def _xielu(work: Any, x: Any) -> Any:
     zero, one = splat(np.float32(0)), splat(np.float32(1))
     positive, negative = maximum(x, zero), minimum(x, zero)

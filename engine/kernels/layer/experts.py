@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, njit
+from numba import carray
 from torch import Tensor
 
 from engine.kernels.exponential import exp
@@ -41,6 +41,7 @@ from engine.kernels.simd import (
     put_numbers,
     splat,
 )
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import address_of, barrier, kernel, num_threads, run_step, thread_id
 
 EXPERTS = record_of(
@@ -122,7 +123,7 @@ def route_kernel(address: Any) -> None:
             put_float(place, float_at(place) / sums * scale)
 
 
-@njit
+@subroutine
 def _softmax_of(work: Any, logits: int) -> Any:
     """Return the largest logit and the sum of the softmax, where experts are chosen by it and a bias; else 0 and 1."""
     top, total = np.float32(0), np.float32(1)
@@ -135,7 +136,7 @@ def _softmax_of(work: Any, logits: int) -> Any:
     return top, total
 
 
-@njit
+@subroutine
 def _allowed(work: Any, logits: int, top: Any, total: Any) -> Any:
     """Return a bit for each group of which experts are chosen; none where all are of one."""
     allowed, each = np.int64(0), work.experts // work.groups
@@ -155,7 +156,7 @@ def _allowed(work: Any, logits: int, top: Any, total: Any) -> Any:
     return allowed
 
 
-@njit
+@subroutine
 def _score(work: Any, logits: int, expert: int, top: Any, total: Any) -> Any:
     """Return what the experts are chosen by. top, total: of the softmax, which logits without a bias rank alike."""
     x = number_at(logits + expert * work.width, work.width)
@@ -166,14 +167,14 @@ def _score(work: Any, logits: int, expert: int, top: Any, total: Any) -> Any:
     return x if work.bias == 0 else x + float_at(work.bias + 4 * expert)
 
 
-@njit
+@subroutine
 def _share(work: Any, logits: int, expert: int, top: Any) -> Any:
     """Return what an expert counts, before shares are normalised. top: the largest logit, where there is a softmax."""
     x = number_at(logits + expert * work.width, work.width)
     return _sigmoid(x) if work.sigmoid != 0 else largest(exp(splat(x - top)))
 
 
-@njit
+@subroutine
 def _sigmoid(x: Any) -> Any:
     return np.float32(1) / (np.float32(1) + largest(exp(splat(-x))))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from engine.kernels.records import record_of
 from engine.kernels.simd import (
@@ -26,6 +26,7 @@ from engine.kernels.simd import (
     store,
     total,
 )
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import kernel, num_threads, thread_id
 
 NORM = record_of(
@@ -88,12 +89,12 @@ def norm_kernel(address: Any) -> None:
             put_numbers(x, out + at * work.width, work.width)
 
 
-@njit
+@subroutine
 def _norm_scale(work: Any, squares: Any) -> Any:
     return np.float32(1) / np.sqrt(total(squares) / np.float32(work.hidden) + work.epsilon)
 
 
-@njit
+@subroutine
 def _add_norm(work: Any, residual: int, delta: int) -> None:
     squares = splat(np.float32(0))
     for at in range(0, work.hidden, LANES):

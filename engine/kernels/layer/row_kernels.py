@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from engine.kernels.exponential import exp
 from engine.kernels.records import record_of
@@ -29,6 +29,7 @@ from engine.kernels.simd import (
     splat,
     total,
 )
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import kernel, num_threads, thread_id
 
 ROW_NORM = record_of(
@@ -152,7 +153,7 @@ def layer_inputs_kernel(address: Any) -> None:
             put_numbers(multiply(numbers, scale), x + at * work.width, work.width)
 
 
-@njit
+@subroutine
 def _factor(work: Any, x: int) -> Any:
     """Return what a norm multiplies each number of a row by, before its weights."""
     squares = splat(np.float32(0))
@@ -186,7 +187,7 @@ def cap_kernel(address: Any) -> None:
             put_number(at, largest(_capped(work, splat(number_at(at, work.width)))), work.width)
 
 
-@njit
+@subroutine
 def _capped(work: Any, x: Any) -> Any:
     if work.cap == 0:
         return multiply(x, splat(work.scale))

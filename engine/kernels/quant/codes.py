@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from engine.kernels.subroutine import subroutine
 
 
-@njit
+@subroutine
 def read_codes(block: Any, planes: Any, codes: Any) -> None:
     """Read the codes of a block. block: its bytes. planes: [planes, 4], see `engine.kernels.quant.layouts.Plane`.
     codes: [inputs] uint8, out.
@@ -31,7 +32,7 @@ def read_codes(block: Any, planes: Any, codes: Any) -> None:
                 goal[i] |= (some[i] >> down & mask) << np.uint8(up)
 
 
-@njit
+@subroutine
 def write_codes(codes: Any, planes: Any, block: Any) -> None:
     """Write codes into a block. codes: [inputs] uint8. block: its bytes, out, of which those of codes are zeros."""
     for p in range(len(planes)):

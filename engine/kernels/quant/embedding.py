@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, literally, njit, types
+from numba import carray, literally, types
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -31,6 +31,7 @@ from engine.kernels.simd import (
     splat,
     store,
 )
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import Kernel, address_of, kernel, num_threads, thread_id
 
 EMBED = np.dtype(
@@ -128,7 +129,7 @@ def _of_codes(layout: QuantLayout, code_layout: CodeLayout) -> Kernel:
     return compiled()
 
 
-@njit
+@subroutine
 def _factor_at(factors: int, index: int, fours: bool, size: int) -> Any:
     """Read a factor of a step. factors: their address. fours: whether they have 4 bits. size: of all, in bytes."""
     if fours:
@@ -136,7 +137,7 @@ def _factor_at(factors: int, index: int, fours: bool, size: int) -> Any:
     return byte_at(factors + index)
 
 
-@njit
+@subroutine
 def _code_of_quad(bits: int, words: int, quad: int, byte: int) -> Any:
     """Return a code of an output's step. words: address of its first."""
     size, down = 4 * LANES, 8 * byte
@@ -153,7 +154,7 @@ def _code_of_quad(bits: int, words: int, quad: int, byte: int) -> Any:
     return code
 
 
-@njit
+@subroutine
 def _code_of_word(bits: int, words: int, number: int) -> Any:
     """Return a code of words that hold an output's even inputs in their lower halves, and the odd ones in the upper."""
     size, pair, odd = 4 * LANES, number // 2, number % 2 * 16
@@ -169,13 +170,13 @@ def _code_of_word(bits: int, words: int, number: int) -> Any:
     return int_at(words + pair // together * size) >> (odd + bits * (pair % together)) & ((1 << bits) - 1)
 
 
-@njit
+@subroutine
 def _power_at(address: int) -> Any:
     """Return 2**(e - 128) for the exponent e there."""
     return np.float32(2.0 ** (float(byte_at(address)) - 128.0))
 
 
-@njit
+@subroutine
 def _unpack(layout: int, panel: int, step: int, place: int) -> None:
     unpack_at(literally(layout), panel, step, place)
 

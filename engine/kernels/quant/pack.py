@@ -17,6 +17,7 @@ from engine.kernels.quant.codes import read_codes
 from engine.kernels.quant.layouts import STEP, Bytes, CodeLayout, QuantLayout
 from engine.kernels.quant.stored import StoredMatrix
 from engine.kernels.simd import LANES
+from engine.kernels.subroutine import subroutine
 
 _AT_ONCE = 1 << 20  # bytes of blocks that a thread packs together
 MARGIN = 64
@@ -162,7 +163,7 @@ def _place_pairs(raw: Any, planes: Any, bits: int, codes_at: int, tiles: Any) ->
                         _place_lanes(bits, a, b, c, d, output // 8, words)
 
 
-@njit
+@subroutine
 def _place_lanes(bits: int, a: Any, b: Any, c: Any, d: Any, half: int, words: Any) -> None:
     """Place the codes of pairs 0 to 3, 4 to 7, 8 to 11 and 12 to 15 of a lane, a byte each. words: from
     its first on.
@@ -186,7 +187,7 @@ def _place_lanes(bits: int, a: Any, b: Any, c: Any, d: Any, half: int, words: An
         _place_fives(a, b, c, d, half, words)
 
 
-@njit
+@subroutine
 def _joined(a: Any, b: Any, c: Any, d: Any, bits: int) -> Any:
     """Put sixteen codes, a byte each, together without gaps."""
     made = np.uint64(0)
@@ -197,7 +198,7 @@ def _joined(a: Any, b: Any, c: Any, d: Any, bits: int) -> Any:
     return made
 
 
-@njit
+@subroutine
 def _place_threes(codes: Any, half: int, words: Any) -> None:
     """Place the codes of 3 bits of a lane's sixteen pairs."""
     words[16 * half] |= np.uint32(codes & np.uint64(0x3FFFFFFF))
@@ -210,7 +211,7 @@ def _place_threes(codes: Any, half: int, words: Any) -> None:
         words[0] |= (rest >> np.uint32(14) & np.uint32(1) | rest >> np.uint32(16) & np.uint32(2)) << np.uint32(30)
 
 
-@njit
+@subroutine
 def _place_fives(a: Any, b: Any, c: Any, d: Any, half: int, words: Any) -> None:
     low, high, top = np.uint32(0x07070707), np.uint32(0x18181818), np.uint32(0x01010101)
     if half == 0:
@@ -225,7 +226,7 @@ def _place_fives(a: Any, b: Any, c: Any, d: Any, half: int, words: Any) -> None:
         words[64] |= b | (c & high) << np.uint32(2) | (d >> np.uint32(4) & top) << np.uint32(7)
 
 
-@njit
+@subroutine
 def _every_second(eight: Any) -> Any:
     """Return the even bytes of eight, as a word."""
     x = eight & np.uint64(0x00FF00FF00FF00FF)
@@ -233,7 +234,7 @@ def _every_second(eight: Any) -> Any:
     return np.uint32((x | x >> np.uint64(16)) & np.uint64(0xFFFFFFFF))
 
 
-@njit
+@subroutine
 def _nibbles(word: Any) -> Any:
     """Return the lower four bits of a word's bytes, one after the other."""
     x = (word | word >> np.uint32(4)) & np.uint32(0x00FF00FF)
@@ -262,7 +263,7 @@ def _place_quads(raw: Any, planes: Any, bits: int, signed: bool, codes_at: int, 
                         _place_parts(bits, some, words)
 
 
-@njit
+@subroutine
 def _place_parts(bits: int, quads: Any, words: Any) -> None:
     """Place the lower two or four bits of an output's codes of a step, and the planes of the others."""
     low, one, two = np.uint32(0x0F0F0F0F), np.uint32(0x01010101), np.uint32(0x03030303)
@@ -314,7 +315,7 @@ def _place_words(raw: Any, planes: Any, bits: int, codes_at: int, tiles: Any) ->
                     _place_vectors(bits, some, tile[step * step_words + output : (step + 1) * step_words])
 
 
-@njit
+@subroutine
 def _place_vectors(bits: int, pairs: Any, words: Any) -> None:
     """Place the codes of an output's step, in every 16th word. pairs: of even inputs in the lower half, of odd ones in
     the upper.

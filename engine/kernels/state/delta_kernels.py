@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from engine.kernels.exponential import exp, silu
 from engine.kernels.records import record_of
@@ -55,6 +55,7 @@ from engine.kernels.state.walk import (
     window_room,
 )
 from engine.kernels.state.windows import activated, copy, find_window, input_of, keep_parts
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import kernel, num_threads, thread_id
 
 _LENGTH_EPSILON = np.float32(1e-6)  # as in transformers and in flash-linear-attention
@@ -119,7 +120,7 @@ def delta_inputs_kernel(address: Any) -> None:
                 keep_parts(work, work.inputs, save, window, _channels_of(work, head), places)
 
 
-@njit
+@subroutine
 def _channels_of(work: Any, head: int) -> Any:
     """Return the first channels that a unit reads, of both parts, and how many each has."""
     if head < work.key_heads:
@@ -131,27 +132,27 @@ def _channels_of(work: Any, head: int) -> Any:
 # The scratch, in float32. Numbers of a head lie together for all rows, which a thread takes one after the other.
 
 
-@njit
+@subroutine
 def _keys_of(work: Any, head: int, row: int) -> Any:
     """Return the address of a row's q, then k, of a key head."""
     return scratch_of(work.walk) + 8 * work.key_dim * (head * row_count(work.walk) + row)
 
 
-@njit
+@subroutine
 def _values_of(work: Any, head: int, row: int) -> Any:
     """Return the address of a row's v, and then o, of a value head."""
     keys = 8 * work.key_heads * work.key_dim * row_count(work.walk)
     return scratch_of(work.walk) + keys + 4 * work.value_dim * (head * row_count(work.walk) + row)
 
 
-@njit
+@subroutine
 def _alike_of(work: Any, head: int, row: int) -> Any:
     """Return the address of a row's k^T q of a key head."""
     rows = row_count(work.walk)
     return scratch_of(work.walk) + 4 * (work.channels + 2 * work.value_heads) * rows + 4 * (head * rows + row)
 
 
-@njit
+@subroutine
 def _decays_of(work: Any, head: int, row: int) -> Any:
     """Return the address of a row's k of a key head, and then of the share that each of its channels keeps."""
     rows = row_count(work.walk)
@@ -159,7 +160,7 @@ def _decays_of(work: Any, head: int, row: int) -> Any:
     return scratch_of(work.walk) + before + 8 * work.key_dim * (head * rows + row)
 
 
-@njit
+@subroutine
 def _enter_key(work: Any, places: int, head: int, row: int) -> None:
     """Write q and k of a key head, of length 1; q is then scaled. Also k^T q."""
     query, to_key = _keys_of(work, head, row), 4 * work.key_dim
@@ -183,7 +184,7 @@ def _enter_key(work: Any, places: int, head: int, row: int) -> None:
         _enter_decays(work, head, row)
 
 
-@njit
+@subroutine
 def _enter_decays(work: Any, head: int, row: int) -> None:
     """Keep k of a key head, and the share that each of its channels keeps. What reads the state before the row is then
     q and k times these shares.
@@ -202,14 +203,14 @@ def _enter_decays(work: Any, head: int, row: int) -> None:
         put_float(query + to_key + 4 * i, float_at(query + to_key + 4 * i) * share)
 
 
-@njit
+@subroutine
 def _enter_value(work: Any, places: int, head: int, row: int) -> None:
     channel, goal = 2 * work.key_heads * work.key_dim + head * work.value_dim, _values_of(work, head, row)
     for at in range(0, work.value_dim, LANES):
         store(activated(work, places, channel + at, splat(np.float32(0))), goal + 4 * at, FLOAT32)
 
 
-@njit
+@subroutine
 def _enter_gates(work: Any, row: int, head: int) -> None:
     """Write exp(g) and beta of a value head, by float64 for a row's bits to be those of one function."""
     gates = input_of(work.walk, row, work.gates, work.gate_count * work.width, _kept_gates(work))
@@ -221,19 +222,19 @@ def _enter_gates(work: Any, row: int, head: int) -> None:
     put_float(place + 4, np.float32(1.0 / (1.0 + math.exp(-b))))
 
 
-@njit
+@subroutine
 def _kept_gates(work: Any) -> Any:
     """Return where the gates are in a kept row."""
     return work.row_at + work.channels * work.width
 
 
-@njit
+@subroutine
 def _kept_forget(work: Any) -> Any:
     """Return where what channels forget is in a kept row."""
     return _kept_gates(work) + work.gate_count * work.width
 
 
-@njit
+@subroutine
 def _keep_row(work: Any, row: int, head: int) -> None:
     """Copy a unit's part of a row's inputs and gates to the store."""
     at, place = batch_row(work.walk, row), kept_row(work.walk, stored_as(work.walk, row))
@@ -296,7 +297,7 @@ def delta_kernel(address: Any) -> None:
                 _update(before, state, key_before, decay, delta, work.key_dim)
 
 
-@njit
+@subroutine
 def _advance(
     before: int, state: int, key_before: int, decay_before: Any, delta_before: Any, query: int, key: int, value: int,
     alike: Any, decay: Any, beta: Any, count: int,
@@ -339,7 +340,7 @@ def _advance(
     return delta
 
 
-@njit
+@subroutine
 def _update(before: int, state: int, key: int, decay: Any, delta: Any, count: int) -> None:
     """Make the state after a row of the one before it."""
     kept = splat(decay)
@@ -348,7 +349,7 @@ def _update(before: int, state: int, key: int, decay: Any, delta: Any, count: in
         store(fma(splat(float_at(key + i)), delta, s), state + 16 * i, FLOAT32)
 
 
-@njit
+@subroutine
 def _update_channels(before: int, state: int, key: int, delta: Any, count: int) -> None:
     """Do the same where channels keep shares of their own, which lie after the key."""
     for i in range(0, 4 * count, 4):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 from torch import Tensor
 
 from engine.kernels.exponential import silu
@@ -62,6 +62,7 @@ from engine.kernels.state.walk import (
     window_room,
 )
 from engine.kernels.state.windows import activated, copy, find_window, input_of, keep_parts, window_bytes
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import kernel, num_threads, thread_id
 
 MAMBA = record_of(
@@ -217,7 +218,7 @@ def mamba_inputs_kernel(address: Any) -> None:
                 keep_parts(work, work.mixed, save, window, _channels_of(work, unit), places)
 
 
-@njit
+@subroutine
 def _channels_of(work: Any, unit: int) -> Any:
     """Return the first channels that a unit reads, of both parts, and how many each has."""
     if unit < work.groups:
@@ -227,7 +228,7 @@ def _channels_of(work: Any, unit: int) -> Any:
     return first, first, work.head_dim
 
 
-@njit
+@subroutine
 def _enter_channels(work: Any, places: int, first: int, count: int, goal: int) -> None:
     """Write SiLU of the convolution of `count` channels from `first` on to `goal`."""
     for at in range(first, first + count, LANES):
@@ -239,20 +240,20 @@ def _enter_channels(work: Any, places: int, first: int, count: int, goal: int) -
 # other.
 
 
-@njit
+@subroutine
 def _keys_of(work: Any, group: int, row: int) -> Any:
     """Return the address of a row's B, then C, of a group."""
     return scratch_of(work.walk) + 8 * work.state_dim * (group * row_count(work.walk) + row)
 
 
-@njit
+@subroutine
 def _values_of(work: Any, head: int, row: int) -> Any:
     """Return the address of a row's x, and then y, of a head."""
     keys = 8 * work.groups * work.state_dim * row_count(work.walk)
     return scratch_of(work.walk) + keys + 4 * work.head_dim * (head * row_count(work.walk) + row)
 
 
-@njit
+@subroutine
 def _enter_group(work: Any, places: int, group: int, row: int) -> None:
     first, second, count = _channels_of(work, group)
     goal = _keys_of(work, group, row)
@@ -260,7 +261,7 @@ def _enter_group(work: Any, places: int, group: int, row: int) -> None:
     _enter_channels(work, places, second, count, goal + 4 * count)
 
 
-@njit
+@subroutine
 def _enter_head(work: Any, places: int, head: int, row: int) -> None:
     """Write x of a head; and its gates, by float64 for a row's bits to be those of one function."""
     _enter_channels(work, places, head * work.head_dim, work.head_dim, _values_of(work, head, row))
@@ -273,7 +274,7 @@ def _enter_head(work: Any, places: int, head: int, row: int) -> None:
     put_float(place + 4, np.float32(dt))
 
 
-@njit
+@subroutine
 def _keep_row(work: Any, row: int, unit: int) -> None:
     """Copy a unit's part of a row's inputs to the store."""
     source = work.mixed + batch_row(work.walk, row) * work.inputs_stride
@@ -317,20 +318,20 @@ def mamba_kernel(address: Any) -> None:
                     _replay(old, new, keys, kept, written, work.state_dim)
 
 
-@njit
+@subroutine
 def _stepped(old: int, key: int, kept: Any, written: Any) -> Any:
     """Return 16 numbers of a state after a row, from those before it. key: the address of their number of B."""
     return fma(splat(float_at(key)), written, multiply(load(old, FLOAT32), kept))
 
 
-@njit
+@subroutine
 def _replay(old: int, new: int, keys: int, kept: Any, written: Any, count: int) -> None:
     """Write the state after a row, [count, 16], from the one before it."""
     for i in range(0, 4 * count, 4):
         store(_stepped(old + 16 * i, keys + i, kept, written), new + 16 * i, FLOAT32)
 
 
-@njit
+@subroutine
 def _advance(old: int, new: int, keys: int, kept: Any, written: Any, count: int) -> Any:
     """Return what a row reads of the state after it, which is stored at `new` unless that is 0."""
     a = splat(np.float32(0))
@@ -384,13 +385,13 @@ def mamba_out_kernel(address: Any) -> None:
                 put_numbers(x, out + i * work.width, work.width)
 
 
-@njit
+@subroutine
 def _gate_of(work: Any, head: int, at: int) -> Any:
     """Return the address of a row's z of a head."""
     return work.inputs + at * work.inputs_stride + head * work.head_dim * work.width
 
 
-@njit
+@subroutine
 def _gate(work: Any, address: int) -> Any:
     """Return SiLU of 16 numbers of z."""
     return silu(multiply(numbers_at(address, work.width), splat(work.gate_scale)))

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from engine.core.state_shape import StateShape
 from engine.kernels.amx import fetch
 from engine.kernels.gemm.matmul import Multiplies
 from engine.kernels.simd import long_at
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import Kernel, num_threads, thread_id
 
 LEAF = 1 << 40
@@ -219,109 +219,109 @@ def steps_of(request: StateRows) -> tuple[list[tuple[int, int, int]], int]:
 # What kernels ask.
 
 
-@njit
+@subroutine
 def segment_count(walk: int) -> Any:
     return long_at(walk + 8 * _SEGMENT_COUNT)
 
 
-@njit
+@subroutine
 def row_count(walk: int) -> Any:
     """Return the number of kept and new rows of all requests."""
     return long_at(walk + 8 * _ROW_COUNT)
 
 
-@njit
+@subroutine
 def _of_segment(walk: int, segment: int, number: int) -> Any:
     return long_at(long_at(walk + 8 * _SEGMENTS) + 8 * (segment * _OF_SEGMENT + number))
 
 
-@njit
+@subroutine
 def rows_of(walk: int, segment: int) -> Any:
     """Return the first row of the segment, and one past its last."""
     return _of_segment(walk, segment, 0), _of_segment(walk, segment, 1)
 
 
-@njit
+@subroutine
 def step_range(walk: int, segment: int) -> Any:
     """Return the first step of the segment, and one past its last."""
     return _of_segment(walk, segment, 2), _of_segment(walk, segment, 3)
 
 
-@njit
+@subroutine
 def save_range(walk: int, segment: int) -> Any:
     """Return the first state of the segment that is stored, and one past the last."""
     return _of_segment(walk, segment, 4), _of_segment(walk, segment, 5)
 
 
-@njit
+@subroutine
 def read_slot(walk: int, segment: int) -> Any:
     """Return the slot of the segment's state."""
     return _of_segment(walk, segment, 6)
 
 
-@njit
+@subroutine
 def parent_of(walk: int, row: int) -> Any:
     """Return the row before it; -1: the state of its segment."""
     return long_at(long_at(walk + 8 * _ROWS) + 24 * row)
 
 
-@njit
+@subroutine
 def batch_row(walk: int, row: int) -> Any:
     """Return where a new row is in the program's buffers; negative for a kept row."""
     return long_at(long_at(walk + 8 * _ROWS) + 24 * row + 8)
 
 
-@njit
+@subroutine
 def stored_as(walk: int, row: int) -> Any:
     """Return the number under which a row is to be kept, or -1."""
     return long_at(long_at(walk + 8 * _ROWS) + 24 * row + 16)
 
 
-@njit
+@subroutine
 def step_at(walk: int, step: int) -> Any:
     """Return a row, where the state before it is, and where the state after it goes."""
     place = long_at(walk + 8 * _STEPS) + 24 * step
     return long_at(place), long_at(place + 8), long_at(place + 16)
 
 
-@njit
+@subroutine
 def save_at(walk: int, save: int) -> Any:
     """Return a row, and the slot in which the state after it is stored."""
     place = long_at(walk + 8 * _SAVES) + 16 * save
     return long_at(place), long_at(place + 8)
 
 
-@njit
+@subroutine
 def state_of(walk: int, slot: int) -> Any:
     """Return the address of the state in that slot."""
     return long_at(walk + 8 * _STATES) + slot * long_at(walk + 8 * _SLOT_BYTES)
 
 
-@njit
+@subroutine
 def kept_row(walk: int, number: int) -> Any:
     """Return the address of the kept row of that number."""
     return long_at(walk + 8 * _STORE) + number * long_at(walk + 8 * _STORE_BYTES)
 
 
-@njit
+@subroutine
 def scratch_of(walk: int) -> Any:
     """Return the address of the scratch of rows."""
     return long_at(walk + 8 * _SCRATCH)
 
 
-@njit
+@subroutine
 def window_room(walk: int, thread: int) -> Any:
     """Return the address of a thread's scratch for `find_window`."""
     return long_at(walk + 8 * _TILES) + thread * long_at(walk + 8 * _TILE_BYTES)
 
 
-@njit
+@subroutine
 def tiles_of(walk: int, thread: int) -> Any:
     """Return the address of a thread's scratch for parts of states."""
     return window_room(walk, thread) + 8 * MOST_TAPS
 
 
-@njit
+@subroutine
 def share_of(count: int) -> Any:
     """Return the first of this thread's units of `count`, and one past the last: neighbours, whose states lie
     together.
@@ -330,7 +330,7 @@ def share_of(count: int) -> Any:
     return thread * count // threads, (thread + 1) * count // threads
 
 
-@njit
+@subroutine
 def fetch_part(address: int, size: int) -> None:
     """Prefetch the part of a state that a thread takes rows through next."""
     for at in range(address, address + size, 64):

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
 from torch import Tensor
 
 from engine.kernels.exponential import silu
 from engine.kernels.simd import FLOAT32, fma, load, long_at, numbers_at, put_long
 from engine.kernels.state.walk import batch_row, kept_row, parent_of, save_at, state_of
+from engine.kernels.subroutine import subroutine
 
 
 def taps_of(convolution: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def window_bytes(channels: int, taps: int, width: int) -> int:
     return -(-(taps - 1) * channels * width // 64) * 64
 
 
-@njit
+@subroutine
 def input_of(walk: int, row: int, inputs: int, stride: int, kept_at: int) -> Any:
     """Return the address of a row's inputs. inputs: of the new rows, `stride` bytes apart; kept_at: where they are in a
     kept row.
@@ -36,7 +36,7 @@ def input_of(walk: int, row: int, inputs: int, stride: int, kept_at: int) -> Any
     return inputs + at * stride if at >= 0 else kept_row(walk, ~at) + kept_at
 
 
-@njit
+@subroutine
 def find_window(
     walk: int, row: int, taps: int, inputs: int, stride: int, kept_at: int, window: int, window_stride: int, places: int
 ) -> None:
@@ -53,7 +53,7 @@ def find_window(
             oldest -= 1
 
 
-@njit
+@subroutine
 def convolved(places: int, taps: int, at: int, width: int, weights: int, channels: int, start: Any) -> Any:
     """Return start plus the convolution of 16 channels. at: of the first of them, in bytes of a row's inputs; weights:
     the address of its first weight, of [taps, channels].
@@ -64,14 +64,14 @@ def convolved(places: int, taps: int, at: int, width: int, weights: int, channel
     return start
 
 
-@njit
+@subroutine
 def activated(work: Any, places: int, channel: int, bias: Any) -> Any:
     """Return SiLU of the convolution of 16 channels. work: a record with the layer's taps and the width of its rows."""
     at, weights = channel * work.width, work.taps + 4 * channel
     return silu(convolved(places, work.tap_count, at, work.width, weights, work.channels, bias))
 
 
-@njit
+@subroutine
 def keep_window(
     walk: int, row: int, taps: int, inputs: int, stride: int, kept_at: int, window: int, goal: int, window_stride: int,
     at: int, size: int, places: int,
@@ -82,7 +82,7 @@ def keep_window(
         copy(long_at(places + 8 * tap) + at, goal + (tap - 1) * window_stride + at, size)
 
 
-@njit
+@subroutine
 def keep_parts(work: Any, inputs: int, save: int, window: int, parts: Any, places: int) -> None:
     """Write some channels of the window of a state that is stored. inputs: of the new rows; parts: the first channels
     of two parts, which may be the same, and how many each has.
@@ -97,7 +97,7 @@ def keep_parts(work: Any, inputs: int, save: int, window: int, parts: Any, place
         )  # fmt: skip
 
 
-@njit
+@subroutine
 def copy(source: int, place: int, size: int) -> None:
     """Copy bytes, a multiple of 8, as they are: converting a number to bfloat16 again may change a tiny one."""
     for at in range(0, size, 8):

@@ -67,9 +67,12 @@ def test_a_function_is_compiled_again_when_one_of_another_package_has_changed(tm
         return run(tmp_path)
 
     assert [changed(1), changed(1), changed(2), changed(2)] == ["2 0\n", "2 1\n", "3 0\n", "3 1\n"]
-    (tmp_path / "engine" / "ours.py").write_text("from numba import njit as kernel\n")
-    by_ours = INNER.replace("from numba import njit", "from engine.ours import kernel").replace("@njit", "@kernel")
-    assert [changed(4, by_ours), changed(5, by_ours)] == ["5 0\n", "6 0\n"], "also by a decorator of our own"
+    for number, decorator in enumerate(("kernel", "inlined", "subroutine")):
+        (tmp_path / "engine" / "ours.py").write_text(f"from numba import njit as {decorator}\n")
+        by_ours = INNER.replace("from numba import njit", f"from engine.ours import {decorator}")
+        by_ours, first = by_ours.replace("@njit", f"@{decorator}"), 4 + 2 * number
+        found = [changed(first, by_ours), changed(first + 1, by_ours)]
+        assert found == [f"{first + 1} 0\n", f"{first + 2} 0\n"], "also by a decorator of our own"
 
 
 def test_only_a_change_of_what_a_kernel_imports_directly_or_not_compiles_it_again(tmp_path: Path) -> None:

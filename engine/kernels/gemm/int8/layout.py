@@ -13,9 +13,8 @@ Groups lie so that a kernel reads on: [blocks of rows, groups, rows of the block
 
 from __future__ import annotations
 
-from numba import njit
-
 from engine.kernels.quant.layouts import STEP as BLOCK_INPUTS
+from engine.kernels.subroutine import subroutine
 
 VECTORS = 8
 """Vectors of codes in a group."""
@@ -24,7 +23,7 @@ ROW_GROUP_BYTES = BLOCK_INPUTS + 20
 SCALE_AT, OFFSET_AT, SUMS_AT = BLOCK_INPUTS, BLOCK_INPUTS + 4, BLOCK_INPUTS + 8
 
 
-@njit
+@subroutine
 def rows_at_once(left: int, most: int) -> int:
     """Return how many of the rows that are left to multiply next, at most `most`. The last block is not small:
     unpacking the codes costs as much as two rows.

@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from engine.kernels.gemm.int8.layout import OFFSET_AT, ROW_GROUP_BYTES, SCALE_AT, SUMS_AT, rows_at_once
 from engine.kernels.quant.layouts import STEP as BLOCK_INPUTS
 from engine.kernels.simd import BFLOAT16, FLOAT, FLOAT32, INTS, LANES, constant, integers, pointer, read, spread
+from engine.kernels.subroutine import subroutine
 
 _BYTE, _INT, _WORD = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _TO_WHOLE = 1.5 * 2**23
@@ -23,7 +24,7 @@ _TO_WHOLE = 1.5 * 2**23
 _LEAST = 1e-30
 
 
-@njit
+@subroutine
 def round_rows(most: int, x: int, width: int, rows: int, row_groups: int, place: int, part: int, parts: int) -> None:
     """Round a part of the groups of x [rows, row_groups * 32], at `place`. most: rows of a block; width: BFLOAT16 or
     FLOAT32.
