@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.kernels.subroutine import subroutine
 from retrieval_index.ngrams.kernel import kernel
 
 
-@kernel
+@subroutine
 def _bound(tokens, suffixes, pattern, first, low, after):  # type: ignore[no-untyped-def]
     """Return the first suffix at or after `low` that is not less than pattern[first:], or with `after` is greater than
     it.

@@ -57,5 +57,5 @@ class _Subroutine(CPUDispatcher):
 
 def subroutine(work: Callable[..., Any]) -> Any:
     """Compile a function into each kernel that calls it (a decorator)."""
-    options = {"nopython": True, "boundscheck": None, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    options = {"nopython": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     return _Subroutine(work, targetoptions=options, pipeline_class=_Compiler)

@@ -6,15 +6,15 @@ import math
 
 import numpy as np
 
+from engine.kernels.subroutine import subroutine
 from engine.sampling.noise_bits import noise_of
-from retrieval_index.ngrams.kernel import inlined, kernel
 from retrieval_index.ngrams.mixture import FLOOR
 
 LOOK = 16  # most followers of a context that are read
 SLACK = 0.3  # 1 + SLACK is the scale of a log probability's error at temperature 1: see `with_noise`
 
 
-@inlined
+@subroutine
 def offer(token, prob, tokens, probs, index, n):  # type: ignore[no-untyped-def]
     """Add `prob` to a candidate. index: [256] int32, a hash table of candidate number + 1."""
     i = token & 255
@@ -29,7 +29,7 @@ def offer(token, prob, tokens, probs, index, n):  # type: ignore[no-untyped-def]
     return n
 
 
-@kernel
+@subroutine
 def offer_followers(slots, pool, i, scale, faint, tokens, probs, index, n):  # type: ignore[no-untyped-def]
     """Offer the followers of the context in slot `i`, until their probability falls below `faint`."""
     length, block = min(slots[i, 3] & 63, LOOK), np.int64(slots[i, 1])
@@ -44,7 +44,7 @@ def offer_followers(slots, pool, i, scale, faint, tokens, probs, index, n):  # t
     return n
 
 
-@kernel
+@subroutine
 def with_noise(tokens, probs, count, here, key, temperature):  # type: ignore[no-untyped-def]
     """Condition the candidates' probabilities, which are shares of `here`, on the noise of the target's draw.
 

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import numpy as np
 
-from retrieval_index.ngrams.kernel import inlined, kernel
+from engine.kernels.subroutine import subroutine
 from retrieval_index.ngrams.store import ORDERS, STORES
 
 EMPTY = np.uint64(0x51ED270B)  # the key of the context of no tokens
 
 
-@inlined
+@subroutine
 def mix(h, token):  # type: ignore[no-untyped-def]
     h = (h ^ np.uint64(token + 1)) * np.uint64(0x9E3779B97F4A7C15)
     return h ^ (h >> np.uint64(31))
 
 
-@inlined
+@subroutine
 def low_bits(key):  # type: ignore[no-untyped-def]
     return np.int32(key & np.uint64(0x7FFFFFFF))
 
 
-@inlined
+@subroutine
 def high_bits(key):  # type: ignore[no-untyped-def]
     return np.int32((key >> np.uint64(33)) & np.uint64(0xFFFFFF))
 
 
-@kernel
+@subroutine
 def find_slot(slots, key):  # type: ignore[no-untyped-def]
     """Return the slot of `key`, or the empty slot where it would go."""
     mask = len(slots) - 1
@@ -37,7 +37,7 @@ def find_slot(slots, key):  # type: ignore[no-untyped-def]
     return i
 
 
-@kernel
+@subroutine
 def fill_keys(text, start, position, keys):  # type: ignore[no-untyped-def]
     """Fill keys[o] with the key of the o tokens before `position`, and return how many keys there are."""
     mask = len(text) - 1
@@ -50,7 +50,7 @@ def fill_keys(text, start, position, keys):  # type: ignore[no-untyped-def]
     return ORDERS
 
 
-@kernel
+@subroutine
 def look_up(slots, keys, n, found, store):  # type: ignore[no-untyped-def]
     """Fill found[STORES * order + store] with slots, -1 where the context is unknown (as all longer ones then are)."""
     for order in range(ORDERS):

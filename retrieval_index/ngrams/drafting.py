@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.kernels.subroutine import subroutine
 from retrieval_index.ngrams.candidates import offer, offer_followers, with_noise
 from retrieval_index.ngrams.contexts import EMPTY, look_up, mix
-from retrieval_index.ngrams.kernel import inlined, kernel
+from retrieval_index.ngrams.kernel import kernel
 from retrieval_index.ngrams.matches import MATCH, follow, next_of
 from retrieval_index.ngrams.mixture import bucket_of, match_bucket_of
 from retrieval_index.ngrams.store import END, ORDERS, PUBLIC_MATCH, STORES, parts
@@ -114,7 +115,7 @@ def draft(  # type: ignore[no-untyped-def]
     return nodes
 
 
-@kernel
+@subroutine
 def _tail(text, end, continuation):  # type: ignore[no-untyped-def]
     """Return [TAIL] the last tokens of the text, which ends at position `end`, and of its continuation;
     -1 before them.
@@ -129,7 +130,7 @@ def _tail(text, end, continuation):  # type: ignore[no-untyped-def]
     return tail
 
 
-@inlined
+@subroutine
 def _candidates(  # type: ignore[no-untyped-def]
     o_slots,
     o_pool,
@@ -182,7 +183,7 @@ def _candidates(  # type: ignore[no-untyped-def]
     return count
 
 
-@inlined
+@subroutine
 def _keep_best(  # type: ignore[no-untyped-def]
     tokens, probs, count, node, room, open_token, open_parent, open_prob, waiting, lowest
 ):
@@ -206,7 +207,7 @@ def _keep_best(  # type: ignore[no-untyped-def]
     return waiting, lowest
 
 
-@inlined
+@subroutine
 def _likeliest(open_prob, waiting, least):  # type: ignore[no-untyped-def]
     """Return the likeliest candidate that waits, the first of equals; -1 if none is likelier than `least`."""
     best, bar = -1, least

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.kernels.subroutine import subroutine
 from retrieval_index.ngrams.contexts import find_slot, high_bits, low_bits
-from retrieval_index.ngrams.kernel import kernel
 from retrieval_index.ngrams.store import FREE, TOP, USED
 
 FANOUT = 32  # most followers kept for a context
 
 
-@kernel
+@subroutine
 def count_follower(slots, pool, state, key, token):  # type: ignore[no-untyped-def]
     """Count `token` as a follower of the context `key`."""
     i = find_slot(slots, key)
@@ -49,7 +49,7 @@ def count_follower(slots, pool, state, key, token):  # type: ignore[no-untyped-d
     pool[block + at, 0], pool[block + at, 1] = token, count
 
 
-@kernel
+@subroutine
 def uncount_follower(slots, pool, state, key, token):  # type: ignore[no-untyped-def]
     """Undo one `count_follower`; a follower evicted from a full list is only subtracted from the total."""
     i = find_slot(slots, key)
@@ -72,7 +72,7 @@ def uncount_follower(slots, pool, state, key, token):  # type: ignore[no-untyped
         _close_gap(slots, state, i)
 
 
-@kernel
+@subroutine
 def share_of(slots, pool, i, token):  # type: ignore[no-untyped-def]
     """Return in which share of its occurrences the context in slot `i` was followed by `token`."""
     length, block = slots[i, 3] & 63, np.int64(slots[i, 1])
@@ -84,7 +84,7 @@ def share_of(slots, pool, i, token):  # type: ignore[no-untyped-def]
     return 0.0
 
 
-@kernel
+@subroutine
 def _class_of(length):  # type: ignore[no-untyped-def]
     c = 0
     while (2 << c) < length:
@@ -92,7 +92,7 @@ def _class_of(length):  # type: ignore[no-untyped-def]
     return c
 
 
-@kernel
+@subroutine
 def _move(pool, state, block, length, old, new):  # type: ignore[no-untyped-def]
     """Move a list to a block of another size class (old -1: there is none yet), and return the new block."""
     target = state[FREE + new]
@@ -109,7 +109,7 @@ def _move(pool, state, block, length, old, new):  # type: ignore[no-untyped-def]
     return target
 
 
-@kernel
+@subroutine
 def _shorten(slots, pool, state, i, length):  # type: ignore[no-untyped-def]
     """Drop the last of `length` followers of slot `i`; a list that fits into half its block moves to a smaller one."""
     block, size = np.int64(slots[i, 1]), _class_of(length)
@@ -122,7 +122,7 @@ def _shorten(slots, pool, state, i, length):  # type: ignore[no-untyped-def]
         slots[i, 1] = _move(pool, state, block, length - 1, size, size - 1)
 
 
-@kernel
+@subroutine
 def _close_gap(slots, state, gap):  # type: ignore[no-untyped-def]
     """Empty a slot and move back the entries that had been displaced past it."""
     mask = len(slots) - 1

@@ -13,8 +13,3 @@ from engine.kernels.jit_cache import versioned
 def kernel(work: Callable[..., Any]) -> Any:
     """Compile a function when it is first called, and cache it on disk (a decorator)."""
     return njit(cache=True, error_model="numpy")(versioned(work))
-
-
-def inlined(work: Callable[..., Any]) -> Any:
-    """Inline a kernel where it is called (a decorator)."""
-    return njit(cache=True, error_model="numpy", inline="always")(versioned(work))

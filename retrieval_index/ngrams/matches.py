@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.kernels.subroutine import subroutine
 from retrieval_index.ngrams.contexts import mix
-from retrieval_index.ngrams.kernel import inlined, kernel
 from retrieval_index.ngrams.store import END, START
 
 MATCH = 6  # tokens that must agree before a match is followed
 LONGEST = 32  # a match found is compared this far back
 
 
-@kernel
+@subroutine
 def match_hash(text, position, start):  # type: ignore[no-untyped-def]
     """Return the hash of the MATCH tokens before `position`, 0 if there are fewer."""
     mask = len(text) - 1
@@ -25,7 +25,7 @@ def match_hash(text, position, start):  # type: ignore[no-untyped-def]
     return np.int64(h >> np.uint64(20)) | 1 << 44
 
 
-@kernel
+@subroutine
 def follow(text, heads, state, tail, position, start, match, length):  # type: ignore[no-untyped-def]
     """Advance a match (where, how long) past the token at `position - 1` of `tail`, or find a new one if it is lost."""
     mask, tail_mask = len(text) - 1, len(tail) - 1
@@ -46,7 +46,7 @@ def follow(text, heads, state, tail, position, start, match, length):  # type: i
     return at, length
 
 
-@inlined
+@subroutine
 def next_of(text, state, match, length):  # type: ignore[no-untyped-def]
     """Return the token that a match says comes next, -1 if it says nothing."""
     token = np.int32(-1)

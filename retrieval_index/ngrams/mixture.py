@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from retrieval_index.ngrams.kernel import inlined, kernel
+from engine.kernels.subroutine import subroutine
 from retrieval_index.ngrams.store import ORDERS, STORES
 
 COMPONENTS = STORES * (ORDERS + 1)  # (order, store) from short to long, then the matches
@@ -13,7 +13,7 @@ FLOOR = 1e-5  # probability of a token that was never seen
 RATE, PRIOR = 0.01, 20.0  # slowest step of the weights, and how many observations the first weight stands for
 
 
-@kernel
+@subroutine
 def bucket_of(slots, pool, i):  # type: ignore[no-untyped-def]
     """Return the bucket of a context: how often it has been seen (8 steps), and how sure it is of its first follower
     (4).
@@ -26,12 +26,12 @@ def bucket_of(slots, pool, i):  # type: ignore[no-untyped-def]
     return 4 * seen + (share > 0.3) + (share > 0.6) + (share > 0.95)
 
 
-@inlined
+@subroutine
 def match_bucket_of(length):  # type: ignore[no-untyped-def]
     return min(length, 16) + (length >= 24) + (length >= 32)
 
 
-@kernel
+@subroutine
 def adjust(weights, bucket, share):  # type: ignore[no-untyped-def]
     """Make one step of online EM: a component's weight moves towards the probability that it produced the token."""
     mixed = np.empty(COMPONENTS)

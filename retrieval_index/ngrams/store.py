@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval_index.ngrams.kernel import inlined, kernel
+from engine.kernels.subroutine import subroutine
 
 ORDERS = 5  # contexts of 0, 1, 2, 3 and 4 tokens
 STORES = 3  # stores that a request is drafted from: 0 public, 1 its owner's memory, 2 its own text
@@ -53,14 +53,14 @@ def length(store: Store) -> int:
     return int(store.state[END] - store.state[START])
 
 
-@inlined
+@subroutine
 def parts(arena, state):  # type: ignore[no-untyped-def]
     """Return the arrays of an arena: slots, pool, text, heads."""
     a, b, c = 4 * state[SLOTS], 4 * state[SLOTS] + 2 * state[POOL], 4 * state[SLOTS] + 2 * state[POOL] + state[RING]
     return arena[:a].reshape((-1, 4)), arena[a:b].reshape((-1, 2)), arena[b:c], arena[c:]
 
 
-@kernel
+@subroutine
 def is_full(state):  # type: ignore[no-untyped-def]
     """Return whether one more token might not fit."""
     return (

@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.kernels.subroutine import subroutine
 from retrieval_index.ngrams.contexts import fill_keys, look_up
 from retrieval_index.ngrams.followers import count_follower, share_of, uncount_follower
 from retrieval_index.ngrams.kernel import kernel
@@ -158,7 +159,7 @@ def copy_into(arena, state, bigger_arena, bigger):  # type: ignore[no-untyped-de
             new_heads[h & (len(new_heads) - 1)] = np.int32(position & 0x7FFFFFFF)
 
 
-@kernel
+@subroutine
 def push(slots, pool, text, heads, state, token, keys):  # type: ignore[no-untyped-def]
     """Append `token` to the text and count it, unless it is a separator."""
     position = state[END]
@@ -173,7 +174,7 @@ def push(slots, pool, text, heads, state, token, keys):  # type: ignore[no-untyp
         heads[h & (len(heads) - 1)] = np.int32(position & 0x7FFFFFFF)
 
 
-@kernel
+@subroutine
 def evict(slots, pool, text, state, keys):  # type: ignore[no-untyped-def]
     """Forget the oldest token, and the counts of the contexts that begin with it."""
     start = state[START]

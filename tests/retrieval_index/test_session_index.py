@@ -3,12 +3,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import njit
 
 from engine.core.params import SamplingParams
 from engine.sampling.noise import gumbel, gumbel_argmax
@@ -21,14 +23,20 @@ from retrieval_index.session_index import BYTES_PER_TOKEN, SessionIndex
 TEXTS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=30), min_size=1, max_size=12)
 
 
+@njit
+def slot_of(slots: Any, text: Any, length: int) -> Any:
+    """Find the slot of the context that begins the text."""
+    keys = np.empty(ngrams.ORDERS, np.uint64)
+    fill_keys(text, 0, length, keys)
+    return find_slot(slots, keys[length])
+
+
 def followers(store: ngrams.Store, context: list[int]) -> Counter[int]:
     """What the store has counted behind a context."""
-    keys = np.empty(ngrams.ORDERS, np.uint64)
     text = np.zeros(8, np.int32)
     text[: len(context)] = context
-    fill_keys(text, 0, len(context), keys)
     slots, pool, _, _ = ngrams.parts(*store)
-    slot = slots[find_slot(slots, keys[len(context)])]
+    slot = slots[slot_of(slots, text, len(context))]
     if slot[2] == 0:
         return Counter()
     length = int(slot[3]) & 63

@@ -67,7 +67,7 @@ def test_a_function_is_compiled_again_when_one_of_another_package_has_changed(tm
         return run(tmp_path)
 
     assert [changed(1), changed(1), changed(2), changed(2)] == ["2 0\n", "2 1\n", "3 0\n", "3 1\n"]
-    for number, decorator in enumerate(("kernel", "inlined", "subroutine")):
+    for number, decorator in enumerate(("kernel", "subroutine")):
         (tmp_path / "engine" / "ours.py").write_text(f"from numba import njit as {decorator}\n")
         by_ours = INNER.replace("from numba import njit", f"from engine.ours import {decorator}")
         by_ours, first = by_ours.replace("@njit", f"@{decorator}"), 4 + 2 * number
