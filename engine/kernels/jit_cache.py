@@ -43,7 +43,7 @@ _IMPORT = re.compile(
     % b"|".join(map(str.encode, _PACKAGES)),
     re.MULTILINE,
 )
-_COMPILED = re.compile(rb"numba|llvmlite|^@(?:kernel|subroutine)\b", re.MULTILINE)
+_COMPILED = re.compile(rb"numba|llvmlite|^[ \t]*@(?:kernel|subroutine)\b", re.MULTILINE)
 _CONSTANT = re.compile(rb"\b_?[A-Z][A-Z0-9_]+\b")
 _TOLD = set[str]()  # why kernels cannot be kept
 

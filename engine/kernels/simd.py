@@ -362,7 +362,9 @@ def copy_half(context: Any, source: Any, place: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def int_at(context: Any, address: Any) -> Any:
-    """Return the int32 at `address` as an int64: what is given one type is compiled once."""
+    """Return the int32 at `address`, as an int64 like all other whole numbers: numba compiles a function again for
+    every type of its arguments.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.sext(builder.load(pointer(builder, args[0], _INT)), ir.IntType(64))

@@ -1,8 +1,8 @@
 """Functions that are compiled into kernels.
 
 numba optimises each compiled function together with all that it calls, emits machine code for that, and wraps it for
-Python. A kernel needs this once, for itself. So a subroutine is translated alone, and compiled with each kernel that it
-ends in: attention compiles in a third of the time.
+Python. A kernel needs this once, for itself. So numba only translates a subroutine, and compiles the translation into
+each kernel that calls it. Attention then compiles in a third of the time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from numba.core.registry import CPUDispatcher
 
 
 class _NoEnvironments:
-    """Code generation as far as numba asks for it once a function is compiled: for a place for the function's globals,
-    which code that raises no errors with Python objects does not read.
+    """Takes the Python objects of a compiled function, which numba wants to store with its machine code. Printing and
+    errors with values made at run time would read them: no subroutine may do either.
     """
 
     def set_env(self, name: str, environment: Any) -> None:
@@ -25,7 +25,7 @@ class _NoEnvironments:
 
 
 class _Library(JITCodeLibrary):
-    """A subroutine's code and that of the subroutines that it calls, neither optimised nor emitted."""
+    """The translation of a subroutine and of those that it calls. Machine code is not emitted."""
 
     codegen = _NoEnvironments()
 
@@ -51,11 +51,11 @@ class _Compiler(CompilerBase):
 
 class _Subroutine(CPUDispatcher):
     def __call__(self, *args: Any) -> Any:
-        """Run it as Python, which a function of ordinary numbers allows."""
+        """Run the function as Python, whose whole numbers do not wrap around."""
         return self.py_func(*args)
 
 
 def subroutine(work: Callable[..., Any]) -> Any:
-    """Compile a function into each kernel that calls it (a decorator)."""
+    """Compile a function into each kernel that calls it (a decorator). As in numpy, dividing by zero is no error."""
     options = {"nopython": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     return _Subroutine(work, targetoptions=options, pipeline_class=_Compiler)

@@ -45,7 +45,7 @@ class Killing:
         self.done = False
 
     async def run(self, kills: int, latest_s: float) -> None:
-        """latest_s: after which an answer has come, at the latest, a verifier is killed."""
+        """latest_s: how long after an answer, at the latest, the next kill waits for requests under way."""
         rng = random.Random(kills)
         clients = [asyncio.create_task(self.client(random.Random(number))) for number in range(CLIENTS)]
         try:

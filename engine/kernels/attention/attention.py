@@ -116,7 +116,7 @@ class Attention:
         self._query_bytes = shape.dims * 4 + STATE_BYTES + (scratch_of_query(shape.dims) if shape.q8_0 else 0)
         work["tile_sizes"] = TILES.ctypes.data
         self.queries = torch.zeros(0, dtype=shape.dtype if shape.vnni else torch.float32)
-        self._of_batch, self._own_bytes = int_fields(work, "tables", "rows"), scratch_of_own.py_func(shape.dims)
+        self._of_batch, self._own_bytes = int_fields(work, "tables", "rows"), scratch_of_own(shape.dims)
         self._scratch = torch.zeros(0, dtype=torch.uint8)
         self._numbers, self._numbers_at, self._tile_count = np.zeros(0, np.int32), 0, 0
 

@@ -267,7 +267,7 @@ def test_a_full_disk_costs_the_cache_alone_and_is_told_once(tmp_path: Path, caps
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
         for key in range(2):
-            files_in(tmp_path).save(key, "x" * 40)
+            files_in(tmp_path).save(key, "x" * 5000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     told = capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import njit
 from torch import Tensor
 
 from engine.sampling.argmax import NAN
@@ -18,6 +19,11 @@ from engine.sampling.noise import _bits, _rivals_on_device, gumbel, gumbel_argma
 from engine.sampling.noise_bits import GOLDEN, MIX_1, MIX_2, bits_of, key_of, keys_from
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
+
+
+@njit
+def compiled_bits(key: Any, token: Any) -> Any:
+    return bits_of(key, token)
 
 
 def reference_bits(seed: int, position: int, token: int) -> int:
@@ -40,7 +46,7 @@ def test_bits_are_those_of_plain_integer_arithmetic_wherever_they_are_computed(
     seed: int, position: int, token: int
 ) -> None:
     key, expected = key_of(seed, position), reference_bits(seed, position, token)
-    assert bits_of(key, token) == expected
+    assert compiled_bits(key, token) == expected
     assert int(_bits(int(key), torch.tensor([token]))[0]) == expected, "on an accelerator, here on the CPU"
 
 
@@ -94,9 +100,9 @@ def key_that_gives(bits: int, token: int) -> np.uint64:
 @pytest.mark.parametrize("bits", [0, 1, (1 << 52) - 2, (1 << 52) - 1])
 def test_the_greatest_and_the_smallest_noise_there_can_be_are_compared_as_they_are(bits: int, token: int) -> None:
     key = key_that_gives(bits, token)
-    assert bits_of(key, token) == bits
+    assert compiled_bits(key, token) == bits
     for scores in (np.zeros(3, np.float32), np.array([0, -30, -35], np.float32), np.array([-36, -41, 0], np.float32)):
-        noise = [-math.log(-math.log((int(bits_of(key, t)) + 0.5) / 2**52)) for t in range(3)]
+        noise = [-math.log(-math.log((int(compiled_bits(key, t)) + 0.5) / 2**52)) for t in range(3)]
         assert draw(key, scores) == int((scores + np.array(noise)).argmax())
 
 
@@ -117,7 +123,7 @@ def test_nearly_all_tokens_are_ruled_out_on_an_accelerator(spread: float) -> Non
 
 def test_a_token_is_looked_at_if_its_score_is_near_the_best_or_its_noise_is_rare() -> None:
     key, scores = key_of(5, 6), np.linspace(-20, 0, 1000, dtype=np.float32)
-    missing = np.array([1 - (int(bits_of(key, token)) + 0.5) / 2**52 for token in range(1000)])
+    missing = np.array([1 - (int(compiled_bits(key, token)) + 0.5) / 2**52 for token in range(1000)])
     tokens, weight, rest = _plausible(key, scores, np.float32(0), np.float32(0.01))
     assert tokens.tolist() == np.flatnonzero((scores >= -8) | (missing < 0.01)).tolist()
     assert np.allclose(weight, np.exp(scores[tokens])) and np.allclose(rest, missing[tokens])
