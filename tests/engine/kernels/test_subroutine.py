@@ -11,43 +11,50 @@ from numba.core.codegen import JITCodeLibrary
 from engine.kernels.subroutine import subroutine
 
 
-@subroutine
-def squared(x: int) -> int:
-    return x * x
+def sum_of_squares() -> Any:
+    """Return a subroutine that calls another one, neither of which was compiled before."""
 
+    @subroutine
+    def squared(x: Any) -> Any:
+        return x * x
 
-@subroutine
-def of_both(x: int, y: float) -> Any:
-    return squared(x) + squared(y)
+    @subroutine
+    def summed(x: int, y: float) -> Any:
+        return squared(x) + squared(y)
+
+    return summed
 
 
 def test_compiled_code_calls_it_with_any_types() -> None:
+    summed = sum_of_squares()
+
     @cfunc(types.float64(types.int64, types.float64))
     def kernel(x: int, y: float) -> Any:
-        return of_both(x, y) + of_both(3, y)
+        return summed(x, y) + summed(3, y)
 
     assert kernel.ctypes(2, 0.5) == 4 + 0.25 + 9 + 0.25
 
 
-def test_machine_code_is_emitted_for_the_function_that_calls_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    emitted, emit = list[str](), JITCodeLibrary._finalize_specific
+@pytest.mark.parametrize("step", ["_optimize_final_module", "_finalize_specific"])
+def test_the_function_that_calls_it_is_optimised_and_emitted_alone(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, of_numba, summed = list[str](), getattr(JITCodeLibrary, step), sum_of_squares()
 
-    def seen(library: Any) -> None:
-        emitted.append(library.name)
-        emit(library)
+    def noted(library: Any) -> None:
+        names.append(library.name)
+        of_numba(library)
 
     @cfunc(types.int64(types.int64))
     def before(x: int) -> Any:  # what numba compiles for itself with the first function
         return x
 
-    monkeypatch.setattr(JITCodeLibrary, "_finalize_specific", seen)
+    monkeypatch.setattr(JITCodeLibrary, step, noted)
 
     @cfunc(types.float64(types.int64, types.float64))
     def kernel(x: int, y: float) -> Any:
-        return of_both(x, y)
+        return summed(x, y)
 
-    assert len(emitted) == 1 and emitted[0].endswith("kernel")
+    assert len(names) == 1 and names[0].endswith("kernel")
 
 
 def test_python_runs_it_as_python() -> None:
-    assert of_both(2, 3) == 13
+    assert sum_of_squares()(2, 3) == 13

@@ -321,7 +321,8 @@ CODEX_SECOND = [
 
 @pytest.mark.parametrize("more", [[], CODEX_SECOND], ids=["first turn", "second turn"])
 def test_a_turn_in_the_shape_of_codexs_is_answered(tool_server: ServerProcess, more: list[dict[str, Any]]) -> None:
-    found = tool_server.events("/v1/responses", **CODEX, input=[*CODEX_FIRST, *more], max_output_tokens=5)
+    asked = {"input": [*CODEX_FIRST, *more], "max_output_tokens": 5, "seed": 3}
+    found = tool_server.events("/v1/responses", **CODEX, **asked)
     kinds = [event["type"] for event in found]
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.incomplete"
     logged(tool_server, "ignored field: client_metadata:")
