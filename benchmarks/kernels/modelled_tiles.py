@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import binding
-from numba import cfunc, njit, types
+from numba import cfunc, types
 
 import engine.kernels.amx
 from engine.kernels.simd import byte_at, float_at, half_at, int_at, put_float, put_int
+from engine.kernels.subroutine import subroutine
 from engine.kernels.threads import thread_id
 
 _THREADS, _TILES, _ROWS, _LINE = 64, 8, 16, 64
@@ -31,29 +32,29 @@ def install() -> None:
         _DEFINED.append(compiled)
 
 
-@njit
+@subroutine
 def _configuration() -> Any:
     return _STATE_AT + thread_id() * _STATE_BYTES
 
 
-@njit
+@subroutine
 def _tile(tile: int) -> Any:
     return _configuration() + _LINE + tile * _TILE
 
 
-@njit
+@subroutine
 def _size(tile: int) -> Any:
     """Return how many rows a tile has, and how many bytes a row."""
     return byte_at(_configuration() + 48 + tile), byte_at(_configuration() + 16 + 2 * tile)
 
 
-@njit
+@subroutine
 def _copy(source: int, place: int, count: int) -> None:
     for at in range(0, count, 4):
         put_int(place + at, int_at(source + at))
 
 
-@njit
+@subroutine
 def _fill(place: int, count: int) -> None:
     for at in range(0, count, 4):
         put_int(place + at, np.int32(0))

@@ -98,6 +98,7 @@ async def kill_under_load(model: str, kills: int, latest_s: float) -> list[float
         assert not engine._inflight
         killing.pids |= {pid_of(engine, role) for role in engine._workers.running}
     assert killing.counts["asked"] == killing.counts["answered"]
+    assert killing.counts["under way when killed"] >= kills * CLIENTS / 2
     assert not any(is_running(pid) for pid in killing.pids)
     back_s = sorted(killing.back_s)
     print(
