@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.core.errors import HALF_A_CHARACTER, RequestError, is_text, shown
-from engine.text.chat import Rendering, chat_tokens, render
+from engine.text.chat import Rendering, chat_tokens
+from engine.text.role_order import render_accepted
 
 
 def encode_text(
@@ -28,7 +29,7 @@ def encode_text(
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise RequestError(f"prompt: {shown(message)} is no chat message; each needs role and content")
     rendering = rendering or Rendering()
-    text = render(tokenizer, prompt, rendering)
+    prompt, text = render_accepted(tokenizer, prompt, rendering)
     _check_text(text)
     return chat_tokens(tokenizer, prompt, text, rendering)
 

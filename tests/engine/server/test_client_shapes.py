@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from engine.server.messages.billing import BILLING_LINE
 from tests.engine.server.figures import logged
-from tests.engine.server.process import ServerProcess
+from tests.engine.server.process import ServerProcess, serving
+from tests.engine.server.test_response_tools import CODEX, CODEX_FIRST, CODEX_SECOND
+from tests.engine.server.tool_model import save_tool_model
+from tests.engine.text.strict_templates import GUARDS
 
-CHAT = "/v1/chat/completions"
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 STRING = {"type": "string"}
 PARAMETERS: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -63,6 +67,8 @@ CLAUDE_CODE: dict[str, Any] = {
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Claude Code": ("/v1/messages?beta=true", {"stream": True, **CLAUDE_CODE}),
     "opencode": (CHAT, {"messages": BEGINS, "tools": TOOLS, "tool_choice": "auto", **STREAM}),
+    "opencode's title": (CHAT, {"messages": [BEGINS[0], BEGINS[0], BEGINS[1]], "temperature": 0.5, **STREAM}),
+    "Codex": (RESPONSES, {**CODEX, "instructions": SYSTEM, "input": [*CODEX_FIRST, *CODEX_SECOND], "stream": True}),
     "Cline": (
         CHAT,
         {
@@ -98,14 +104,33 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_clients_request_is_answered(tool_server: ServerProcess, name: str) -> None:
+def check_answered(server: ServerProcess, name: str) -> None:
     path, asked = SHAPES[name]
-    events = tool_server.events(path, max_tokens=20, **asked)
+    events = server.events(path, **{"max_output_tokens" if path == RESPONSES else "max_tokens": 20}, **asked)
     assert events and not any("error" in event for event in events)
-    if "messages?" not in path:
+    if path == RESPONSES:
+        assert events[-1]["type"] in ("response.completed", "response.incomplete")
+    elif "messages?" not in path:
         assert any(event["choices"] and event["choices"][0]["finish_reason"] for event in events)
         assert ("usage" in events[-1]) == ("stream_options" in asked)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_clients_request_is_answered(tool_server: ServerProcess, name: str) -> None:
+    check_answered(tool_server, name)
+
+
+@pytest.fixture(scope="module", params=["Qwen 3.5", "Mistral"])
+def strict_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Start a server whose chat template is as strict about roles as the named model's."""
+    model = save_tool_model(tmp_path_factory.mktemp("strict"), GUARDS[request.param])
+    with serving("--set", f"model={model}", "--served-model-name", "tiny", "--method", "none") as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_clients_request_is_answered_where_the_template_is_strict(strict_server: ServerProcess, name: str) -> None:
+    check_answered(strict_server, name)
 
 
 def test_claude_codes_next_conversation_finds_its_system_text_and_tools(tool_server: ServerProcess) -> None:

@@ -28,9 +28,9 @@ def tool(name: str = "weather", parameters: dict[str, Any] | None = None) -> dic
     return {"type": "function", "function": {"name": name, "description": "Tell it.", "parameters": schema}}
 
 
-def save_tool_model(folder: Path) -> str:
-    """Save a random Llama that calls tools where it has to."""
+def save_tool_model(folder: Path, guard: str = "") -> str:
+    """Save a random Llama that calls tools where it has to. guard: the first part of its chat template."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(FILL_IN, special_tokens=True)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = guard + TEMPLATE
     return save_tiny_gguf(folder, tokenizer, vocab_size=264, max_position_embeddings=4096)
