@@ -1,15 +1,18 @@
 """uvicorn's HTTP over one connection, with what it leaves open: a request's head is bounded in length and in time, a
-client that has closed its own side still gets its answer, and a client of HTTP/1.0 gets a stream that is not chunked.
+client that has closed its own side still gets its answer, a client of HTTP/1.0 gets a stream that is not chunked, and
+a request for another protocol is answered over HTTP/1.1.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from array import array
 from asyncio import TimerHandle
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from httptools import HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from engine.server.errors import ApiError
@@ -32,8 +35,11 @@ _TOO_LONG = ApiError(431, f"the request line and headers are over {MOST_HEAD} by
 class HttpProtocol(HttpToolsProtocol):
     """One connection."""
 
+    parser: _Parser
+
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
+        self.parser = _Parser(self)
         self._head = 0  # bytes of the head that the parser has handed over
         self._unparsed = 0  # bytes since the parser last handed something over: it keeps what is incomplete
         self._in_body = False
@@ -71,6 +77,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.reads_again:
+            return
         self._in_body, self._unparsed = True, 0
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
@@ -81,6 +89,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.reads_again:
+            return
         self._in_body, self._head, self._unparsed = False, 0, 0
         self._stop_waiting()
         super().on_message_complete()
@@ -160,6 +170,39 @@ class HttpProtocol(HttpToolsProtocol):
         if may_send and looks % _INTERIM_LOOKS == 0:
             self.transport.write(_INTERIM)
         self.loop.call_later(_LOOK_S, self._look, looks + 1)
+
+
+class _Parser(HttpRequestParser):
+    """Reads a request for another protocol, such as those of Java's clients for HTTP/2, as if it did not ask for that
+    (RFC 9110, 7.8). httptools would leave out its body.
+    """
+
+    def __init__(self, protocol: HttpProtocol):
+        super().__init__(protocol)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._protocol = protocol
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether the head that was read now is read once more, without its `Upgrade`."""
+        return self.should_upgrade() and self.get_method() != b"CONNECT"
+
+    def feed_data(self, data: bytes | bytearray | memoryview | array[int]) -> None:
+        rest = memoryview(data)
+        while True:
+            try:
+                return super().feed_data(rest)
+            except HttpParserUpgrade as upgrade:
+                if not self.reads_again:
+                    raise
+                rest, head = rest[upgrade.args[0] :], self._head_without_upgrade()
+            _Parser.__init__(self, self._protocol)
+            super().feed_data(head)
+
+    def _head_without_upgrade(self) -> bytes:
+        head = b"%b %b HTTP/%b\r\n" % (self.get_method(), self._protocol.url, self.get_http_version().encode())
+        kept = ((name, value) for name, value in self._protocol.headers if name != b"upgrade")
+        return head + b"".join(b"%b: %b\r\n" % header for header in kept) + b"\r\n"
 
 
 def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:

@@ -37,14 +37,20 @@ def everything(connection: socket.socket) -> bytes:
     return received
 
 
-def healthy(connection: socket.socket) -> None:
-    """Ask whether the server is well, on a connection that stays open."""
-    connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+def answered(connection: socket.socket) -> Any:
+    """Return the object that a connection which stays open answers with."""
     answer = b""
     while not answer.endswith(b"}"):
         answer += (part := connection.recv(65536))
         assert part, "the connection was closed"
-    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.startswith(b"HTTP/1.1 200 "), answer
+    return json.loads(answer.partition(b"\r\n\r\n")[2])
+
+
+def healthy(connection: socket.socket) -> None:
+    """Ask whether the server is well, on a connection that stays open."""
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    answered(connection)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,8 +67,9 @@ def idle(server: ServerProcess) -> Iterator[tuple[socket.socket, float]]:
         b"GET /" + b"a" * (1 << 20) + b" HTTP/1.1\r\n\r\n",
         b"GET / HTTP/1.1\r\nX-Long: " + b"a" * (1 << 20) + b"\r\n\r\n",
         b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 10_000 + b"\r\n",
+        b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n" + b"a: b\r\n" * 10_000 + b"\r\n",
     ],
-    ids=["line", "header", "headers"],
+    ids=["line", "header", "headers", "headers of an upgrade"],
 )
 def test_a_head_is_refused_when_it_grows_too_long(server: ServerProcess, head: bytes) -> None:
     with connect(server) as connection:
@@ -87,6 +94,43 @@ def test_headers_after_a_chunked_body_are_bounded_like_those_before_it(server: S
             + b"a: b\r\n" * 300
         )
         assert connection.recv(65536).startswith(b"HTTP/1.1 431 ")
+
+
+TEXT, LONGER = (json.dumps({"prompt": text}).encode() for text in ("abc", "abcd"))
+UPGRADE = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
+
+
+def upgrading(body: bytes, chunked: bool, headers: str = UPGRADE) -> tuple[bytes, bytes]:
+    """The head and the body of a request for HTTP/2, as Java's HttpClient makes it."""
+    length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
+    head = f"POST /tokenize HTTP/1.1\r\n{headers}Host: x\r\nContent-Type: application/json\r\n{length}\r\n\r\n"
+    return head.encode(), b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
+@pytest.mark.parametrize("at", [0, 30, None, -3], ids=["one packet", "half a head", "head and body", "half a body"])
+def test_a_request_for_another_protocol_is_answered_over_this_one(
+    server: ServerProcess, chunked: bool, at: int | None
+) -> None:
+    with connect(server) as connection:
+        for text, count in ((TEXT, 3), (LONGER, 4)):
+            head, body = upgrading(text, chunked)
+            whole, end = head + body, len(head) if at is None else at
+            connection.sendall(whole[:end])
+            time.sleep(0.05)
+            connection.sendall(whole[end:])
+            assert answered(connection)["count"] == count
+        healthy(connection)
+
+
+def test_requests_for_another_protocol_may_follow_each_other_without_waiting(server: ServerProcess) -> None:
+    last = UPGRADE.replace("Upgrade, ", "close, Upgrade, ")
+    with connect(server) as connection:
+        asked = [upgrading(TEXT, False), upgrading(LONGER, True), upgrading(TEXT, True, last)]
+        connection.sendall(b"".join(map(b"".join, asked)))
+        answers = everything(connection)
+    assert answers.count(b"HTTP/1.1 200 ") == 3 == answers.count(b"HTTP/1.1 ")
+    assert [int(one[:1]) for one in answers.split(b'"count":')[1:]] == [3, 4, 3]
 
 
 def test_a_client_that_closes_its_side_still_gets_its_answer(server: ServerProcess) -> None:
@@ -170,9 +214,6 @@ def test_a_full_queue_is_a_streams_status_too(proxied: ServerProcess) -> None:
 def zipped(server: ServerProcess, body: bytes | Iterator[bytes], coding: str = "gzip") -> httpx.Response:
     headers = {"Content-Type": "application/json", "Content-Encoding": coding, **KEY}
     return httpx.post(f"{server.url}/tokenize", content=body, headers=headers, timeout=60)
-
-
-TEXT = json.dumps({"prompt": "abc"}).encode()
 
 
 def test_a_body_may_be_compressed(proxied: ServerProcess) -> None:

@@ -16,6 +16,7 @@ from engine.server.http.protocol import HttpProtocol
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n"
+UPGRADE = POST.replace(b"Host: x", b"Connection: Upgrade\r\nUpgrade: h2c")
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,9 @@ async def connection() -> AsyncIterator[Streams]:
         writer.close()
 
 
-@pytest.mark.parametrize("begun", [b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n", POST, POST + b"ab"])
+@pytest.mark.parametrize(
+    "begun", [b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n", POST, POST + b"ab", UPGRADE, UPGRADE + b"ab"]
+)
 async def test_a_request_that_does_not_go_on_is_ended(begun: bytes) -> None:
     async with connection() as (reader, writer):
         writer.write(begun)
