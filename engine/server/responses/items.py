@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from engine.core.errors import printable
 from engine.server.body import Body, SentBack
+from engine.server.errors import ApiError
 from engine.server.responses.tools import AskedTool
 from engine.server.tools.schema import CalledFunction, ToolName
 
@@ -135,6 +139,13 @@ class AdditionalToolsItem(Body):
     id: SentBack = False
 
 
+class ItemReference(Body):
+    """An item of a stored response, by its id."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 class ForeignItem(Body):
     """An item that another server's own tools have left in a conversation. It is left out, and the log says so."""
 
@@ -154,18 +165,48 @@ class ForeignItem(Body):
 
 
 def _typed(item: Any) -> Any:
-    """Add a message's type, which it may leave out."""
-    return {"type": "message", **item} if isinstance(item, dict) else item
+    """Add the type of a message or of a reference, which they may leave out."""
+    if not isinstance(item, dict) or item.get("type") is not None:
+        return item
+    return {**item, "type": "item_reference" if {"id"} <= item.keys() <= {"id", "type"} else "message"}
 
 
 OwnCall = FunctionCallItem | CustomCallItem | LocalShellCallItem
 Item = Annotated[
     Annotated[
-        MessageItem | OwnCall | CallOutputItem | ShellOutputItem | ReasoningItem | AdditionalToolsItem | ForeignItem,
+        MessageItem
+        | OwnCall
+        | CallOutputItem
+        | ShellOutputItem
+        | ReasoningItem
+        | AdditionalToolsItem
+        | ItemReference
+        | ForeignItem,
         Field(discriminator="type"),
     ],
     BeforeValidator(_typed),
 ]
+
+
+_STORED: TypeAdapter[Item] = TypeAdapter(Item)
+
+
+def without_references(given: Sequence[Item], stored: Callable[[str], dict[str, Any]]) -> list[Item]:
+    """Return the items, with `stored` ones in place of references to them. A call that was cut off is left out, as it
+    cannot be said again. Raises ApiError for two references to the same item.
+    """
+    numbers = Counter(item.id for item in given if isinstance(item, ItemReference))
+    if numbers and (most := numbers.most_common(1)[0])[1] > 1:
+        raise ApiError(400, f"input: refers to the item {printable(most[0], 100)} twice; leave one out", param="input")
+    items: list[Item] = []
+    for item in given:
+        if not isinstance(item, ItemReference):
+            items.append(item)
+            continue
+        found = stored(item.id)
+        with suppress(ValidationError):
+            items.append(_STORED.validate_python(found))
+    return items
 
 
 def text_of(content: str | Sequence[ContentText | UnreadPart]) -> str:

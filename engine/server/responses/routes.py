@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import anyio.to_thread
@@ -13,6 +14,7 @@ from engine.core.errors import OverContext
 from engine.server.answers import JsonObject, OpenApiResponses
 from engine.server.errors import api_error
 from engine.server.responses.functions import shown_tools
+from engine.server.responses.items import without_references
 from engine.server.responses.render import ResponsesRenderer, refused
 from engine.server.responses.schema import ResponsesRequest
 from engine.server.responses.store import ResponseStore
@@ -34,7 +36,10 @@ def add_responses(app: FastAPI, serving: Serving, stream: OpenApiResponses, refu
         key, earlier = request.state.key, []
         if body.previous_response_id is not None:
             earlier = store.find(body.previous_response_id, key, "previous_response_id").conversation
-        conversation = [*earlier, *conversation_of(body.input)]
+        given = body.input
+        if not isinstance(given, str):
+            given = without_references(given, partial(store.item, key=key))
+        conversation = [*earlier, *conversation_of(given)]
         tools = await anyio.to_thread.run_sync(shown_tools, body.tools or [], body.added_tools)
         chat = chat_request(chat_fields(body, conversation, tools))
         serving.note([*body.ignored, *(["tools.format"] if any(tool.free for tool in tools) else [])])

@@ -47,10 +47,28 @@ class ResponseStore:
 
     def find(self, number: str, key: bytes, field: str = "response_id") -> StoredResponse:
         """Return a response by its id. Raises ApiError if it is not there, or another key's."""
-        found = self._kept.get(number)
-        if found is None or found.key != key:
+        found = self._used(number, key)
+        if found is None:
             message = f"{field}: {printable(number, 100)} is not there: it was never stored, or is forgotten by now"
             raise ApiError(404, message, code="previous_response_not_found", param=field)
+        return found
+
+    def item(self, number: str, key: bytes) -> dict[str, Any]:
+        """Return an item of a response's output by the item's id, which holds the response's. Raises ApiError as `find`
+        does.
+        """
+        response = self._used(f"resp_{number.partition('_')[2].rpartition('_')[0]}", key)
+        output: list[dict[str, Any]] = [] if response is None else response.response["output"]
+        if (found := next((item for item in output if item["id"] == number), None)) is None:
+            told = "It was never stored, or is forgotten by now; send the item itself."
+            raise ApiError(404, f"Item with id '{printable(number, 100)}' not found. {told}", param="input")
+        return found
+
+    def _used(self, number: str, key: bytes) -> StoredResponse | None:
+        """Return a response by its id, which is used now; None if it is not there, or another key's."""
+        found = self._kept.get(number)
+        if found is None or found.key != key:
+            return None
         self._kept.move_to_end(number)
         return found
 

@@ -81,6 +81,45 @@ def test_a_response_that_was_cut_off_behind_an_inner_brace_of_a_call_can_be_gone
     assert client.responses.create(**asked(input="Go on.", previous_response_id=cut.id, max_output_tokens=3)).output
 
 
+@pytest.mark.parametrize("kind", [{"type": "item_reference"}, {"type": None}, {}], ids=["typed", "null", "untyped"])
+def test_a_stored_item_may_be_referred_to_by_its_id(client: Any, kind: dict[str, Any]) -> None:
+    first, again = {"role": "user", "content": "Weather?"}, {"role": "user", "content": "And now?"}
+    (item,) = client.responses.create(**asked(input=[first], max_output_tokens=6)).output
+    told, referred = (
+        client.responses.create(**asked(input=[first, one, again], max_output_tokens=6))
+        for one in (item.to_dict(), {"id": item.id, **kind})
+    )
+    assert referred.usage.input_tokens == told.usage.input_tokens and outputs(referred) == outputs(told)
+
+
+def test_a_reference_to_a_call_may_be_followed_by_its_output(client: Any) -> None:
+    first = {"role": "user", "content": "Weather?"}
+    (call,) = client.responses.create(**asked(input=[first], tools=TOOLS, tool_choice=CALL)).output
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "clear"}
+    told, referred = (
+        client.responses.create(**asked(input=[first, one, result], tools=TOOLS, max_output_tokens=6))
+        for one in (call.to_dict(), {"type": "item_reference", "id": call.id})
+    )
+    assert referred.usage.input_tokens == told.usage.input_tokens and outputs(referred) == outputs(told)
+
+
+def test_a_reference_to_a_call_that_was_cut_off_says_nothing(client: Any) -> None:
+    said = asked(tools=TOOLS, tool_choice=CALL, max_output_tokens=50)
+    cut = client.responses.create(**said)
+    assert cut.status == "incomplete" and not cut.output[0].arguments.endswith("}")
+    plain = {"role": "user", "content": "Go on."}
+    both = [client.responses.create(**asked(input=[*one, plain])) for one in ([], [{"id": cut.output[0].id}])]
+    assert both[0].usage.input_tokens == both[1].usage.input_tokens
+
+
+def test_an_item_that_is_not_stored_is_not_found(client: Any) -> None:
+    kept, unkept = (client.responses.create(**asked(max_output_tokens=1, store=store)) for store in (True, False))
+    for number in ("x", "msg__0", unkept.output[0].id, f"{kept.output[0].id}9", kept.output[0].id[4:]):
+        with pytest.raises(openai.NotFoundError, match=f"Item with id '{number}' not found") as refused:
+            client.responses.create(**asked(input=[{"type": "item_reference", "id": number}]))
+        assert refused.value.body["param"] == "input"
+
+
 def test_a_text_follows_a_schema(client: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     closed = schema | {"additionalProperties": False}
@@ -104,7 +143,8 @@ def test_a_text_follows_a_schema(client: Any) -> None:
             "tool_choice.tools",
         ),
         ({"background": True}, "background"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}, {"id": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"conversation": "x"}, "conversation"),
@@ -137,6 +177,15 @@ def test_a_response_is_its_keys_own(one_place: ServerProcess) -> None:
     assert store.find("x", b"a").response == {"id": "x"}
     with pytest.raises(ApiError, match="is not there"):
         store.find("x", b"b")
+
+
+def test_an_item_is_its_keys_own() -> None:
+    store, item = ResponseStore(), {"id": "msg_1_0"}
+    store.add(b"a", {"id": "resp_1", "output": [item]}, [])
+    assert store.item("msg_1_0", b"a") == item
+    with pytest.raises(ApiError, match="Item with id 'msg_1_0' not found") as refused:
+        store.item("msg_1_0", b"b")
+    assert refused.value.status == 404
 
 
 def test_the_store_is_bounded_and_forgets_what_was_used_longest_ago() -> None:
