@@ -144,11 +144,15 @@ class Generation(Body):
     user: str | None = Field(None, max_length=512, description="Stands in the log; nothing else depends on it.")
 
     # Without effect.
+    cache_prompt: Ignored = False
+    id_slot: Ignored = False
     metadata: Ignored = False
     prompt_cache_key: Ignored = False
     prompt_cache_retention: Ignored = False
     reasoning_effort: Ignored = False
+    response_fields: Ignored = False
     safety_identifier: Ignored = False
+    samplers: Ignored = False
     service_tier: Ignored = False
     timings_per_token: Ignored = False
     verbosity: Ignored = False
@@ -214,6 +218,8 @@ class _Templated(Body):
         return Rendering(opens, self.continue_final_message, self.chat_template_kwargs or {})
 
 
+_LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
+"""Names of the limit of an answer's tokens."""
 _CHOSEN = {"function": "tool_choice.function.name", "allowed_tools": "tool_choice.allowed_tools.tools"}
 
 
@@ -223,6 +229,9 @@ class ChatRequest(Generation, _Templated):
     messages: Annotated[list[AskedMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=-1, description="-1 is the rest of the context.")
     max_tokens: int | None = Field(None, ge=-1, description="The older name of max_completion_tokens.")
+    n_predict: int | None = Field(
+        None, ge=-1, description="llama.cpp's name of max_completion_tokens. 0 asks for one token too."
+    )
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
@@ -234,17 +243,22 @@ class ChatRequest(Generation, _Templated):
 
     @field_validator("max_tokens", "max_completion_tokens")
     @classmethod
-    def _minus_one_is_the_rest(cls, value: int | None) -> int | None:
+    def _is_not_zero(cls, value: int | None) -> int | None:
         if value == 0:
             raise ValueError("should be at least 1, or -1 for the rest of the context")
+        return value
+
+    @field_validator(*_LIMITS)
+    @classmethod
+    def _minus_one_is_the_rest(cls, value: int | None) -> int | None:
         return None if value == -1 else value
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: needs logprobs=true")
-        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
-            raise ValueError("max_tokens: is the older name of max_completion_tokens; give one of them")
+        if len({getattr(self, name) for name in _LIMITS} - {None}) > 1:
+            raise ValueError("max_tokens: is another name of max_completion_tokens and n_predict; give one of them")
         if self.response_format is not None and self.structured_outputs is not None:
             raise ValueError("structured_outputs: response_format is given too; give one of them")
         if self.tools is not None and self.structured_outputs is not None:
@@ -278,8 +292,14 @@ class ChatRequest(Generation, _Templated):
         return choice == "required" or isinstance(choice, NamedTool)
 
     @property
+    def limit_name(self) -> str:
+        """The field that limits the answer's tokens, by the name that the client uses."""
+        return next((name for name in _LIMITS if getattr(self, name) is not None), "max_tokens")
+
+    @property
     def limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        limit: int | None = getattr(self, self.limit_name)
+        return limit
 
 
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]

@@ -121,7 +121,7 @@ class Serving:
         """
         choices = RunningChoices(self.engine, wanted, self.latencies, places)
         record = request.state.record
-        record |= {"model": body.model, "stream": body.stream, "choices": len(wanted)}
+        record |= {"model": self.settings.model, "stream": body.stream, "choices": len(wanted)}
         record |= {"prompt_tokens": sum(len(one.prompt) for one in wanted)} | ({"user": body.user} if body.user else {})
         if self.log.prompts:
             record["request"] = body.model_dump(exclude_unset=True, by_alias=True)

@@ -160,8 +160,8 @@ def names_of(
     names = dict(own)
     if not isinstance(body, CompletionRequest) and body.messages is not None:
         names["prompt"] = "messages"
-    if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
+    if isinstance(body, ChatRequest):
+        names["max_tokens"] = body.limit_name
     if isinstance(body, Generation):
         tools = isinstance(body, ChatRequest) and body.tools is not None and body.tool_choice != "none"
         names["grammar"] = "tools" if tools else _grammar(body)[0]
@@ -190,8 +190,8 @@ async def _encoded(
 
 
 def check_model(model: str, settings: Settings) -> None:
-    """Refuse another model than the one that is served."""
-    if model != settings.model:
+    """Refuse another model than the one that is served. An empty name means that one, as editors send it."""
+    if model not in ("", settings.model):
         message = f"model: {printable(model, 100)} is not served here; ask for {settings.model}"
         raise ApiError(404, message, code="model_not_found", param="model")
 

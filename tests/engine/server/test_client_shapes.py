@@ -100,6 +100,19 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "stream": True,
         },
     ),
+    "llama.vim's instruction": (
+        CHAT,
+        {
+            "model": "",
+            "messages": [{"role": "user", "content": "Rename it."}],
+            "id_slot": 1,
+            "min_p": 0.1,
+            "temperature": 0.1,
+            "samplers": ["min_p", "temperature"],
+            "cache_prompt": True,
+            "stream": True,
+        },
+    ),
     "llama.vim's": ("/v1/completions", {"prompt": "def f(", "suffix": "): pass", "temperature": 0.1, "stream": True}),
 }
 
@@ -131,6 +144,16 @@ def strict_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_clients_request_is_answered_where_the_template_is_strict(strict_server: ServerProcess, name: str) -> None:
     check_answered(strict_server, name)
+
+
+def test_llama_vims_warming_up_for_an_instruction_is_answered_and_its_fields_are_named(
+    tool_server: ServerProcess,
+) -> None:
+    fields = {"id_slot": 1, "samplers": [], "cache_prompt": True, "response_fields": [""]}
+    said = [{"role": "user", "content": "Rename it."}]
+    answer = tool_server.ask(CHAT, model="", messages=said, n_predict=0, **fields)
+    assert answer["metrics"]["ignored"] == sorted(fields)
+    assert (answer["model"], answer["usage"]["completion_tokens"]) == ("tiny", 1)
 
 
 def test_claude_codes_next_conversation_finds_its_system_text_and_tools(tool_server: ServerProcess) -> None:

@@ -97,6 +97,10 @@ def test_a_text_that_ends_the_answer_is_named(tool_server: ServerProcess) -> Non
     assert found["content"] == text.partition(stop)[0]
 
 
+def test_an_empty_name_is_the_model_that_is_served(tool_server: ServerProcess) -> None:
+    assert infill(tool_server, model="")["model"] == "tiny"
+
+
 @pytest.mark.parametrize(
     ("more", "named"),
     [

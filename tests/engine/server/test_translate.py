@@ -89,6 +89,7 @@ async def test_stop_tokens_a_top_p_of_zero_and_a_top_k_of_minus_one_reach_the_en
         (TokenizeRequest.model_validate({"messages": HI}), "prompt: is empty", "messages"),
         (chat(max_tokens=9), "max_tokens=9: is over", "max_tokens"),
         (chat(max_completion_tokens=9), "max_tokens=9: is over", "max_completion_tokens"),
+        (chat(n_predict=9), "max_tokens=9: is over", "n_predict"),
         (chat(response_format={"type": "json_object"}), "grammar: needs llguidance", "response_format"),
         (chat(response_format=SCHEMA), "grammar.json_schema: no", "response_format.json_schema.schema"),
         (chat(structured_outputs={"json": {}}), "grammar.json_schema: no", "structured_outputs.json"),
@@ -133,7 +134,7 @@ async def test_a_prompt_over_the_servers_own_limit_has_it_too() -> None:
     ("asked", "taken", "strictly"), [(3, 3, 3), (9, 7, 9), (10**12, 7, 10**12), (-1, 7, 7), (None, 7, 7)]
 )
 async def test_a_limit_beyond_the_context_means_the_rest_of_it(asked: Any, taken: int, strictly: int) -> None:
-    for field in ("max_tokens", "max_completion_tokens"):
+    for field in ("max_tokens", "max_completion_tokens", "n_predict"):
         (choice,) = await choices_of(chat(**{field: asked}), Settings("m"))
         assert choice.sampling.max_tokens == taken
     (choice,) = await choices_of(chat(max_tokens=asked), Settings("m", clamp_max_tokens=False))
