@@ -81,11 +81,12 @@ class MessagesRenderer(Renderer):
 
     def _usage(self, result: Result) -> dict[str, int]:
         """Return the tokens of the prompt and the answer. What the prefix cache had, and the whole blocks that it has
-        from now on, are not among `input_tokens`.
+        from now on, are not among `input_tokens`. The prompt's last token always is: it is read for every answer, and
+        Claude Code takes a count of 0 for a missing one.
         """
         prompt = len(self._wanted.prompt)
-        found = min(result.metrics.cached_tokens, prompt)
-        kept = max(0, prompt // BLOCK_SIZE * BLOCK_SIZE - found)
+        found = min(result.metrics.cached_tokens, prompt - 1)
+        kept = max(0, (prompt - 1) // BLOCK_SIZE * BLOCK_SIZE - found)
         cached = dict(zip(_CACHED, (kept, found), strict=True))
         return {"input_tokens": prompt - found - kept, "output_tokens": len(result.token_ids), **cached}
 

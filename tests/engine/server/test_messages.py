@@ -113,8 +113,17 @@ def test_what_the_prefix_cache_had_is_told_apart_from_what_was_read(tool_server:
     again = last["usage"]
     assert first["cache_creation_input_tokens"] % 16 == 0 < first["cache_creation_input_tokens"]
     assert again["cache_read_input_tokens"] > 200 > first["cache_read_input_tokens"]
-    assert max(usage["input_tokens"] for usage in (first, again)) < 16
+    assert max(usage["input_tokens"] for usage in (first, again)) <= 16
     assert read_tokens(first) == read_tokens(again)
+
+
+def test_a_stream_of_a_prompt_of_whole_blocks_ends_with_a_count_of_its_tokens(tool_server: ServerProcess) -> None:
+    short = {"messages": [{"role": "user", "content": "y"}]}
+    more = {"messages": [{"role": "user", "content": "y" * (1 + -counted(tool_server, **short) % 16 + 32)}]}
+    for _ in range(2):  # nothing of it is in the cache, and all that can be
+        begun, *_, last, _ = events(tool_server, asked(max_tokens=1, **more))
+        assert (begun["message"]["usage"]["input_tokens"] % 16, last["usage"]["input_tokens"]) == (0, 16)
+        assert read_tokens(last["usage"]) == read_tokens(begun["message"]["usage"])
 
 
 def test_a_prompt_that_does_not_fit_is_counted_and_refused_in_the_words_that_anthropics_clients_read(
