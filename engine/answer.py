@@ -99,7 +99,7 @@ class Answer:
     def add(self, round_: Tokens) -> Piece:
         """Add a round, and return its piece; tokens after a stop string are dropped. As in vLLM, stop strings that end
         within the first `min_tokens` tokens do not count; each token decides for itself, so the rounds' lengths do not
-        matter.
+        matter. A stop string that is the text of the end token changes nothing: the answer has ended by itself.
         """
         self.last_s = time.perf_counter()
         self.first_s = self.first_s or self.last_s
@@ -111,7 +111,8 @@ class Answer:
             if token in self.sampling.stop_token_ids:  # a stop token is the last one, and no part of the text
                 break
             if self.text.push(token, may_stop=len(self.token_ids) > self.sampling.min_tokens):
-                self.finish_reason = "stop"
+                ended = round_.finish_reason == "eos" and token in self.target.eos_tokens
+                self.finish_reason = "eos" if ended else "stop"
                 break
         new = len(self.token_ids) - known
         return Piece(
@@ -151,7 +152,7 @@ class Answer:
             [source_name(bits) for round_ in self.rounds for bits in round_.sources][:kept],
             None if self.sampling.logprobs is None else [t for r in self.rounds for t in r.logprobs][:kept],
             None if self.sampling.prompt_logprobs is None else [None, *first.prompt_logprobs],
-            self.text.stop_text,
+            self.text.stop_text if self.finish_reason == "stop" else "",
         )
 
     def _busy_us(self) -> int:

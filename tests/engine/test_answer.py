@@ -47,6 +47,19 @@ def test_the_stop_string_that_ended_an_answer_is_named_whatever_tokens_came_befo
     assert (answer.result().finish_reason, answer.result().stop_text) == ("stop", "bc")
 
 
+def test_an_answer_whose_end_token_is_a_stop_string_too_has_ended_by_itself() -> None:
+    end, *_ = TOKENIZER("<|end|>")["input_ids"]
+    for brought, reason, ending in (
+        ("ab<|end|>", "eos", ("eos", "")),
+        ("ab<|end|>", None, ("stop", "<|end|>")),  # the end token is ignored
+        ("ab<|user|>c<|end|>", "eos", ("stop", "<|user|>")),
+    ):
+        stops = TextStream(TOKENIZER, ("<|end|>", "<|user|>"))
+        answer = Answer(stops, 1, 0.0, Ready(eos_tokens=(end,)), SamplingParams())
+        assert answer.add(round_of(brought, reason)).text == answer.result().text == "ab"
+        assert (answer.result().finish_reason, answer.result().stop_text) == ending
+
+
 def test_a_verifier_that_was_replaced_counts_its_busy_time_from_nothing() -> None:
     answer = Answer(TextStream(TOKENIZER), 1, 0.0, Ready(), SamplingParams())
     for text, at_us, busy_us in (("a", 0, 50), ("b", 100, 110), ("c", 200, 5), ("d", 300, 65)):

@@ -209,6 +209,11 @@ def test_tokens_are_counted_as_an_answers_prompt_has_them(tool_server: ServerPro
     assert tokens - shorter > 150, "a byte is a token"
 
 
+def test_the_end_of_a_turn_as_a_stop_sequence_leaves_a_call_finished(tool_server: ServerProcess) -> None:
+    body = post(tool_server, asked(tools=TOOLS, tool_choice=CALL, stop_sequences=["<|end|>"])).json()
+    assert (body["stop_reason"], body["stop_sequence"]) == ("tool_use", None)
+
+
 def test_a_stop_sequence_is_named(tool_server: ServerProcess) -> None:
     text = post(tool_server, asked(max_tokens=40)).json()["content"][0]["text"]
     body = post(tool_server, asked(max_tokens=40, stop_sequences=["\0", text[4]])).json()

@@ -79,6 +79,15 @@ def test_the_chunks_of_a_stream_add_up_to_the_whole_answer(client: Any, choice: 
         assert [reason for reason in reasons if reason] == reasons[-1:]
 
 
+def test_a_call_is_finished_where_the_end_of_a_turn_is_a_stop_text(client: Any) -> None:
+    """As Continue sends it. The end token comes as soon as it may."""
+    ending = {"tool_choice": "required", "logit_bias": {"0": 100}}
+    whole, chunks = streamed(client, **ending, stop=["<|end|>"])
+    assert said(whole.choices[0]) == said(choice_of(client, **ending, stop=["<|end|>"]))
+    assert said(whole.choices[0]) == said(choice_of(client, **ending))
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
 def test_an_answer_that_may_call_nothing_is_text(client: Any) -> None:
     message = choice_of(client, tool_choice="none", max_tokens=8).message
     assert message.tool_calls is None and message.content
