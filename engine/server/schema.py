@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from engine.core.params import LONGEST_STOP, MOST_STOPS
-from engine.server.body import Body, Ignored
+from engine.server.body import Body, Ignored, SentBack
 from engine.server.tools.schema import AllowedTools, AskedCall, AskedTool, AskedToolChoice, NamedTool
 from engine.text.chat import Rendering
 
@@ -39,6 +39,7 @@ class AskedMessage(Body):
     tool_calls: list[AskedCall] | None = Field(None, description="Of the assistant: what it has called.")
     tool_call_id: str | None = Field(None, description="Of a tool: the call that this is the result of.")
     reasoning_content: str | None = Field(None, description="Of the assistant, for templates that show it.")
+    parsed: SentBack = False
     cache_control: Ignored = False
     provider_specific_fields: Ignored = Field(False, description="LiteLLM's, of an answer that it had before.")
 

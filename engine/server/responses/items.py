@@ -23,6 +23,7 @@ class ContentText(Body):
     text: str
     annotations: SentBack = False
     logprobs: SentBack = False
+    parsed: SentBack = False
 
 
 class UnreadPart(Body):

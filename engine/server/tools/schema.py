@@ -86,6 +86,7 @@ class CalledFunction(Body):
 
     name: ToolName
     arguments: str
+    parsed_arguments: SentBack = False
 
     @field_validator("arguments")
     @classmethod

@@ -235,6 +235,12 @@ def test_an_answer_is_parsed_as_a_model_of_pydantic_whole_and_streamed(client: o
         assert events.get_final_completion().choices[0].message.parsed == choice.message.parsed
 
 
+def test_a_message_that_the_client_has_parsed_can_be_sent_back(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(model="tiny", messages=HI, response_format=Person, seed=1)
+    message = answer.choices[0].message
+    assert message.parsed is not None and chat(client, messages=[*HI, message, *HI], max_tokens=1).choices
+
+
 def test_an_answer_is_one_of_the_choices(client: openai.OpenAI) -> None:
     body = {"structured_outputs": {"choice": ["red", "blue (dark)"]}}
     assert {text_of(client, extra_body=body, seed=seed) for seed in range(6)} <= {"red", "blue (dark)"}

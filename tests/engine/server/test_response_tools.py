@@ -269,6 +269,13 @@ def test_chat_knows_allowed_tools_too(tool_server: ServerProcess) -> None:
     assert error["param"] == "tool_choice.allowed_tools.tools"
 
 
+def test_items_that_the_client_has_parsed_can_be_sent_back() -> None:
+    part = {"type": "output_text", "text": "{}", "annotations": [], "parsed": {"a": 1}}
+    items = [{"role": "assistant", "content": [part]}, HISTORY[1] | {"parsed_arguments": {"a": 1}}]
+    body = body_of(input=items)
+    assert body.ignored == [] and "parsed" not in str(conversation_of(body.input))
+
+
 @pytest.mark.parametrize(
     ("more", "named"),
     [

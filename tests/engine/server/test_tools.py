@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from tests.engine.server.process import ServerProcess
 from tests.engine.server.tool_model import WEATHER, tool
@@ -59,6 +60,19 @@ def test_a_named_tool_is_called_with_arguments_of_its_schema_and_streams_them_in
     assert [bool(one.id) for one in deltas] == [True] + [False] * (len(deltas) - 1) and len(deltas) > 2
     assert [one.function.name for one in deltas if one.function.name] == ["weather"]
     assert {one.index for one in deltas} == {0}
+
+
+class Weather(BaseModel):
+    sunny: bool
+
+
+def test_a_call_that_the_client_has_parsed_can_be_sent_back(client: Any) -> None:
+    parsing = asked(tools=[openai.pydantic_function_tool(Weather, name="weather")])
+    message = client.chat.completions.parse(**parsing).choices[0].message
+    (call,) = message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "clear"}
+    assert choice_of(client, messages=[*HI, message, result], tool_choice="none", max_tokens=3).message.content
 
 
 def test_one_of_the_tools_is_called_where_one_is_required(client: Any) -> None:
