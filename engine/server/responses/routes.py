@@ -20,9 +20,9 @@ from engine.server.responses.schema import ResponsesRequest
 from engine.server.responses.store import ResponseStore
 from engine.server.responses.translate import Message, chat_fields, client_names, conversation_of
 from engine.server.serving import Serving
+from engine.server.tools.arguments import read_arguments
 from engine.server.tools.blocks import Block
 from engine.server.tools.calling import Calling
-from engine.server.tools.schema import is_object
 from engine.server.translate import ChoiceRequest, chat_request
 
 
@@ -80,6 +80,6 @@ def _answered(blocks: Sequence[Block]) -> list[Message]:
     calls = [
         {"id": block.call_id, "function": {"name": block.name, "arguments": block.text}}
         for block in blocks
-        if block.kind == "call" and is_object(block.text)
+        if block.kind == "call" and block.text and read_arguments(block.text) is not None
     ]
     return [{"role": "assistant", "content": text, "tool_calls": calls, "reasoning_content": thought or None}]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from engine.server.body import Body, Ignored, SentBack
+from engine.server.tools.arguments import read_arguments
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
@@ -73,27 +74,23 @@ class AllowedTools(Body):
 AskedToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
 
 
-def is_object(text: str) -> bool:
-    """Return whether this is the text of a JSON object."""
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
 class CalledFunction(Body):
-    """The function of an earlier call. arguments: the text of a JSON object; empty: none."""
+    """The function of an earlier call. arguments: the text of a JSON object; empty: none. It may be any text: an answer
+    may have been cut off within it, and a refusal would come back with every later turn.
+    """
 
     name: ToolName
     arguments: str
     parsed_arguments: SentBack = False
 
-    @field_validator("arguments")
-    @classmethod
-    def _is_an_object(cls, value: str) -> str:
-        if not is_object(value or "{}"):
-            raise ValueError("should be the text of a JSON object")
-        return value
+    @cached_property
+    def read(self) -> dict[str, Any] | None:
+        """The arguments as an object, None if the text spells none."""
+        return read_arguments(self.arguments)
+
+    @property
+    def ignored(self) -> list[str]:
+        return [*super().ignored, *(["arguments"] if self.read is None else [])]
 
 
 class AskedCall(Body):
@@ -107,6 +104,6 @@ class AskedCall(Body):
     provider_specific_fields: Ignored = False
 
     def plain(self) -> dict[str, Any]:
-        """Return the call as chat templates take it."""
-        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
+        """Return the call as chat templates take it: arguments that are no object are an empty one."""
+        function = {"name": self.function.name, "arguments": self.function.read or {}}
         return {"id": self.id, "type": "function", "function": function}

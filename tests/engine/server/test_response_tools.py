@@ -269,6 +269,14 @@ def test_chat_knows_allowed_tools_too(tool_server: ServerProcess) -> None:
     assert error["param"] == "tool_choice.allowed_tools.tools"
 
 
+def test_a_call_that_was_cut_off_can_be_sent_back(tool_server: ServerProcess) -> None:
+    (call,) = post(tool_server, tools=[WEATHER_TOOL], max_output_tokens=60, **ONE_CALL)["output"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "It was cut off."}
+    told = [{"role": "user", "content": "Weather?"}, call, result]
+    assert call["status"] == "incomplete" and body_of(input=told).ignored == ["arguments"]
+    assert post(tool_server, tools=[WEATHER_TOOL], input=told, max_output_tokens=4)["output"]
+
+
 def test_items_that_the_client_has_parsed_can_be_sent_back() -> None:
     part = {"type": "output_text", "text": "{}", "annotations": [], "parsed": {"a": 1}}
     items = [{"role": "assistant", "content": [part]}, HISTORY[1] | {"parsed_arguments": {"a": 1}}]

@@ -113,6 +113,14 @@ def test_a_call_that_is_cut_off_ends_by_its_length(client: Any) -> None:
     assert choice.finish_reason == "length" and call.function.arguments.startswith("{")
 
 
+def test_a_call_that_was_cut_off_can_be_sent_back(client: Any) -> None:
+    message = choice_of(client, max_tokens=60).message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "It was cut off."}
+    more = {"messages": [*HI, message, result], "tool_choice": "none", "max_tokens": 3}
+    answer = client.chat.completions.create(**asked(**more))
+    assert answer.choices[0].message.content and answer.metrics["ignored"] == ["arguments"]
+
+
 def test_a_structured_answer_and_tools_go_together(client: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema | {"additionalProperties": False}}}
