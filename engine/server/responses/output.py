@@ -27,8 +27,8 @@ class OutputItems:
         self._inputs: dict[int, InputReader] = {}
         """The reader of what has arrived, for each call of a tool that takes a text."""
 
-    def events(self, change: Change) -> list[Chunk]:
-        """Return the events of a change."""
+    def events(self, change: Change, ending: str = "completed") -> list[Chunk]:
+        """Return the events of a change. ending: the status of an item that ends with it."""
         block, place = change.block, {"output_index": change.block.number}
         kind = self._kind(block)
         at = {"item_id": self._id(block), **place}
@@ -48,7 +48,7 @@ class OutputItems:
         done: list[Chunk] = [] if kind == SHELL else [{"type": f"{name}.done", **inner, **self._said(block), **more}]
         if block.kind != "call":
             done.append({"type": "response.content_part.done", **inner, "part": _part(block)})
-        return [*done, {"type": "response.output_item.done", **place, "item": self.whole(block, "completed")}]
+        return [*done, {"type": "response.output_item.done", **place, "item": self.whole(block, ending)}]
 
     def whole(self, block: Block, status: str) -> dict[str, Any]:
         """Return the item as it is now."""

@@ -84,7 +84,8 @@ class ResponsesRenderer(Renderer):
         return self._events(self._blocks.add(self._answer.feed(piece.text)))
 
     def closing(self, choice: int, result: Result) -> list[Chunk]:
-        return self._events([*self._blocks.add(self._answer.end()), *self._blocks.end()])
+        rest = self._events(self._blocks.add(self._answer.end()))
+        return [*rest, *self._events(self._blocks.end(), self._ending(result))]
 
     def ending(self, results: Sequence[Result]) -> list[Chunk]:
         response = self._complete(results[0])
@@ -105,15 +106,18 @@ class ResponsesRenderer(Renderer):
         return named_event({**chunk, "sequence_number": self._sent - 1})
 
     def _complete(self, result: Result) -> dict[str, Any]:
-        cut = self._answer.reason(result) == "length"
-        blocks = self._blocks.all
-        statuses = ["completed"] * (len(blocks) - 1) + ["incomplete" if cut else "completed"]
+        ending, blocks = self._ending(result), self._blocks.all
+        statuses = [*["completed"] * (len(blocks) - 1), ending]
         items = [self._items.whole(block, status) for block, status in zip(blocks, statuses, strict=False)]
-        response = self._head.response("incomplete" if cut else "completed", items, self._usage(result))
-        if cut:
+        response = self._head.response(ending, items, self._usage(result))
+        if ending == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         self._completed(response, blocks)
         return response
+
+    def _ending(self, result: Result) -> str:
+        """Return the status of the response and of its last item."""
+        return "incomplete" if self._answer.reason(result) == "length" else "completed"
 
     def _usage(self, result: Result) -> dict[str, Any]:
         prompt, answer = len(self._wanted.prompt), len(result.token_ids)
@@ -129,8 +133,9 @@ class ResponsesRenderer(Renderer):
             "total_tokens": prompt + answer,
         }
 
-    def _events(self, changes: Iterable[Change]) -> list[Chunk]:
-        return [event for change in changes for event in self._items.events(change)]
+    def _events(self, changes: Iterable[Change], ending: str = "completed") -> list[Chunk]:
+        """Return the events of changes. ending: the status of an item that ends with them."""
+        return [event for change in changes for event in self._items.events(change, ending)]
 
 
 def _echo(body: ResponsesRequest) -> dict[str, Any]:

@@ -70,6 +70,13 @@ def test_the_events_of_a_stream_add_up_to_the_whole_response(client: Any, more: 
         jsonschema.validate(json.loads(item.arguments), WEATHER)
 
 
+@pytest.mark.parametrize("more", [{}, {"tools": TOOLS, "tool_choice": CALL, "max_output_tokens": 60}])
+def test_the_item_in_which_a_stream_was_cut_off_ends_incomplete(client: Any, more: dict[str, Any]) -> None:
+    events = list(client.responses.create(**asked(max_output_tokens=9) | more, stream=True))
+    (done,) = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done.status == "incomplete" and [done] == events[-1].response.output
+
+
 def test_a_response_that_was_cut_off_behind_an_inner_brace_of_a_call_can_be_gone_on_from(client: Any) -> None:
     city = {"properties": {"city": {"enum": ["Rome"]}}, "required": ["city"], "additionalProperties": False}
     place = {"type": "object", **city}
