@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from engine.core.batch import BLOCK_SIZE
 from engine.server.answers import Chunk, JsonObject, named_event
 from engine.server.errors import ApiError, anthropic_error
 from engine.server.render import Renderer
+from engine.server.tools.arguments import read_arguments
 from engine.server.tools.blocks import Block, Blocks, Change
 from engine.server.tools.calling import Calling
 from engine.server.tools.message import ChatAnswer
@@ -109,18 +109,10 @@ def _begun(block: Block) -> dict[str, Any]:
 
 def _whole(block: Block) -> dict[str, Any]:
     if block.kind == "call":
-        return {**_begun(block), "input": _input(block.text)}
+        # arguments that were cut off, or that cannot be read, are none
+        return {**_begun(block), "input": read_arguments(block.text) or {}}
     return {**_begun(block), "thinking": block.text} if block.kind == "reasoning" else _plain(block.text)
 
 
 def _plain(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
-
-
-def _input(text: str) -> dict[str, Any]:
-    """Return the arguments; none if the answer was cut off within them."""
-    try:
-        arguments: dict[str, Any] = json.loads(text or "{}")
-    except ValueError:
-        return {}
-    return arguments

@@ -27,6 +27,7 @@ from engine.server.responses.tools import (
     NamedToolChoice,
     NamespaceTool,
 )
+from engine.server.tools.arguments import read_arguments
 
 SHELL = "local_shell"
 INPUT = "input"  # the argument of a tool that takes a text
@@ -176,10 +177,7 @@ class InputReader:
 
 
 def shell_action(arguments: str) -> dict[str, Any]:
-    """Return the action of a call of the client's shell; no command where the answer was cut off within it."""
+    """Return the action of a call of the client's shell; no command where that was cut off or cannot be read."""
     usual: dict[str, Any] = {"type": "exec", "command": [], "env": {}, "timeout_ms": None, "user": None}
     usual["working_directory"] = None
-    try:
-        return {**usual, **json.loads(arguments)}
-    except ValueError:
-        return usual
+    return {**usual, **(read_arguments(arguments) or {})}

@@ -53,13 +53,15 @@ class AskedSchema:
         return cls(path, schema, followed, left_out, [f"{_holder(path)}: {keyword}" for keyword in keywords])
 
     def differences(self, value: Any) -> list[str]:
-        """Return the keywords that a value does not follow, without the client's names, or why none is named."""
+        """Return the keywords that a value does not follow, without the client's names, or why none is named. Raises
+        nothing: the answer is complete by then.
+        """
         if not self.left_out:
             return []
         holder = _holder(self.path)
-        if (steps := steps_of(self.whole, value)) is None:
-            return [f"{holder}: {_NOT_COMPARED}"]
         try:
+            if (steps := steps_of(self.whole, value)) is None:
+                return [f"{holder}: {_NOT_COMPARED}"]
             text = json.dumps(self.whole)
             validator = (_remembered if len(text) <= _MOST_KEPT else _validator)(text)
             if validator.is_valid(value):
@@ -67,7 +69,7 @@ class AskedSchema:
             if steps * len(json.dumps(value)) > _MOST_NAMED:
                 return [f"{holder}: not followed"]
             keywords = dict.fromkeys(error.kind.name for error in validator.iter_errors(value))
-        except (ValueError, RecursionError):  # the error's words may be the schema's
+        except Exception:  # the error's words may be the schema's
             return [f"{holder}: {_NOT_COMPARED}"]
         return [f"{holder}: {keyword}" for keyword in keywords]
 

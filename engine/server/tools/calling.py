@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +11,7 @@ from engine.core.grammar import JSON_WHITESPACE, Grammar
 from engine.sampling.matcher import check
 from engine.server.errors import ApiError, field_of
 from engine.server.schema import ChatRequest, JsonObjectFormat, JsonSchemaFormat
+from engine.server.tools.arguments import read_json
 from engine.server.tools.asked_schema import AskedSchema
 from engine.server.tools.message import ChatAnswer
 from engine.server.tools.schema import AskedTool, NamedTool
@@ -177,8 +177,9 @@ def _answer(body: ChatRequest, names: ClientNames) -> tuple[AskedSchema | None, 
 
 
 def _differences(schema: AskedSchema, text: str) -> list[str]:
-    """Return the keywords that a value does not follow; none if it was cut off."""
+    """Return the keywords that a value does not follow; none if it was cut off, or cannot be read."""
     try:
-        return schema.differences(json.loads(text))
+        value = read_json(text)
     except ValueError:
         return []
+    return schema.differences(value)

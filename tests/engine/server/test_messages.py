@@ -8,12 +8,24 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.responses import JSONResponse
 
+from engine.answer import Answer
+from engine.core.params import SamplingParams
 from engine.server.messages.billing import BILLING_LINE
+from engine.server.messages.render import MessagesRenderer
 from engine.server.messages.schema import MessagesRequest
 from engine.server.messages.translate import chat_fields
+from engine.server.tools.calling import Calling
+from engine.server.translate import ChoiceRequest, chat_request
+from engine.text.answer_format import AnswerFormat
+from engine.text.stream import TextStream
+from engine.wire.messages import Ready
+from tests.conftest import tiny_tokenizer
 from tests.engine.server.process import KEY, ServerProcess
+from tests.engine.server.test_tool_message import HERMES
 from tests.engine.server.tool_model import WEATHER
+from tests.engine.test_answer import round_of
 
 jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema")
 
@@ -209,11 +221,6 @@ def test_tokens_are_counted_as_an_answers_prompt_has_them(tool_server: ServerPro
     assert tokens - shorter > 150, "a byte is a token"
 
 
-def test_the_end_of_a_turn_as_a_stop_sequence_leaves_a_call_finished(tool_server: ServerProcess) -> None:
-    body = post(tool_server, asked(tools=TOOLS, tool_choice=CALL, stop_sequences=["<|end|>"])).json()
-    assert (body["stop_reason"], body["stop_sequence"]) == ("tool_use", None)
-
-
 def test_a_stop_sequence_is_named(tool_server: ServerProcess) -> None:
     text = post(tool_server, asked(max_tokens=40)).json()["content"][0]["text"]
     body = post(tool_server, asked(max_tokens=40, stop_sequences=["\0", text[4]])).json()
@@ -245,6 +252,30 @@ def test_what_is_wrong_is_refused_in_anthropics_form(tool_server: ServerProcess,
     # which lets the client's tool runner go on without a thread
     details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     assert error.get("details") == (details if named == "thread" else None)
+
+
+def told(arguments: str, *stops: str) -> dict[str, Any]:
+    """The message of an answer that called a tool, and ended with its end token."""
+    calling = Calling.of(
+        chat_request(chat_fields(MessagesRequest(**asked(tools=TOOLS)))), AnswerFormat(HERMES, None, {})
+    )
+    renderer = MessagesRenderer("tiny", [ChoiceRequest([1], SamplingParams())], calling)
+    answer = Answer(TextStream(tiny_tokenizer(), stops), 1, 0.0, Ready(eos_tokens=(0,)), SamplingParams())
+    text = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
+    answer.add(round_of(f"{text}<|end|>", "eos"))
+    message: dict[str, Any] = json.loads(JSONResponse(renderer.whole([answer.result()]).model_dump()).body)
+    return message
+
+
+def test_the_end_of_a_turn_as_a_stop_sequence_leaves_a_call_finished() -> None:
+    message = told("{}", "<|end|>")
+    assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
+
+
+@pytest.mark.parametrize("value", ["1e999", "[" * 900 + "]" * 900, "[" * 5000], ids=len)
+def test_a_call_whose_arguments_cannot_be_read_has_none(value: str) -> None:
+    (block,) = told(f'{{"days": {value}}}')["content"]
+    assert (block["type"], block["name"], block["input"]) == ("tool_use", "weather", {})
 
 
 def test_a_key_may_come_in_anthropics_header(one_place: ServerProcess) -> None:

@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from engine.server.responses import functions
-from engine.server.responses.functions import InputReader, shown_tools
+from engine.server.responses.functions import InputReader, shell_action, shown_tools
 from engine.server.responses.lark import pattern_of
 from engine.server.responses.routes import add_responses
 from engine.server.responses.schema import ResponsesRequest
@@ -165,6 +165,12 @@ def test_a_command_for_the_clients_shell_comes_back_as_its_action(tool_server: S
     assert item["type"] == "local_shell_call" and item["action"]["type"] == "exec"
     assert not [one for one in found if one["type"].endswith(".delta")]
     assert [one["item"]["id"] for one in found if one["type"].startswith("response.output_item")] == [item["id"]] * 2
+
+
+@pytest.mark.parametrize("timeout", ["1e999", "[" * 5000 + "]" * 5000, "1"], ids=len)
+def test_a_command_that_cannot_be_read_is_none(timeout: str) -> None:
+    action = shell_action(f'{{"command": ["ls"], "timeout_ms": {timeout}}}')
+    assert (action["command"], action["timeout_ms"]) == ((["ls"], 1) if timeout == "1" else ([], None))
 
 
 def test_tools_that_are_not_here_are_left_out_and_the_log_says_so(tool_server: ServerProcess) -> None:

@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 
+from engine.server.schema import ChatRequest
+from engine.server.tools import asked_schema
 from engine.server.tools.asked_schema import AskedSchema
+from engine.server.tools.calling import Calling
+from engine.text.answer_format import AnswerFormat
 from tests.engine.server.process import ServerProcess
+from tests.engine.server.test_tool_message import HERMES
 from tests.engine.server.tool_model import tool
 
 SCHEMA: dict[str, Any] = {
@@ -132,6 +137,23 @@ def test_a_finished_value_is_compared_with_the_whole_schema(schema: Any, value: 
     if isinstance(schema.get("items"), list):
         schema = {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
     assert AskedSchema.of("s", schema, None).differences(value) == [f"s: {keyword}" for keyword in keywords]
+
+
+@pytest.mark.parametrize("value", ["1e999", "[" * 5000 + "]" * 5000, "[" * 5000], ids=len)
+def test_a_value_that_cannot_be_read_is_not_compared(value: str) -> None:
+    text = f'<tool_call>\n{{"name": "weather", "arguments": {{"a": {value}}}}}\n</tool_call>'
+    parameters = {"type": "object", "properties": {"a": {"uniqueItems": True}}, "not": {}}
+    asked = ChatRequest.model_validate({"model": "m", "messages": SAID, "tools": [tool(parameters=parameters)]})
+    calling = Calling.of(asked, AnswerFormat(HERMES, None, {}))
+    assert calling.left_out and calling.differences(text, thinking=False) == []
+
+
+def test_an_error_of_the_comparison_is_none_of_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(schema: str) -> None:
+        raise OverflowError(schema)
+
+    monkeypatch.setattr(asked_schema, "_remembered", fails)
+    assert AskedSchema.of("s", {"not": {}}, None).differences(1) == [UNCOMPARED]
 
 
 def test_a_schema_that_refers_elsewhere_or_is_hostile_costs_little() -> None:
