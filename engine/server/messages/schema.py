@@ -222,7 +222,9 @@ class ToolUse(Body):
 
 
 class Thinking(Body):
-    """Whether to reason, for chat templates with the variable enable_thinking. The budget changes nothing."""
+    """Whether to reason, for chat templates with the variable enable_thinking. Without it there is no reasoning. The
+    budget changes nothing.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     block_binding: Ignored = False

@@ -34,8 +34,8 @@ def chat_fields(body: CountRequest) -> dict[str, Any]:
         named = {"type": "function", "function": {"name": choice.name}}
         fields["tool_choice"] = named if choice.type == "tool" else _CHOICES[choice.type]
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    if body.thinking is not None:
-        fields["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    thinks = body.thinking is not None and body.thinking.type != "disabled"
+    fields["chat_template_kwargs"] = {"enable_thinking": thinks}
     if body.output_config is not None and body.output_config.format is not None:
         schema = {"name": "answer", "schema": body.output_config.format.schema_, "strict": True}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}

@@ -20,6 +20,7 @@ from engine.server.tools.calling import Calling
 from engine.server.translate import ChoiceRequest, chat_request
 from engine.text.answer_format import AnswerFormat
 from engine.text.stream import TextStream
+from engine.text.template import render_template
 from engine.wire.messages import Ready
 from tests.conftest import tiny_tokenizer
 from tests.engine.server.process import KEY, ServerProcess
@@ -210,6 +211,21 @@ def test_the_prompt_has_a_text_where_a_result_is_no_text() -> None:
         "The tool weather can be called.",
     ]
     assert [one["function"]["name"] for one in fields["tools"]] == ["weather"]
+
+
+QWEN3 = "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+"""The end of a template that reasons unless it is told not to."""
+
+
+@pytest.mark.parametrize(
+    ("thinking", "thinks"), [(None, False), ("disabled", False), ("enabled", True), ("adaptive", True)]
+)
+def test_there_is_no_reasoning_unless_it_is_asked_for(thinking: str | None, thinks: bool) -> None:
+    body = MessagesRequest.model_validate(asked(thinking=None if thinking is None else {"type": thinking}))
+    chat = chat_request(chat_fields(body))
+    said = [message.plain() for message in chat.messages]
+    text = render_template(QWEN3, said, None, True, False, chat.rendering.variables)
+    assert text == ("" if thinks else "<think></think>")
 
 
 def test_tokens_are_counted_as_an_answers_prompt_has_them(tool_server: ServerProcess) -> None:
