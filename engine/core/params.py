@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -25,6 +25,9 @@ NOT_APPLIED = (
     "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "num_beams", "guidance_scale", "stop_strings",
 )  # fmt: skip
 """Settings of a generation_config.json that would change the text and that Talon does not apply."""
+
+_Check = tuple[bool, str, Any, str]
+"""Whether a field's value is allowed, the field, its value, and what to do where it is not."""
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,13 +124,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Return the parameters of answer `index` of `n` to one prompt: the seed is advanced by `index`."""
         return msgspec.structs.replace(self, seed=(self.seed + index + 2**63) % 2**64 - 2**63)
 
+    def limited(self, max_tokens: int) -> SamplingParams:
+        """Return the same with another limit, which alone is checked. Raises RequestError."""
+        limited = msgspec.structs.replace(self, max_tokens=max_tokens)
+        _require(limited._limits())
+        return limited
+
     def over(self, defaults: SamplingParams) -> SamplingParams:
         """Return the same, with the model's `own_defaults` for the fields left open."""
         left = {name: getattr(defaults, name) for name in FROM_MODEL if getattr(self, name) is None}
         return msgspec.structs.replace(self, **left)
 
+    def _limits(self) -> tuple[_Check, ...]:
+        return (
+            (self.max_tokens >= 1, "max_tokens", self.max_tokens, "ask for at least one token"),
+            (
+                0 <= self.min_tokens <= self.max_tokens,
+                "min_tokens",
+                self.min_tokens,
+                f"use a count from 0 to max_tokens={self.max_tokens}",
+            ),
+        )
+
     def _in_range(self) -> SamplingParams:
-        for ok, field, value, fix in (
+        checks: tuple[_Check, ...] = (
             (
                 0 <= self.temperature < float("inf"),
                 "temperature",
@@ -144,13 +164,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 "use a positive number, 1 is off",
             ),
             (-(2**63) <= self.seed < 2**63, "seed", self.seed, "use a 64-bit integer"),
-            (self.max_tokens >= 1, "max_tokens", self.max_tokens, "ask for at least one token"),
-            (
-                0 <= self.min_tokens <= self.max_tokens,
-                "min_tokens",
-                self.min_tokens,
-                f"use a count from 0 to max_tokens={self.max_tokens}",
-            ),
+            *self._limits(),
             (
                 len(self.stop) <= MOST_STOPS,
                 "stop",
@@ -191,10 +205,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 self.prompt_logprobs,
                 f"use a count from 0 to {MOST_LOGPROBS}, or None",
             ),
-        ):
-            if not ok:
-                raise RequestError(f"{field}={shown(value)}: {fix}")
+        )
+        _require(checks)
         return self
+
+
+def _require(checks: Iterable[_Check]) -> None:
+    """Raise RequestError for the first check that fails."""
+    for ok, field, value, fix in checks:
+        if not ok:
+            raise RequestError(f"{field}={shown(value)}: {fix}")
 
 
 def _converted(params: msgspec.Struct, prefix: str = "") -> dict[str, Any]:

@@ -37,7 +37,7 @@ class RunningChoices:
         def note(progress: PromptProgress) -> None:
             self._arrivals.put_nowait((choice, progress))
 
-        return engine.stream(one.prompt, one.sampling, places=places, visible=one.shown, on_progress=note)
+        return engine.stream(one.prompt, one.sampling, places=places, visible=one.shown, on_progress=note, checked=True)
 
     async def __aenter__(self) -> RunningChoices:
         async with AsyncExitStack() as left:

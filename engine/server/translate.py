@@ -40,8 +40,9 @@ _OPENING = 16  # tokens at a prompt's end that may begin reasoning
 
 @dataclass(frozen=True)
 class ChoiceRequest:
-    """One choice: an answer to a prompt. echo: the prompt's text, shown first. silent: the answer is not shown. shown:
-    special tokens that are part of its text. thinking: it begins within reasoning.
+    """One choice: an answer to a prompt. sampling: a choice of what the engine has checked. echo: the prompt's text,
+    shown first. silent: the answer is not shown. shown: special tokens that are part of its text. thinking: it begins
+    within reasoning.
     """
 
     prompt: list[int]
@@ -100,7 +101,7 @@ async def chat_choices(
         more["grammar"] = await anyio.to_thread.run_sync(calling.grammar)
     elif calling.answer is not None:
         more["grammar"] = {"json_schema": calling.answer.followed}
-    sampling = _sampling(body, **more)
+    sampling = _sampling(body, engine, **more)
     thinking = calling.wanted.thinking and (calling.needs_grammar or sampling.grammar is None)
     choices = (sampling.of_choice(choice) for choice in range(body.n))
     return [ChoiceRequest(prompt, one, shown=calling.marks, thinking=thinking) for one in choices]
@@ -122,7 +123,7 @@ async def text_choices(
             message = "suffix: this model has no tokens for filling in; leave it out, or ask a model of code"
             raise ApiError(400, message, code="unsupported", param="suffix")
         more["stop_token_ids"] = (*(body.stop_token_ids or ()), *fill_in.ends)
-    sampling = _sampling(body, **more)
+    sampling = _sampling(body, engine, **more)
     wanted = []
     for prompt in body.prompts:
         asked: Any = prompt
@@ -130,7 +131,7 @@ async def text_choices(
             asked = await anyio.to_thread.run_sync(fill_in.prompt, prompt, body.suffix)
         tokens = await _encoded("prompt", asked, engine, settings)
         limit = _limit(body.limit, engine.target.context - len(tokens), settings)
-        fitting = msgspec.structs.replace(sampling, max_tokens=limit)
+        fitting = sampling.limited(limit)
         text = prompt if isinstance(prompt, str) else vocabulary.texts(prompt)
         echo, silent = text if body.echo else None, not body.max_tokens
         wanted += [ChoiceRequest(tokens, fitting.of_choice(choice), echo, silent) for choice in range(body.n)]
@@ -196,9 +197,9 @@ def check_model(model: str, settings: Settings) -> None:
         raise ApiError(404, message, code="model_not_found", param="model")
 
 
-def _sampling(body: Generation, **more: Any) -> SamplingParams:
-    """Return the parameters that all choices share. Fields left open take the model's own values; sampling is the
-    default, with a random seed.
+def _sampling(body: Generation, engine: Engine, **more: Any) -> SamplingParams:
+    """Return the parameters that all choices share, which the engine has checked. Fields left open take the model's own
+    values; sampling is the default, with a random seed. Raises RequestError.
     """
     values = {
         "temperature": body.temperature,
@@ -212,7 +213,7 @@ def _sampling(body: Generation, **more: Any) -> SamplingParams:
         "speculation": _speculation(body),
         **more,
     }
-    return SamplingParams(**values).validate()
+    return engine.check(SamplingParams(**values))
 
 
 def _grammar(body: Generation) -> tuple[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from engine.config import Config
 from engine.core.errors import OverContext, RequestError
-from engine.core.params import Speculation
+from engine.core.params import SamplingParams, Speculation
 from engine.frontend.prompts import check_room
 from engine.server.errors import ApiError, anthropic_error, api_error
 from engine.server.messages.schema import MessagesRequest
@@ -34,6 +35,9 @@ class Encoding:
 
     async def encode(self, prompt: Any, raw: bool = False, rendering: Any = None) -> list[int]:
         return [7]
+
+    def check(self, sampling: SamplingParams) -> SamplingParams:
+        return sampling.validate()
 
     def reserve(self, count: int) -> int:
         return count
@@ -147,6 +151,13 @@ async def test_so_does_that_of_a_completion(asked: Any, taken: int, strictly: in
     for settings, limit in ((Settings("m"), taken), (Settings("m", clamp_max_tokens=False), strictly)):
         (choice,) = await text_choices(body, ENGINE, settings, None, None)  # type: ignore[arg-type]
         assert choice.sampling.max_tokens == limit
+
+
+async def test_a_prompt_that_leaves_less_room_than_min_tokens_is_refused() -> None:
+    for min_tokens, fits in ((7, True), (8, False)):
+        with nullcontext() if fits else pytest.raises(RequestError, match=r"^min_tokens=8: .*max_tokens=7"):
+            asked = completion(max_tokens=-1, min_tokens=min_tokens)
+            await text_choices(asked, ENGINE, Settings("m"), None, None)  # type: ignore[arg-type]
 
 
 def test_fields_that_ask_for_what_is_not_there_are_named_and_those_sent_back_are_not() -> None:
