@@ -20,6 +20,8 @@ PLAIN = "none"
 TRANSFORMERS = ("hf", "hf-pld", "hf-assisted")
 """`transformers` itself: plain generate, prompt lookup, and assisted generation with the SPS model."""
 ROWS = "results.jsonl"
+Asked = tuple[str, str, float]
+"""Suite, question and temperature."""
 _LOOP_LENGTH, _LOOP_COUNT = 8, 4
 
 
@@ -101,7 +103,12 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def prompt(self) -> tuple[str, str, float, int]:
         """The key that plain decoding's row of the same prompt and repeat has too."""
-        return self.suite, self.question_id, self.temperature, self.repeat
+        return *self.asked, self.repeat
+
+    @property
+    def asked(self) -> Asked:
+        """The key that all repeats of the prompt have; a later turn has a suite of its own."""
+        return self.suite, self.question_id, self.temperature
 
 
 class Summary:
@@ -161,24 +168,33 @@ def tokens_a_round(rows: Iterable[Row]) -> float | None:
 
 
 def speed_ups(rows: Iterable[Row], method: str, rate: str = "tokens_per_second") -> list[float]:
-    """Return, per prompt, the method's tokens/s over plain decoding's in the same repeat. rate: the rows' property that
-    is compared, for prompts of which it is known.
+    """Return, per prompt, the method's tokens/s over plain decoding's. rate: the rows' property that is compared, for
+    prompts of which it is known.
     """
-    rows = list(rows)
-    plain = {row.prompt: getattr(row, rate) for row in rows if row.method == PLAIN}
-    pairs = [(getattr(row, rate), plain[row.prompt]) for row in rows if row.method == method]
-    return [mine / own for mine, own in pairs if mine is not None and own is not None]
+    return [*_by_prompt(rows, method, rate).values()]
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
     """Return the speed-ups by temperature, suite and contestant."""
     found: dict[Where, dict[Any, float]] = {}
-    plain = {row.prompt: row.tokens_per_second for row in rows if row.method == PLAIN}
-    for row in rows:
-        if row.method != PLAIN:
-            some = found.setdefault((f"T = {row.temperature:g}", row.suite, row.method), {})
-            some[row.question_id, row.repeat] = row.tokens_per_second / plain[row.prompt]
+    for method in dict.fromkeys(row.method for row in rows if row.method != PLAIN):
+        for (suite, question, temperature), ratio in _by_prompt(rows, method).items():
+            found.setdefault((f"T = {temperature:g}", suite, method), {})[question] = ratio
     return found
+
+
+def _by_prompt(rows: Iterable[Row], method: str, rate: str = "tokens_per_second") -> dict[Asked, float]:
+    """Return for each prompt the median over repeats of the ratio to plain decoding in the same repeat: repeats of a
+    prompt are no further prompts, so an interval over prompts counts them once.
+    """
+    rows = list(rows)
+    plain = {row.prompt: getattr(row, rate) for row in rows if row.method == PLAIN}
+    found: dict[Asked, list[float]] = {}
+    for row in (row for row in rows if row.method == method):
+        mine, own = getattr(row, rate), plain[row.prompt]
+        if mine is not None and own is not None:
+            found.setdefault(row.asked, []).append(mine / own)
+    return {asked: median(some) for asked, some in found.items()}
 
 
 def summaries(rows: Sequence[Row]) -> list[Summary]:

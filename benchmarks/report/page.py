@@ -14,7 +14,8 @@ from .tables import Table
 HEADLINE = "headline.png"
 READING = (
     "Speed-up: median over prompts of tokens/s over plain decoding's on the same prompt in the same run; over several "
-    "suites the geometric mean of their medians, first turns only. Its 95% interval is a bootstrap over prompts. "
+    "suites the geometric mean of their medians, first turns only. Its 95% interval is a bootstrap over prompts, each "
+    "with the median of its repeats. "
     "Decoding: the same from the first token on, without the prompt's time. MAT: tokens a round, bonus included, over "
     "all rounds of a suite. An answer loops if 8 tokens in a row occur in it more than 4 times; loops flatter whoever "
     "copies from the text. Contestants take turns prompt by prompt.",

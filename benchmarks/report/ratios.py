@@ -1,4 +1,4 @@
-"""The basis of every table's figures: a contestant's ratios to plain decoding, one for each pair of runs.
+"""The basis of every table's figures: a contestant's ratios to plain decoding, one for each prompt or repeat.
 
 Two runs are compared on the pairs that both have: a median over other prompts is another figure, not noise.
 """
@@ -22,7 +22,7 @@ _LEAST = 3  # pairs that both runs must have before a difference is called a cha
 Where = tuple[str, str, str]
 """The measurement, its setting and the contestant."""
 Ratios = Mapping[Where, Mapping[Hashable, float]]
-"""Ratios by prompt and repeat."""
+"""Ratios by prompt, the median of its repeats; under load, by repeat."""
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

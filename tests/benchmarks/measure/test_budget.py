@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from benchmarks.measure.budget import LEAST, Budget, spend
+from benchmarks.measure.budget import LEAST, Budget, is_narrow, spend
+from benchmarks.report.figures import speed_ups
+from tests.benchmarks.report.test_figures import row
 
 SUITES = {"sure": [*range(30)], "noisy": [*range(30)]}
 WIDE = {"none": [1.0] * LEAST, "a": [1.0, 2.0, 3.0, 4.0], "b": [2.0] * LEAST}
@@ -24,6 +26,13 @@ def test_a_budget_is_spent_where_the_interval_is_wide_and_only_on_whom_it_is_wid
 
 def test_a_budget_that_is_spent_still_asks_every_suite_once() -> None:
     assert [suite for suite, _, _ in spend(SUITES, lambda _: WIDE, Budget(0.0))] == ["sure", "noisy"]
+
+
+def test_an_interval_over_few_prompts_is_not_narrow_however_often_they_were_asked() -> None:
+    asked = [(str(question), repeat) for question in range(LEAST) for repeat in range(LEAST)]
+    rows = [row(name, question, 1.0, repeat=repeat) for question, repeat in asked for name in ("none", "pld")]
+    few = [one for one in rows if one.question_id != "0"]
+    assert [is_narrow(speed_ups(some, "pld")) for some in (rows, few)] == [True, False]
 
 
 def test_shares_are_even_parts_of_what_is_left() -> None:

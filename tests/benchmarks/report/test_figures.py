@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +26,15 @@ def row(method: str, question: str, seconds: float, **fields: Any) -> Row:
 def test_a_speed_up_compares_the_same_prompt_of_the_same_repeat() -> None:
     rows = [row("none", "a", 2.0), row("pld", "a", 1.0), row("none", "b", 8.0), row("pld", "b", 2.0)]
     rows += [row("none", "a", 4.0, repeat=1), row("pld", "a", 1.0, repeat=1)]
-    assert speed_ups(rows, "pld") == [2.0, 4.0, 4.0]
+    assert speed_ups(rows, "pld") == [3.0, 4.0]
+
+
+def test_repeats_of_the_same_prompts_make_no_interval_narrower() -> None:
+    once = run_of({"a": 0.9, "b": 1.0, "c": 1.1, "d": 1.2, "e": 1.3, "f": 1.8})
+    often = [msgspec.structs.replace(one, repeat=repeat) for repeat in range(10) for one in once]
+    one, other = Summary("pld", once), Summary("pld", often)
+    assert (one.speed_up, one.low, one.high) == (other.speed_up, other.low, other.high)
+    assert ratios(often) == ratios(once)
 
 
 def test_the_summary_speed_up_is_the_median_of_ratios_not_the_ratio_of_means() -> None:
