@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from drafters.training.recipe import Recipe
 from drafters.training.run import CURVE, train
 from drafters.training.trainer import CurvePoint
 from engine.core.errors import ConfigError, ModelError
-from engine.files.kept_texts import latest_texts
+from engine.files.kept_texts import latest_ns, latest_texts
 from engine.files.lessons import LearnedFolder, LessonOutcome, LessonPlan
 from engine.files.prompt_file import PromptRow
 from engine.files.removal import removed
@@ -70,7 +71,7 @@ def _trained(plan: LessonPlan, folder: LearnedFolder, place: Path) -> LessonOutc
     """Train, from the last checkpoint if there is one, and compare with the head so far."""
     own = folder.heads / plan.owner / METHOD
     start = own if own.is_dir() else Path(plan.general) if plan.general else None
-    head, data, recipe = place / "head", place / "texts.jsonl", place / "recipe.yaml"
+    head, data, recipe = place / "head", folder.lesson_texts(plan.owner), place / "recipe.yaml"
     if not recipe.is_file():
         _prepare(plan, folder.texts / plan.owner, start, data, recipe)
     for unfinished in place.rglob("*.tmp"):
@@ -99,6 +100,7 @@ def _prepare(plan: LessonPlan, shelf: Path, start: Path | None, data: Path, reci
     recipe = _recipe(plan, start)
     costs = _Costs.of(plan.model, recipe)
     checkpoints = 2 * costs.checkpoint_bytes  # while one is replaced there are two
+    read_ns = latest_ns(shelf)
     rows = _rows(shelf, recipe.length, int((plan.most_bytes - checkpoints) // costs.token_bytes))
     if len(rows) < 2 * _LEAST_HELD_OUT:
         raise ConfigError(
@@ -114,6 +116,7 @@ def _prepare(plan: LessonPlan, shelf: Path, start: Path | None, data: Path, reci
             "make room, or set TALON_HOME to a folder on a larger disk"
         )
     write_whole(data, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    os.utime(data, ns=(read_ns, read_ns))
     lesson = _for_texts(recipe, rows)
     write_whole(recipe_file, yaml.safe_dump(lesson.model_dump(exclude_defaults=True)).encode())
 

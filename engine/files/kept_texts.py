@@ -67,6 +67,11 @@ def count_texts(shelf: Path, since_ns: int = 0) -> int:
     return sum(kept_ns > since_ns for kept_ns, _ in _files(shelf))
 
 
+def latest_ns(shelf: Path) -> int:
+    """Return when the latest text of a shelf was kept; 0 if there is none."""
+    return max((kept_ns for kept_ns, _ in _files(shelf)), default=0)
+
+
 def _files(shelf: Path) -> list[tuple[int, Path]]:
     found = []
     for file in shelf.glob(f"*{_ENDING}"):

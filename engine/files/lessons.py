@@ -6,6 +6,7 @@ came to, lessons/OWNER the lesson under way: one at a time, removed at its end.
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,10 @@ class LearnedFolder:
     def lesson(self, owner: str) -> Path:
         return self.path / "lessons" / owner
 
+    def lesson_texts(self, owner: str) -> Path:
+        """Return the file of the texts that a lesson has read. Its time is that of the latest text there was then."""
+        return self.lesson(owner) / "texts.jsonl"
+
     def due(self) -> list[str]:
         """Return the owners of whom there is enough to learn: the one of an unfinished lesson first, then those with
         most new texts.
@@ -83,7 +88,7 @@ class LearnedFolder:
         return [*unfinished, *sorted((owner for owner in new if new[owner]), key=lambda owner: -new[owner])]
 
     def _new_texts(self, shelf: Path) -> int:
-        """Return how many texts are new since the owner's last lesson; 0 if they are too few for another."""
+        """Return how many texts were kept since the owner's last lesson read them; 0 if too few for another lesson."""
         record, known, since_ns = self._record(shelf.name), 0, 0
         with suppress(OSError, msgspec.DecodeError):
             known = msgspec.json.decode(record.read_bytes(), type=LessonOutcome).texts
@@ -92,9 +97,15 @@ class LearnedFolder:
         return new if new >= max(LEAST_TEXTS, known // 2) else 0
 
     def end_lesson(self, owner: str, outcome: LessonOutcome) -> None:
-        """Keep what the lesson came to, and remove what it needed."""
-        self._record(owner).parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self._record(owner), msgspec.json.encode(outcome))
+        """Keep what the lesson came to, and remove what it needed. The record gets the time of the texts: later ones,
+        which came during the lesson, are new.
+        """
+        record = self._record(owner)
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(record, msgspec.json.encode(outcome))
+        with suppress(FileNotFoundError):
+            read_ns = self.lesson_texts(owner).stat().st_mtime_ns
+            os.utime(record, ns=(read_ns, read_ns))
         removed(self.lesson(owner))
 
     def drop_lesson(self, owner: str) -> None:

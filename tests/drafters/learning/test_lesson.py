@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,6 +16,7 @@ from drafters.learning.learner import reply
 from drafters.learning.lesson import learn
 from drafters.training.answers import read_training_prompts
 from drafters.training.recipe import Recipe
+from drafters.training.run import CURVE
 from drafters.training.trainer import Trainer
 from engine.core.errors import ConfigError, ModelError
 from engine.files.kept_texts import count_texts
@@ -185,6 +188,19 @@ def test_a_lesson_is_due_when_there_is_half_as_much_again(taught: Lessons) -> No
     assert count_texts(taught.learned.texts / ANN) == 60 + LEAST_TEXTS - 1 and taught.learned.due() == []
     remember(taught.folder, "ann", [2])
     assert taught.learned.due() == [ANN]
+
+
+def test_texts_that_come_during_a_lesson_count_for_the_next_one(
+    lessons: Lessons, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trains(*given: Any, **named: Any) -> Any:
+        remember(lessons.folder, "ann", range(1, 1 + 4 * LEAST_TEXTS, 4))
+        (given[3] / "training").mkdir(parents=True)
+        (given[3] / CURVE).write_text(json.dumps([(1, 0, [])]))
+        return SimpleNamespace(chain_length=lambda: 1.0)
+
+    monkeypatch.setattr(lesson_module, "train", trains)
+    assert learn(lessons.plan()).texts == 60 and lessons.learned.due() == [ANN]
 
 
 def test_a_lesson_takes_no_more_of_the_disk_than_it_may(lessons: Lessons, monkeypatch: pytest.MonkeyPatch) -> None:
