@@ -1,7 +1,8 @@
 """One lesson: an owner's head goes on learning from its latest texts, and is installed if it accepts more of others.
 
 The target's hidden states of the texts are computed here anew. A lesson that was killed goes on from its last
-checkpoint; texts that are held out stay so, whatever others come.
+checkpoint. A text's place, a hash of its prompt, alone decides whether a lesson may train on it, for good: so no text
+is held out after it was trained on, whatever others come or go.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from drafters.training.run import CURVE, train
 from drafters.training.trainer import CurvePoint
 from engine.core.errors import ConfigError, ModelError
 from engine.files.kept_texts import latest_ns, latest_texts
-from engine.files.lessons import LearnedFolder, LessonOutcome, LessonPlan
+from engine.files.lessons import NOTHING_LEARNED, LearnedFolder, LessonOutcome, LessonPlan
 from engine.files.prompt_file import PromptRow
 from engine.files.removal import removed
 from engine.files.whole_file import write_whole
@@ -39,7 +40,7 @@ _LENGTH, _ANCHORS = 1024, 64  # tokens of a text, and places in it that a step d
 _LEAST_ANSWER = 8  # tokens
 _EPOCHS, _LEAST_STEPS, _MOST_STEPS = 8, 100, 1000
 _MEASUREMENTS = 6  # on the texts held out, in a lesson
-_HELD_OUT = "e"  # the first digit of an eighth of all places
+_HELD_OUT = "e"  # the first digit of the last eighth of all places
 _LEAST_HELD_OUT, _MOST_HELD_OUT = 4, 32
 _GOING_ON = 0.4  # of the learning rate, for a head that has learned already
 _KEPT_MINUTES = 1.0  # of training that a kill may cost
@@ -57,6 +58,7 @@ def learn(plan: LessonPlan) -> LessonOutcome:
     said = place / "outcome.json"
     if not said.is_file():
         outcome = _trained(plan, folder, place)
+        place.mkdir(parents=True, exist_ok=True)
         write_whole(said, msgspec.json.encode(outcome))
     outcome = msgspec.json.decode(said.read_bytes(), type=LessonOutcome)
     if outcome.installed:
@@ -72,8 +74,8 @@ def _trained(plan: LessonPlan, folder: LearnedFolder, place: Path) -> LessonOutc
     own = folder.heads / plan.owner / METHOD
     start = own if own.is_dir() else Path(plan.general) if plan.general else None
     head, data, recipe = place / "head", folder.lesson_texts(plan.owner), place / "recipe.yaml"
-    if not recipe.is_file():
-        _prepare(plan, folder.texts / plan.owner, start, data, recipe)
+    if not recipe.is_file() and not _prepare(plan, folder, start, data, recipe):
+        return NOTHING_LEARNED
     for unfinished in place.rglob("*.tmp"):
         removed(unfinished)
     begun = (head / "training" / "state.pt").is_file()
@@ -91,8 +93,8 @@ def _trained(plan: LessonPlan, folder: LearnedFolder, place: Path) -> LessonOutc
     )  # fmt: skip
 
 
-def _prepare(plan: LessonPlan, shelf: Path, start: Path | None, data: Path, recipe_file: Path) -> None:
-    """Write what the lesson trains with: the texts and, last of all, the recipe."""
+def _prepare(plan: LessonPlan, folder: LearnedFolder, start: Path | None, data: Path, recipe_file: Path) -> bool:
+    """Write what the lesson trains with: the texts and, last of all, the recipe. Returns whether there are enough."""
     if reason := not_lean(Path(plan.model)):
         raise ModelError(
             f"model={plan.name}: does not run lean ({reason}): no head is learned for it; leave out --learn"
@@ -100,6 +102,7 @@ def _prepare(plan: LessonPlan, shelf: Path, start: Path | None, data: Path, reci
     recipe = _recipe(plan, start)
     costs = _Costs.of(plan.model, recipe)
     checkpoints = 2 * costs.checkpoint_bytes  # while one is replaced there are two
+    shelf, boundary = folder.texts / plan.owner, folder.boundary(plan.owner)
     read_ns = latest_ns(shelf)
     rows = _rows(shelf, recipe.length, int((plan.most_bytes - checkpoints) // costs.token_bytes))
     if len(rows) < 2 * _LEAST_HELD_OUT:
@@ -107,6 +110,10 @@ def _prepare(plan: LessonPlan, shelf: Path, start: Path | None, data: Path, reci
             f"--learn-gb: a lesson may take {plan.most_bytes / 1e6:,.0f} MB, of which checkpoints take "
             f"{checkpoints / 1e6:,.0f}, and {len(rows)} texts of at most {recipe.length} tokens fit: give more"
         )
+    split = _split(rows, recipe.seed, boundary.read_text() if boundary.is_file() else None)
+    if split is None:
+        return False
+    rows, held_out, first_held_out = split
     tokens = sum(len(row.prompt_tokens or ()) + len(row.tokens or ()) for row in rows)
     recipe_file.parent.mkdir(parents=True, exist_ok=True)
     needed, free = checkpoints + tokens * costs.token_bytes + _ROOM, shutil.disk_usage(recipe_file.parent).free
@@ -115,10 +122,13 @@ def _prepare(plan: LessonPlan, shelf: Path, start: Path | None, data: Path, reci
             f"--learn: a lesson needs {needed / 1e6:,.0f} MB in {plan.folder}, where {free / 1e6:,.0f} MB are left: "
             "make room, or set TALON_HOME to a folder on a larger disk"
         )
+    boundary.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(boundary, first_held_out.encode())
     write_whole(data, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     os.utime(data, ns=(read_ns, read_ns))
-    lesson = _for_texts(recipe, rows)
+    lesson = _for_texts(recipe, len(rows), held_out)
     write_whole(recipe_file, yaml.safe_dump(lesson.model_dump(exclude_defaults=True)).encode())
+    return True
 
 
 def _recipe(plan: LessonPlan, start: Path | None) -> Recipe:
@@ -144,13 +154,30 @@ _OF_HEAD = {
 """Keys of a recipe, and what a head's config.json calls them."""
 
 
-def _for_texts(recipe: Recipe, rows: list[PromptRow]) -> Recipe:
-    """Return the recipe with as many steps as the texts are good for, and an eighth of their prompts held out."""
-    far = sum(place_of(prompt, recipe.seed) >= _HELD_OUT for prompt in {row.prompt for row in rows})
-    held_out = min(max(far, _LEAST_HELD_OUT), _MOST_HELD_OUT)
-    steps = min(max(_EPOCHS * (len(rows) - held_out) // recipe.batch, _LEAST_STEPS), _MOST_STEPS)
+def _split(rows: list[PromptRow], seed: int, boundary: str | None) -> tuple[list[PromptRow], int, str] | None:
+    """Return the texts of a lesson, the number of prompts that are held out, and the boundary: prompts before it are
+    trained on, the last ones are held out, and what is between them is left out. Returns None if either are too few.
+
+    boundary: None in the first lesson of an owner, which sets it: to an eighth of all places, or to as many as hold the
+    least number.
+    """
+    places = {row.prompt: place_of(row.prompt, seed) for row in rows}
+    ordered = sorted(places.values())
+    if boundary is None:
+        boundary = min(_HELD_OUT, ordered[-_LEAST_HELD_OUT:][0])
+    trained = sum(place < boundary for place in ordered)
+    held_out = min(len(ordered) - trained, trained, _MOST_HELD_OUT)
+    if held_out < _LEAST_HELD_OUT:
+        return None
+    used = {*ordered[:trained], *ordered[-held_out:]}
+    return [row for row in rows if places[row.prompt] in used], held_out, boundary
+
+
+def _for_texts(recipe: Recipe, texts: int, held_out: int) -> Recipe:
+    """Return the recipe with as many steps as the texts are good for, and so many of their prompts held out."""
+    steps = min(max(_EPOCHS * (texts - held_out) // recipe.batch, _LEAST_STEPS), _MOST_STEPS)
     changes = {"held_out": held_out, "steps": steps, "evaluate_every": max(1, steps // _MEASUREMENTS)}
-    return recipe.model_copy(update=changes)
+    return recipe.model_copy(update=changes | {"prompts": texts})
 
 
 def _rows(shelf: Path, length: int, most_tokens: int) -> list[PromptRow]:

@@ -1,7 +1,7 @@
 """The folder of what a server learns, and what it and the process that trains say to each other.
 
-texts/OWNER holds prompts and answers (`engine.files.kept_texts`), heads/OWNER the owner's head and what its last lesson
-came to, lessons/OWNER the lesson under way: one at a time, removed at its end.
+texts/OWNER holds prompts and answers (`engine.files.kept_texts`), heads/OWNER the owner's head, what its last lesson
+came to and which texts no lesson trains on, lessons/OWNER the lesson under way: one at a time, removed at its end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LessonPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LessonOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a lesson came to. texts: of the owner, of which held_out only measure; steps: of training. before, after:
+    """What a lesson came to. texts: that it used, of which held_out only measure; steps: of training. before, after:
     tokens a round of a chain on the texts held out, by the head so far (1 without one) and by the new one. installed:
     it is better.
     """
@@ -49,6 +49,9 @@ class LessonOutcome(msgspec.Struct, frozen=True, kw_only=True):
     before: float
     after: float
     installed: bool
+
+
+NOTHING_LEARNED = LessonOutcome(texts=0, held_out=0, steps=0, before=1.0, after=1.0, installed=False)
 
 
 class LessonReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +81,10 @@ class LearnedFolder:
     def lesson_texts(self, owner: str) -> Path:
         """Return the file of the texts that a lesson has read. Its time is that of the latest text there was then."""
         return self.lesson(owner) / "texts.jsonl"
+
+    def boundary(self, owner: str) -> Path:
+        """Return the file with the first place, in the order of all texts, that no lesson of the owner trains on."""
+        return self.heads / owner / "boundary"
 
     def due(self) -> list[str]:
         """Return the owners of whom there is enough to learn: the one of an unfinished lesson first, then those with
@@ -110,10 +117,9 @@ class LearnedFolder:
 
     def drop_lesson(self, owner: str) -> None:
         """Give up a lesson: another begins once there are new texts."""
-        nothing = LessonOutcome(texts=0, held_out=0, steps=0, before=1.0, after=1.0, installed=False)
         removed(self.lesson(owner))
         with suppress(OSError):
-            self.end_lesson(owner, nothing)
+            self.end_lesson(owner, NOTHING_LEARNED)
 
     def _record(self, owner: str) -> Path:
         return self.heads / owner / "lesson.json"

@@ -20,7 +20,7 @@ from drafters.training.run import CURVE
 from drafters.training.trainer import Trainer
 from engine.core.errors import ConfigError, ModelError
 from engine.files.kept_texts import count_texts
-from engine.files.lessons import LEAST_TEXTS, LessonOutcome
+from engine.files.lessons import LEAST_TEXTS, NOTHING_LEARNED, LessonOutcome
 from engine.files.prompt_file import PromptRow
 from engine.weights.installed_head import METHOD, MOST_LEARNED, learned_heads
 from tests.benchmarks.tuning.conftest import RECIPE, text_from
@@ -130,15 +130,41 @@ def test_nothing_is_learned_from_texts_of_another_owner(lessons: Lessons, monkey
     )
 
 
-def test_a_text_that_was_trained_on_is_never_held_out_later(tmp_path: Path) -> None:
-    file, trained = tmp_path / "texts.jsonl", set[str]()
-    for count in range(40, 400, 24):
-        rows = [PromptRow(f"text {number}", [1, 2], [3] * 12) for number in range(count)]
-        recipe = lesson_module._for_texts(Recipe.model_validate(RECIPE), rows)
+GROWING = [range(count) for count in range(40, 400, 24)]
+MANY_OF_WHICH_HALF_ARE_EVICTED = [range(start, start + 1000) for start in range(0, 3000, 500)]
+FEW_OF_WHICH_A_THIRD_ARE_EVICTED = [range(start, start + 36) for start in range(0, 720, 12)]
+
+
+@pytest.mark.parametrize("windows", [GROWING, MANY_OF_WHICH_HALF_ARE_EVICTED, FEW_OF_WHICH_A_THIRD_ARE_EVICTED])
+def test_a_text_that_was_trained_on_is_never_held_out_later(windows: list[range], tmp_path: Path) -> None:
+    file, trained, boundary, undone = tmp_path / "texts.jsonl", set[str](), None, 0
+    for numbers in windows:
+        recipe = Recipe.model_validate(RECIPE)
+        rows = [PromptRow(f"text {number}", [1, 2], [3] * 12) for number in numbers]
+        if (split := lesson_module._split(rows, recipe.seed, boundary)) is None:
+            undone += 1
+            continue
+        rows, held_out, boundary = split
+        recipe = lesson_module._for_texts(recipe, len(rows), held_out)
         file.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
         names = [one.text for one in read_training_prompts(file, [0] * 4, recipe)]  # the last ones are held out
-        assert len(names) == count and not trained & set(names[-recipe.held_out :])
+        assert len(names) == len(rows) and not trained & set(names[-recipe.held_out :])
+        assert 4 <= held_out <= 32 and len(rows) > 0.8 * len(numbers)
         trained |= set(names[: -recipe.held_out])
+    assert undone < len(windows) / 2
+
+
+def test_a_lesson_with_too_few_texts_to_measure_on_is_left_until_there_are_more(
+    lessons: Lessons, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lesson_module, "train", None)
+    boundary = lessons.learned.boundary(ANN)
+    boundary.parent.mkdir(parents=True)
+    boundary.write_text("fff")  # of a lesson with other texts
+    assert learn(lessons.plan()) == NOTHING_LEARNED and boundary.read_text() == "fff"
+    assert not lessons.learned.lesson(ANN).exists() and lessons.learned.due() == []
+    remember(lessons.folder, "ann", range(1, 1 + 4 * LEAST_TEXTS, 4))
+    assert lessons.learned.due() == [ANN]
 
 
 def test_a_folder_that_is_too_small_is_told_with_the_option_to_change(lessons: Lessons) -> None:
