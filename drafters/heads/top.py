@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.exponential import exp
-from engine.kernels.jit_cache import versioned
+from engine.kernels.jit_cache import cached_njit
 from engine.kernels.simd import LANES, add, larger, largest, number_at, numbers_at, splat, total
 from engine.kernels.subroutine import subroutine
 
@@ -62,8 +61,7 @@ def _in_torch(scores: Tensor, k: int) -> Top:
     return Top(best.values, best.indices, (scores.float() - best.values[:, :1]).exp().sum(-1))
 
 
-@njit(cache=True, nogil=True)
-@versioned
+@cached_njit
 def _top(scores: int, stride: int, width: int, columns: int, values: Any, indices: Any, totals: Any) -> None:
     k, vectors = values.shape[1], columns // LANES
     whole, together = vectors * LANES, max(1, vectors // (_GROUPS * k))  # vectors of a group

@@ -29,12 +29,16 @@ from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from zlib import crc32
 
 import llvmlite.binding as llvm
 from filelock import FileLock
+from numba import njit
 from numba.core import bytecode, caching, event
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 _PACKAGES = ("engine", "drafters", "retrieval_index")
 _ROOT = Path(__file__).parents[2]
@@ -43,7 +47,7 @@ _IMPORT = re.compile(
     % b"|".join(map(str.encode, _PACKAGES)),
     re.MULTILINE,
 )
-_COMPILED = re.compile(rb"numba|llvmlite|^[ \t]*@(?:kernel|subroutine)\b", re.MULTILINE)
+_COMPILED = re.compile(rb"numba|llvmlite|^[ \t]*@(?:kernel|subroutine|cached_njit)\b", re.MULTILINE)
 _CONSTANT = re.compile(rb"\b_?[A-Z][A-Z0-9_]+\b")
 _TOLD = set[str]()  # why kernels cannot be kept
 
@@ -52,6 +56,12 @@ def versioned(work: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator, below numba's: names the function by the version of the sources that it is compiled of."""
     work.__qualname__ += f"_{_version_of(frozenset(_homes(work, set()))):x}"
     return work
+
+
+def cached_njit(work: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Decorator: compiles a function that releases the GIL, and keeps it in the cache by the version of its sources."""
+    compiled: Callable[Given, Result] = njit(cache=True, nogil=True)(versioned(work))
+    return compiled
 
 
 def _homes(part: Any, seen: set[int]) -> Iterator[str]:

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
-from engine.kernels.jit_cache import versioned
+from engine.kernels.jit_cache import cached_njit
 
 NAN = -1
 """Returned instead of a token if a row holds NaN, which compares with nothing."""
@@ -45,8 +44,7 @@ def _in_torch(logits: Tensor) -> list[int]:
     return found
 
 
-@njit(cache=True, nogil=True)
-@versioned
+@cached_njit
 def argmax_bfloat16(bits: Any, row: int) -> int:
     """Return the row's token, as `argmax` does. bits: [rows, vocab] int16, the bits of bfloat16 numbers.
 
@@ -66,8 +64,7 @@ def argmax_bfloat16(bits: Any, row: int) -> int:
     return NAN
 
 
-@njit(cache=True, nogil=True)
-@versioned
+@cached_njit
 def _ordered(bits: Any) -> Any:
     """Map bfloat16 bits to an integer of the same order; every NaN comes after infinity."""
     ordered = bits ^ ((bits >> 15) & np.int16(0x7FFF))  # below zero a larger magnitude is less

@@ -8,10 +8,9 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from engine.kernels.jit_cache import versioned
+from engine.kernels.jit_cache import cached_njit
 from engine.kernels.subroutine import subroutine
 from engine.sampling.argmax import NAN
 from engine.sampling.noise_bits import UNIT, bits_of, noise_of
@@ -22,8 +21,7 @@ _NEAR = 8.0  # below the best score: of tokens further below, only those with ra
 _PART, _SEARCHED = 32, 1024  # tokens processed together
 
 
-@njit(cache=True, nogil=True)
-@versioned
+@cached_njit
 def draw(key: Any, scores: Any) -> Any:
     """Return the argmax over tokens of scores + noise, the first of equals; `NAN` where a score is NaN. scores: [vocab]
     float32.
@@ -53,8 +51,7 @@ def draw(key: Any, scores: Any) -> Any:
     return winner
 
 
-@njit(cache=True, nogil=True)
-@versioned
+@cached_njit
 def draw_bfloat16(key: Any, logits: Any, row: int, temperature: float) -> Any:
     """Call `draw` with the scores logits / temperature, float32. logits: [rows, vocab] int16, bfloat16 numbers."""
     bits, by = logits[row], np.float32(temperature)
@@ -67,8 +64,7 @@ def draw_bfloat16(key: Any, logits: Any, row: int, temperature: float) -> Any:
     return draw(key, scores)
 
 
-@njit(cache=True, nogil=True)
-@versioned
+@cached_njit
 def _plausible(key: Any, scores: Any, peak: Any, rare: Any) -> Any:
     """Return the tokens whose 1 - u is less than `rare`, or whose score is near the peak: their ids, ascending, w and 1
     - u.
@@ -91,8 +87,7 @@ def _plausible(key: Any, scores: Any, peak: Any, rare: Any) -> Any:
     return tokens[:found], weight[:found], rest[:found]
 
 
-@njit(cache=True, nogil=True)
-@versioned
+@cached_njit
 def _first_best(scores: Any) -> Any:
     """Return the first token with the largest score, or with a NaN. The largest of each part is found without branches,
     many numbers at once; then only the best part is searched.
@@ -111,8 +106,7 @@ def _first_best(scores: Any) -> Any:
     return 0
 
 
-@njit(cache=True, nogil=True)
-@versioned
+@cached_njit
 def _ordered(bits: Any) -> Any:
     """Return an integer that orders like the float32 number with these bits; every NaN comes after infinity."""
     ordered = bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))  # below zero a larger magnitude is less
@@ -126,8 +120,7 @@ def _missing_to_one(key: Any, token: Any) -> Any:
     return (np.float32(left) + np.float32(0.5)) * np.float32(UNIT)
 
 
-@njit(cache=True, nogil=True)
-@versioned
+@cached_njit
 def noises_of(key: np.uint64, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return `noise_of` for [n] int64 tokens."""
     noises = np.empty(len(tokens), np.float64)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from drafters.heads.growth.ranking import Ranking
@@ -23,7 +22,7 @@ from drafters.heads.one_pass.spine import Spine
 from drafters.heads.top import Floats, Integers, enter, top, write_top
 from engine.core.outcomes import Following
 from engine.device import downloaded, uploaded
-from engine.kernels.jit_cache import versioned
+from engine.kernels.jit_cache import cached_njit
 
 _NO_CHANGE = np.empty((0, 0), np.float32)
 
@@ -125,8 +124,7 @@ def find_all(asked: Sequence[tuple[BlockForward, Ranking]]) -> None:
         forward.take(ranking.gain, *best_of_rows)
 
 
-@njit(cache=True, nogil=True)
-@versioned
+@cached_njit
 def likeliest(
     tables: Any,
     rows: Any,

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import njit
 from torch import Tensor
 
 from drafters.heads.checkpoint import Checkpoint
 from drafters.heads.layers import small_dtype
 from drafters.heads.top import Floats, Integers
 from engine.kernels.exponential import exp
-from engine.kernels.jit_cache import versioned
+from engine.kernels.jit_cache import cached_njit
 from engine.kernels.simd import FLOAT32, LANES, add, divide, fma, load, multiply, numbers_at, splat, store, total
 
 
@@ -110,8 +109,7 @@ def _whole(weight: Tensor) -> Tensor:
     return F.pad(weight, (0, -weight.shape[1] % LANES)).contiguous()
 
 
-@njit(cache=True, nogil=True)
-@versioned
+@cached_njit
 def add_link(tables: Any, scores: Any, candidates: Any, gates: int, token: int, gain: Any, linked: Any) -> None:
     """Add the link, times `gain`, to the scores of a row's candidates.
 

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
-from engine.kernels.jit_cache import versioned
+from engine.kernels.jit_cache import cached_njit
 from engine.kernels.large_pages import large_pages
 from engine.kernels.quant.codes import read_codes
 from engine.kernels.quant.layouts import STEP, Bytes, CodeLayout, QuantLayout
@@ -106,8 +105,7 @@ def _pack_head(layout: QuantLayout, raw: Bytes, tiles: Bytes) -> None:
             _place_fours(factors, columns.reshape(layout.steps, -1), at, tiles)
 
 
-@njit(nogil=True, cache=True)
-@versioned
+@cached_njit
 def _place_columns(source: Any, columns: Any, width: int, at: int, tiles: Any) -> None:
     """Place `width` bytes from each of these columns on, for each column those of all outputs. source: [panels, 16,
     tiles, bytes]. at: where in a tile they go.
@@ -121,8 +119,7 @@ def _place_columns(source: Any, columns: Any, width: int, at: int, tiles: Any) -
                         tile[at + (LANES * i + output) * width + byte] = some[columns[i] + byte]
 
 
-@njit(nogil=True, cache=True)
-@versioned
+@cached_njit
 def _place_fours(source: Any, columns: Any, at: int, tiles: Any) -> None:
     """Place factors of 4 bits, two in a byte, from these columns on. columns: [steps, factors of a step]."""
     steps, count = columns.shape
@@ -140,8 +137,7 @@ def _place_fours(source: Any, columns: Any, at: int, tiles: Any) -> None:
                         tile[at + step * size + place % size] |= np.uint8(factor)
 
 
-@njit(nogil=True, cache=True)
-@versioned
+@cached_njit
 def _place_pairs(raw: Any, planes: Any, bits: int, codes_at: int, tiles: Any) -> None:
     """Place codes in pairs. raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes], whose codes are zeros."""
     panels, _, blocks, _ = raw.shape
@@ -241,8 +237,7 @@ def _nibbles(word: Any) -> Any:
     return (x | x >> np.uint32(8)) & np.uint32(0xFFFF)
 
 
-@njit(nogil=True, cache=True)
-@versioned
+@cached_njit
 def _place_quads(raw: Any, planes: Any, bits: int, signed: bool, codes_at: int, tiles: Any) -> None:
     """Place codes in quads. raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes]."""
     panels, _, blocks, _ = raw.shape
@@ -294,8 +289,7 @@ def _place_parts(bits: int, quads: Any, words: Any) -> None:
             words[64 + 16 * p] = plane
 
 
-@njit(nogil=True, cache=True)
-@versioned
+@cached_njit
 def _place_words(raw: Any, planes: Any, bits: int, codes_at: int, tiles: Any) -> None:
     """Place codes in words. raw: [panels, 16, blocks, bytes]. tiles: [panels, blocks, bytes]."""
     panels, _, blocks, _ = raw.shape

@@ -67,12 +67,21 @@ def test_a_function_is_compiled_again_when_one_of_another_package_has_changed(tm
         return run(tmp_path)
 
     assert [changed(1), changed(1), changed(2), changed(2)] == ["2 0\n", "2 1\n", "3 0\n", "3 1\n"]
-    for number, decorator in enumerate(("kernel", "subroutine")):
+    for number, decorator in enumerate(("kernel", "subroutine", "cached_njit")):
         (tmp_path / "engine" / "ours.py").write_text(f"from numba import njit as {decorator}\n")
         by_ours = INNER.replace("from numba import njit", f"from engine.ours import {decorator}")
         by_ours, first = by_ours.replace("@njit", f"@{decorator}"), 4 + 2 * number
         found = [changed(first, by_ours), changed(first + 1, by_ours)]
         assert found == [f"{first + 1} 0\n", f"{first + 2} 0\n"], "also by a decorator of our own"
+
+
+def test_one_decorator_compiles_and_keeps_by_the_version_of_the_sources(tmp_path: Path) -> None:
+    by_one = OUTER.replace("import versioned", "import cached_njit")
+    by_one = by_one.replace("@njit(cache=True)\n@versioned", "@cached_njit")
+    package(tmp_path, {"engine/outer.py": by_one, "drafters/inner.py": INNER.format(1)})
+    assert [run(tmp_path), run(tmp_path)] == ["2 0\n", "2 1\n"]
+    (tmp_path / "drafters" / "inner.py").write_text(INNER.format(2))
+    assert run(tmp_path) == "3 0\n"
 
 
 def test_only_a_change_of_what_a_kernel_imports_directly_or_not_compiles_it_again(tmp_path: Path) -> None:
@@ -224,9 +233,10 @@ def test_all_that_python_loads_for_a_module_of_kernels_is_reached(module: str) -
 
 def test_every_function_in_the_cache_is_versioned() -> None:
     files = [file for package in jit_cache._PACKAGES for file in (ROOT / package).rglob("*.py")]
-    cached = [found for file in files for found in re.findall(r"(?:njit|cfunc)\(.*cache=True.*\n?.*", file.read_text())]
+    cache = r"(?:njit|cfunc)\(.*cache=True.*\n?.*|@cached_njit\b"
+    cached = [found for file in files for found in re.findall(cache, file.read_text())]
     assert len(cached) > 10
-    assert [found for found in cached if "versioned" not in found] == []
+    assert [found for found in cached if "versioned" not in found and found != "@cached_njit"] == []
 
 
 def test_the_first_compilation_is_told_once_and_what_the_cache_holds_is_none(tmp_path: Path) -> None:
