@@ -56,9 +56,13 @@ def bench(
     ] = False,
     limit: Annotated[int | None, typer.Option(help="Questions per file.", show_default="all", min=1)] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
-    temperature: Annotated[list[float] | None, typer.Option(help="May be given again.", show_default="0")] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="May be given again: a table each.", show_default="0")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling and of the order of contestants.")] = 0,
-    repeats: Annotated[int, typer.Option(help="How often everything is run, each time afresh.", min=1)] = 1,
+    repeats: Annotated[
+        int, typer.Option(help="How often everything is run, each time afresh; medians count.", min=1)
+    ] = 1,
     minutes: MinutesOption = None,
     against: AgainstOption = None,
     heads: HeadsOption = None,

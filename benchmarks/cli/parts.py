@@ -15,7 +15,7 @@ from ..measure.load import run_load
 from ..measure.plan import MeasurementPlan
 from ..measure.qa import run_qa
 from ..report import engine_figures, load_figures, qa_figures
-from ..report.figures import TRANSFORMERS, Row, speed_table
+from ..report.figures import TRANSFORMERS, Row, speed_tables
 from ..report.load_figures import LoadRow
 from ..report.out_folder import write_report
 from ..report.qa_figures import QaRow, Retrieval
@@ -25,7 +25,7 @@ from ..report.tables import Table
 async def single(plan: MeasurementPlan, console: Console) -> tuple[int, list[Row]]:
     """Measure one request at a time."""
     rows = await run_bench(plan, console)
-    _show(plan, [speed_table(rows)], console)
+    _show(plan, speed_tables(rows), console)
     return _tell(map(_difference, rows), console), rows
 
 

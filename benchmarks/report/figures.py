@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from statistics import geometric_mean, mean, median
 from typing import Any
@@ -208,6 +209,14 @@ def first_turns(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.turn == 1]
 
 
+def by_temperature(rows: Iterable[Row]) -> dict[float, list[Row]]:
+    """Group the rows by temperature, ascending."""
+    groups: dict[float, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.temperature):
+        groups.setdefault(row.temperature, []).append(row)
+    return groups
+
+
 def without_loops(rows: Sequence[Row]) -> list[Row]:
     """Keep the prompts on which plain decoding does not loop: a loop flatters methods that copy from the text."""
     looping = {row.prompt for row in rows if row.method == PLAIN and row.loops}
@@ -251,6 +260,12 @@ def speed_table(rows: Sequence[Row]) -> Table:
     """Make a line for each contestant, the fastest first: what a user sees."""
     title = "All answers, loops included" if any(row.loops for row in rows) else "All answers"
     return _table(title, summaries(rows), _SPEED)
+
+
+def speed_tables(rows: Sequence[Row]) -> list[Table]:
+    """Make a `speed_table` of the first turns for each temperature."""
+    tables = {t: speed_table(first_turns(some)) for t, some in by_temperature(rows).items()}
+    return [replace(table, title=f"{table.title}, T = {t:g}") for t, table in tables.items()]
 
 
 def round_table(rows: Sequence[Row]) -> Table:

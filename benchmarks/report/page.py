@@ -7,7 +7,7 @@ from pathlib import Path
 
 from . import engine_figures, load_figures, plots, qa_figures
 from .about import ABOUT
-from .figures import Row, first_turns, round_table, speed_table, turn_table, without_loops
+from .figures import Row, by_temperature, first_turns, round_table, speed_table, turn_table, without_loops
 from .runs import Run
 from .tables import Table
 
@@ -38,9 +38,7 @@ def write(folder: Path) -> None:
 
 def _sections(run: Run) -> Iterator[tuple[str, list[Table]]]:
     """Yield the sections, the short ones first, the suites one by one last."""
-    temperatures = {
-        t: [row for row in run.single if row.temperature == t] for t in sorted({r.temperature for r in run.single})
-    }
+    temperatures = by_temperature(run.single)
     if run.engines:
         yield "Other engines", [engine_figures.table(run.engines)]
     for t, some in temperatures.items():

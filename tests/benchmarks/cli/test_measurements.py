@@ -83,7 +83,7 @@ def test_bench_writes_a_row_per_question_and_method(tiny: str, questions: str, t
         "exact", "inexact", "activations", "weights", "difference", "turn", "prompt_tokens", "cached_tokens",
     }  # fmt: skip
     assert {row["method"] for row in rows if row["exact"]} == {"none", "pld", "suffix"}
-    assert "speed-up" in done.stdout
+    assert "speed-up" in done.stdout and "All answers, T = 0 " in done.stdout
     assert "speed-up over all suites" in (tmp_path / "report.md").read_text().lower()
     before = (tmp_path / "report.md").read_text()
     assert before.count("![") == 2 and "Machine: " in before and "answers of at most 12 tokens" in before

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.report.figures import Row, Summary, loops, ratios, speed_ups, summaries, without_loops
+from benchmarks.report.figures import (
+    Row,
+    Summary,
+    loops,
+    ratios,
+    speed_tables,
+    speed_ups,
+    summaries,
+    without_loops,
+)
 from benchmarks.report.ratios import agreements, compared, interval
 from engine.core.errors import ConfigError
 
@@ -111,6 +120,14 @@ def run_of(speed_ups: dict[str, float], suite: str = "s") -> list[Row]:
         for question, ratio in speed_ups.items()
         for r in (row("none", question, 1.0, suite=suite), row("pld", question, 1 / ratio, suite=suite))
     ]
+
+
+def test_what_is_printed_has_a_table_of_the_first_turns_for_each_temperature() -> None:
+    warm = [msgspec.structs.replace(one, temperature=1.0) for one in run_of({"a": 1.5})]
+    later = [msgspec.structs.replace(one, turn=2) for one in run_of({"a": 9.0}, "s, turn 2")]
+    tables = speed_tables([*warm, *run_of({"a": 2.0}), *later])
+    assert [table.title for table in tables] == ["All answers, T = 0", "All answers, T = 1"]
+    assert [[line[2] for line in table.rows] for table in tables] == [["2.00x", "1.00x"], ["1.50x", "1.00x"]]
 
 
 def test_two_runs_are_compared_over_the_prompts_that_both_have_the_furthest_apart_first() -> None:
