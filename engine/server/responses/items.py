@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
 
 from engine.core.errors import printable
 from engine.server.body import Body, SentBack
@@ -193,21 +192,13 @@ _STORED: TypeAdapter[Item] = TypeAdapter(Item)
 
 
 def without_references(given: Sequence[Item], stored: Callable[[str], dict[str, Any]]) -> list[Item]:
-    """Return the items, with `stored` ones in place of references to them. A call that was cut off is left out, as it
-    cannot be said again. Raises ApiError for two references to the same item.
+    """Return the items, with `stored` ones in place of references to them. Raises ApiError for two references to the
+    same item.
     """
     numbers = Counter(item.id for item in given if isinstance(item, ItemReference))
     if numbers and (most := numbers.most_common(1)[0])[1] > 1:
         raise ApiError(400, f"input: refers to the item {printable(most[0], 100)} twice; leave one out", param="input")
-    items: list[Item] = []
-    for item in given:
-        if not isinstance(item, ItemReference):
-            items.append(item)
-            continue
-        found = stored(item.id)
-        with suppress(ValidationError):
-            items.append(_STORED.validate_python(found))
-    return items
+    return [_STORED.validate_python(stored(item.id)) if isinstance(item, ItemReference) else item for item in given]
 
 
 def text_of(content: str | Sequence[ContentText | UnreadPart]) -> str:
