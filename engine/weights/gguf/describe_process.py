@@ -9,7 +9,6 @@ tensors, once, because no later step does.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import sys
 import threading
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
@@ -29,16 +27,13 @@ from engine.weights.gguf.damage import DamagedTensors, check_tensors
 from engine.weights.gguf.families import completed
 from engine.weights.gguf.file import GgufFile, read_gguf
 from engine.weights.gguf.reader import MODEL, read_by_transformers
-from engine.weights.gguf.splits import WHOLE_WORDS, split_of
+from engine.weights.gguf.vocabulary import correct_added, follow_llama_cpp, teach_tokenizers
 from engine.weights.tokenizer import KeptTokenizer, state_of
-
-_DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-"""Vocabularies (`tokenizer.ggml.pre`) for which llama.cpp splits off each digit first; transformers does not."""
-_LIKE_GPT2 = {"gpt-2", "gpt2", "default", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
 
 
 def describe(file: GgufFile, folder: Path, title: str, origin: str) -> None:
     """Fill `folder` with all but the weights, and a card. Raises ModelError if the file cannot be followed."""
+    teach_tokenizers()
     with read_by_transformers(file) as alone:
         source: dict[str, Any] = {"gguf_file": MODEL, "local_files_only": True}
         config = AutoConfig.from_pretrained(alone, **source)
@@ -46,44 +41,16 @@ def describe(file: GgufFile, folder: Path, title: str, origin: str) -> None:
     config = completed(file, config)
     config.dtype = torch.bfloat16
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    _split_text(file, tokenizer)
+    follow_llama_cpp(file, tokenizer)
     generation_config = GenerationConfig.from_model_config(config)
     generation_config.eos_token_id = _end_tokens(file, tokenizer)
     config.save_pretrained(folder)
     generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    _drop_foreign_tokens(file, folder / "tokenizer.json")
+    correct_added(file, folder / "tokenizer.json")
     if (state := state_of(AutoTokenizer.from_pretrained(folder, local_files_only=True))) is not None:
         KeptTokenizer(folder).write(state)
     (folder / "README.md").write_text(_card(file, title, origin), encoding="utf8")
-
-
-def _split_text(file: GgufFile, tokenizer: Any) -> None:
-    """Split text into words as the vocabulary expects; transformers splits as for GPT-2 where it knows no other way."""
-    way = file.metadata.get("tokenizer.ggml.pre", "default")
-    backend = tokenizer.backend_tokenizer
-    if not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) or way in _LIKE_GPT2:
-        return
-    if way in _DIGITS_APART:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    elif (split := split_of(way)) is not None:
-        backend.pre_tokenizer = split
-        if way in WHOLE_WORDS:
-            backend.model.ignore_merges = True
-    else:
-        print(f"talon: {file.path.name}: text is split into words as for GPT-2; {shown(way)} is not known", flush=True)
-
-
-def _drop_foreign_tokens(file: GgufFile, tokenizer: Path) -> None:
-    """Drop the end of text of GPT-2 that transformers appends to a vocabulary without one: it would have
-    no embedding.
-    """
-    tokens = file.metadata["tokenizer.ggml.tokens"]
-    content = json.loads(tokenizer.read_text(encoding="utf8"))
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < tokens]
-    tokenizer.write_text(json.dumps(content, ensure_ascii=False), encoding="utf8")
 
 
 def _end_tokens(file: GgufFile, tokenizer: Any) -> list[int] | None:

@@ -31,24 +31,7 @@ from engine.weights.gguf.described_folder import described
 from engine.weights.gguf.families import llama3_factors
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import SOURCE, open_gguf
-from tests.engine.weights.tiny_gguf import TOKENS, change_last_byte, described_gguf, write_gguf
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
-    """Write a GGUF file."""
-
-    def write(**changes: Any) -> Path:
-        write_gguf(tmp_path / "tiny.gguf", **changes)
-        return tmp_path / "tiny.gguf"
-
-    return write
-
-
-@pytest.fixture
-def directory(write: Callable[..., Path]) -> Callable[..., Path]:
-    """Write a GGUF file and describe it."""
-    return lambda **changes: Path(described_gguf(write(**changes)))
+from tests.engine.weights.tiny_gguf import TOKENS, change_last_byte
 
 
 def nothing(*_: Any) -> None:
