@@ -29,13 +29,20 @@ _CASED = (
     "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
 """Letters that have a case, as of Unicode 11."""
+_FAR_EAST = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _DEEPSEEK_LLM = (
     r"[\r\n]",
     rf"\s?[{_CASED}]+",
     "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
     r"\s+$",
-    "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+    _FAR_EAST,
     r"\p{N}+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _FAR_EAST, r"\p{N}")
+_FALCON = (
+    r"[\p{P}$+<=>^~|`]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    "[0-9][0-9][0-9]",
 )
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -53,18 +60,29 @@ _YOUTU = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER_OR_NONE}+{_LOWER_OR_NONE}*{_ENGLISH}"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+_MINICPM5 = (r"\p{N}{1,3}", _GLM4[0].replace(r"\p{N}{1,3}", r"\p{N}+"))
 _PATTERNS = {
     "deepseek-v3": _DEEPSEEK3,
     "hunyuan-dense": _DEEPSEEK3,
     "glm4": _GLM4,
+    "glm5": _GLM4,
     "chatglm-bpe": _GLM4,
+    "deepseek-coder": _DEEPSEEK_CODER,
     "deepseek-llm": _DEEPSEEK_LLM,
+    "falcon": _FALCON,
     "kimi-k2": _KIMI_K2,
+    "minicpm5": _MINICPM5,
     "youtu": _YOUTU,
 }
 """The patterns that split a text into words, by what `tokenizer.ggml.pre` calls the vocabulary."""
-WHOLE_WORDS = {"youtu"}
+_LIKE_LLAMA3 = {
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
+    "tekken",
+}
+WHOLE_WORDS = _LIKE_LLAMA3 | {"glm4", "glm5", "minicpm5", "youtu", "granite-embed-multi-97m"}
 """The vocabularies of which a word that is a token is not made by merges."""
+BEGUN = _LIKE_LLAMA3 | {"chameleon"}
+"""The vocabularies whose texts begin with a token, unless the file says otherwise."""
 
 
 def split_of(vocabulary: str) -> pre_tokenizers.PreTokenizer | None:

@@ -14,7 +14,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER
 
 from engine.core.errors import shown
 from engine.weights.gguf.file import GgufFile
-from engine.weights.gguf.splits import WHOLE_WORDS, split_of
+from engine.weights.gguf.splits import BEGUN, WHOLE_WORDS, split_of
 
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens (`tokenizer.ggml.token_type`) that are spelled as in a text, not by the letters of bytes."""
@@ -45,12 +45,16 @@ def _byte_level(described: dict[str, Any]) -> GPT2Tokenizer:
 
 def follow_llama_cpp(file: GgufFile, tokenizer: Any) -> None:
     """Change how a tokenizer that transformers has read makes tokens of text."""
-    _split_text(file, tokenizer.backend_tokenizer)
-
-
-def _split_text(file: GgufFile, backend: Any) -> None:
-    """Split text into words as the vocabulary expects; transformers splits as for GPT-2 where it knows no other way."""
     way = file.metadata.get("tokenizer.ggml.pre", "default")
+    if file.metadata["tokenizer.ggml.model"] == "gpt2":
+        tokenizer.backend_tokenizer.model.ignore_merges = way in WHOLE_WORDS
+        _split_text(file, way, tokenizer.backend_tokenizer)
+        if way in BEGUN and "tokenizer.ggml.add_bos_token" not in file.metadata:
+            tokenizer.add_bos_token = True
+
+
+def _split_text(file: GgufFile, way: str, backend: Any) -> None:
+    """Split text into words as the vocabulary expects; transformers splits as for GPT-2 where it knows no other way."""
     if not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) or way in _LIKE_GPT2:
         return
     if way in _DIGITS_APART:
@@ -59,8 +63,6 @@ def _split_text(file: GgufFile, backend: Any) -> None:
         )
     elif (split := split_of(way)) is not None:
         backend.pre_tokenizer = split
-        if way in WHOLE_WORDS:
-            backend.model.ignore_merges = True
     else:
         print(f"talon: {file.path.name}: text is split into words as for GPT-2; {shown(way)} is not known", flush=True)
 

@@ -50,7 +50,10 @@ def test_each_digit_is_a_word_where_the_vocabulary_says_so(
     assert tokenizer.tokenize("a  48") == words
 
 
-@pytest.mark.parametrize(("vocabulary", "tokens"), [("youtu", ["hi"]), ("kimi-k2", ["h", "i"])])
+@pytest.mark.parametrize(
+    ("vocabulary", "tokens"),
+    [*((name, ["hi"]) for name in ("llama-bpe", "tekken", "glm4", "minicpm5", "youtu")), ("kimi-k2", ["h", "i"])],
+)
 def test_a_word_that_is_a_token_needs_no_merges_where_the_vocabulary_says_so(
     vocabulary: str, tokens: list[str], directory: Callable[..., Path]
 ) -> None:
@@ -70,9 +73,22 @@ def test_no_token_is_added_to_those_of_the_file(directory: Callable[..., Path]) 
     assert AutoTokenizer.from_pretrained(directory()).get_vocab() == {token: i for i, token in enumerate(TOKENS)}
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_the_file_says_whether_text_begins_with_a_token(directory: Callable[..., Path], wanted: bool) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(directory(values={"tokenizer.ggml.add_bos_token": wanted}))
+@pytest.mark.parametrize(
+    ("vocabulary", "said", "wanted"),
+    [
+        ("smollm", True, True),
+        ("smollm", False, False),
+        ("smollm", None, False),
+        ("llama-bpe", False, False),
+        ("llama-bpe", None, True),
+        ("tekken", None, True),
+    ],
+)
+def test_the_file_or_its_kind_of_vocabulary_says_whether_text_begins_with_a_token(
+    directory: Callable[..., Path], vocabulary: str, said: bool | None, wanted: bool
+) -> None:
+    values = {"tokenizer.ggml.pre": vocabulary, "tokenizer.ggml.add_bos_token": said}
+    tokenizer = AutoTokenizer.from_pretrained(directory(values=values))
     assert tokenizer("hi")["input_ids"] == [0] * wanted + [TOKENS.index("h"), TOKENS.index("i")]
 
 

@@ -14,12 +14,14 @@ from engine.weights.gguf.splits import split_of
     ("vocabulary", "words"),
     [
         ("deepseek-v3", "It|'s| |123|45| ,|ab|\u6c49|cd"),
-        ("glm4", "It|'s| |123|45| ,|ab\u6c49cd"),
+        *((name, "It|'s| |123|45| ,|ab\u6c49cd") for name in ("glm4", "glm5", "minicpm5")),
+        ("deepseek-coder", "It|'|s| |1|2| ,|ab|\u6c49|cd|\n|\n| \u00df\u00e4| ;;"),
         ("deepseek-llm", "It|'|s| |12345| ,|ab|\u6c49|cd|\n|\n| \u00df\u00e4| ;;"),
+        ("falcon", "It|'|s| |123|4| |,|ab\u6c49cd|\n\n| \u00df\u00e4| |;;"),
         ("youtu", "It's| |1|2| ,|ab|\u6c49\u5b57|Cd|EF'RE|\n\n| \u00dfx| ;;\n/|\u3001\uff0c|\uac00\u3131|\u3105"),
     ],
 )
-def test_vocabularies_of_latent_models_split_text_as_llama_cpp_does(vocabulary: str, words: str) -> None:
+def test_vocabularies_split_text_as_llama_cpp_does(vocabulary: str, words: str) -> None:
     split, text = split_of(vocabulary), words.replace("|", "")
     assert split is not None
     assert [text[start:end] for _, (start, end) in split.pre_tokenize_str(text)] == words.split("|")
