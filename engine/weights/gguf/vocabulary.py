@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, pre_tokenizers
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
 from transformers import GPT2Tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_TYPES, get_merges
 
@@ -18,6 +18,8 @@ from engine.weights.gguf.splits import BEGUN, WHOLE_WORDS, split_of
 
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens (`tokenizer.ggml.token_type`) that are spelled as in a text, not by the letters of bytes."""
+_SPACE = "▁"
+"""How SentencePiece writes a space."""
 _DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 """Vocabularies (`tokenizer.ggml.pre`) for which llama.cpp splits off each digit first; transformers does not."""
 _LIKE_GPT2 = {"gpt-2", "gpt2", "default", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
@@ -46,7 +48,9 @@ def _byte_level(described: dict[str, Any]) -> GPT2Tokenizer:
 def follow_llama_cpp(file: GgufFile, tokenizer: Any) -> None:
     """Change how a tokenizer that transformers has read makes tokens of text."""
     way = file.metadata.get("tokenizer.ggml.pre", "default")
-    if file.metadata["tokenizer.ggml.model"] == "gpt2":
+    if file.metadata["tokenizer.ggml.model"] == "llama":
+        _mark_spaces(file, tokenizer.backend_tokenizer)
+    elif file.metadata["tokenizer.ggml.model"] == "gpt2":
         tokenizer.backend_tokenizer.model.ignore_merges = way in WHOLE_WORDS
         _split_text(file, way, tokenizer.backend_tokenizer)
         if way in BEGUN and "tokenizer.ggml.add_bos_token" not in file.metadata:
@@ -65,6 +69,18 @@ def _split_text(file: GgufFile, way: str, backend: Any) -> None:
         backend.pre_tokenizer = split
     else:
         print(f"talon: {file.path.name}: text is split into words as for GPT-2; {shown(way)} is not known", flush=True)
+
+
+def _mark_spaces(file: GgufFile, backend: Any) -> None:
+    """Write each space of a text as SentencePiece does, and one more before the text and after every token that is
+    found as a whole; transformers leaves that one out before a space.
+    """
+    mark = normalizers.Replace(" ", _SPACE)
+    begins = file.metadata.get("tokenizer.ggml.add_space_prefix", not file.architecture.startswith("gemma"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), mark]) if begins else mark
+    backend.pre_tokenizer = None
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if begins else parts)
 
 
 def correct_added(file: GgufFile, tokenizer: Path) -> None:
