@@ -20,6 +20,8 @@ _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens (`tokenizer.ggml.token_type`) that are spelled as in a text, not by the letters of bytes."""
 _SPACE = "▁"
 """How SentencePiece writes a space."""
+_PHI3_ALONE = {"<unk>", "<s>", "<|endoftext|>"}
+"""Phi-3's tokens that leave the white space after them."""
 _DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 """Vocabularies (`tokenizer.ggml.pre`) for which llama.cpp splits off each digit first; transformers does not."""
 _LIKE_GPT2 = {"gpt-2", "gpt2", "default", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
@@ -84,10 +86,14 @@ def _mark_spaces(file: GgufFile, backend: Any) -> None:
 
 
 def correct_added(file: GgufFile, tokenizer: Path) -> None:
-    """Correct the added tokens in a `tokenizer.json`: the end of text of GPT-2, which transformers appends to a
-    vocabulary without one, would have no embedding.
+    """Correct the added tokens in a `tokenizer.json`. The end of text of GPT-2, which transformers appends to a
+    vocabulary without one, would have no embedding. Phi-3's tokens take the white space after them, which llama.cpp
+    knows by the model's name, as no file says so.
     """
-    tokens = file.metadata["tokenizer.ggml.tokens"]
+    tokens, name = file.metadata["tokenizer.ggml.tokens"], str(file.metadata.get("general.name", "")).lower()
     content = json.loads(tokenizer.read_text(encoding="utf8"))
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < tokens]
+    if "phi-3" in name or "phi3" in name:
+        for token in content["added_tokens"]:
+            token["rstrip"] = token["content"] not in _PHI3_ALONE
     tokenizer.write_text(json.dumps(content, ensure_ascii=False), encoding="utf8")

@@ -88,3 +88,13 @@ def test_a_text_of_sentencepiece_has_no_space_before_it_where_the_file_says_so(
     tokenizer = sentencepiece(**{"tokenizer.ggml.add_space_prefix": False})
     assert pieces(tokenizer, "a a</s>a</s> a") == "a|▁a|</s>|a|</s>|▁a"
     assert tokenizer.decode(tokenizer.encode(" a a", add_special_tokens=False)) == " a a"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("<|user|> \n a</s>\na", "<|user|>|▁a|</s>|▁a"), ("<s> a<|endoftext|> a", "<s>|▁|▁a|<|endoftext|>|▁|▁a")],
+)
+def test_control_tokens_of_phi_3_take_the_white_space_after_them(
+    sentencepiece: Callable[..., Any], text: str, found: str
+) -> None:
+    assert pieces(sentencepiece(**{"general.name": "Phi3"}), text) == found
