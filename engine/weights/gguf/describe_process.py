@@ -22,8 +22,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from engine.core.errors import ModelError, first_line, shown
-from engine.text.chat import turn_end
 from engine.weights.gguf.damage import DamagedTensors, check_tensors
+from engine.weights.gguf.ends import end_tokens
 from engine.weights.gguf.families import completed
 from engine.weights.gguf.file import GgufFile, read_gguf
 from engine.weights.gguf.reader import MODEL, read_by_transformers
@@ -43,7 +43,7 @@ def describe(file: GgufFile, folder: Path, title: str, origin: str) -> None:
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     follow_llama_cpp(file, tokenizer)
     generation_config = GenerationConfig.from_model_config(config)
-    generation_config.eos_token_id = _end_tokens(file, tokenizer)
+    generation_config.eos_token_id = end_tokens(file, tokenizer)
     config.save_pretrained(folder)
     generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -51,14 +51,6 @@ def describe(file: GgufFile, folder: Path, title: str, origin: str) -> None:
     if (state := state_of(AutoTokenizer.from_pretrained(folder, local_files_only=True))) is not None:
         KeptTokenizer(folder).write(state)
     (folder / "README.md").write_text(_card(file, title, origin), encoding="utf8")
-
-
-def _end_tokens(file: GgufFile, tokenizer: Any) -> list[int] | None:
-    """Return the token ids that end an answer: end of text, of turn and of message, and what the chat template writes
-    after an assistant's turn.
-    """
-    ids = [file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    return sorted({token for token in (*ids, turn_end(tokenizer)) if isinstance(token, int)}) or None
 
 
 def _card(file: GgufFile, title: str, origin: str) -> str:

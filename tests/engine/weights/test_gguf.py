@@ -31,7 +31,10 @@ from engine.weights.gguf.described_folder import described
 from engine.weights.gguf.families import llama3_factors
 from engine.weights.gguf.file import read_gguf
 from engine.weights.gguf.source import SOURCE, open_gguf
-from tests.engine.weights.tiny_gguf import TOKENS, change_last_byte
+from tests.engine.weights.tiny_gguf import TEMPLATE, TOKENS, change_last_byte
+
+CLOSED = ["<|close|>" if token == "<|end|>" else token for token in TOKENS]
+"""Tokens none of which llama.cpp takes for an end by its text."""
 
 
 def nothing(*_: Any) -> None:
@@ -114,7 +117,7 @@ def test_chat_template_and_special_tokens_come_from_the_file_alone(
             {
                 "tokenizer.ggml.eos_token_id": 0,
                 "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}"
-                "{{ '<|text|>' if loop.last else '<|end|>' }}{% endfor %}",
+                "{{ '<|text|>' if loop.last else '<|close|>' }}{% endfor %}",
             },
             [0],
         ),
@@ -124,7 +127,8 @@ def test_chat_template_and_special_tokens_come_from_the_file_alone(
 def test_every_end_that_the_file_implies_is_taken(
     directory: Callable[..., Path], values: dict[str, Any], ends: list[int]
 ) -> None:
-    folder = directory(values=values)
+    own = {"tokenizer.ggml.tokens": CLOSED, "tokenizer.chat_template": TEMPLATE.replace("<|end|>", "<|close|>")}
+    folder = directory(values=own | values)
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == ends
 
 

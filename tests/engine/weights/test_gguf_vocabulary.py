@@ -10,9 +10,8 @@ import pytest
 
 from engine.text.encode import encode_text
 from engine.weights.tokenizer import load_tokenizer
-from tests.engine.weights.tiny_gguf import SPECIAL, TEMPLATE, TOKENS
+from tests.engine.weights.tiny_gguf import BYTE, CONTROL, NORMAL, SPECIAL, TEMPLATE, TOKENS, UNKNOWN, USER_DEFINED
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"]
 
 MARKS = ["<unk>", "<s>", "</s>", "<|user|>", "<|endoftext|>"]

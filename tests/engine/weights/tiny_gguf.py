@@ -27,6 +27,7 @@ TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}
 SPECIAL = ["<|text|>", "<|user|>", "<|assistant|>", "<|end|>"]
 MERGES = ["Ġ Ġ", "4 8"]
 TOKENS = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in MERGES)]
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # types of tokens
 HEADS, KEY_HEADS = 4, 2
 WEIGHTS = "tiny.gguf"  # the file of `save_tiny_gguf`
 OF_LAYERS = {
@@ -108,7 +109,7 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(TOKENS)
-    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)))
+    writer.add_token_types([CONTROL] * len(SPECIAL) + [NORMAL] * (len(TOKENS) - len(SPECIAL)))
     writer.add_token_merges(MERGES)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(3)
