@@ -215,6 +215,8 @@ def completed(file: GgufFile, config: Any) -> Any:
     config.vocab_size = value("vocab_size", file.metadata["tokenizer.ggml.tokens"])
     if architecture in HYBRIDS:
         check_hybrid(file)
+        _refuse_factors(file)
+        _refuse_scaling(value)
         return config
     if (config.pad_token_id or 0) >= config.vocab_size:  # transformers' default is that of the family's largest model
         config.pad_token_id = None
@@ -255,9 +257,6 @@ def _scale_positions(file: GgufFile, config: Any, value: _Values) -> None:
     Llama 3's scaling is stored as one factor per frequency, from which its parameters follow.
     """
     rope = dict(config.get_text_config().rope_parameters or {})
-    kind = value("rope.scaling.type", "none")
-    if kind == "linear" and value("rope.scaling.factor", 1.0) == 1:  # BitNet
-        kind = "none"
     if "partial_rotary_factor" in rope:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rope["partial_rotary_factor"] = value("rope.dimension_count", head_dim) / head_dim
@@ -274,14 +273,30 @@ def _scale_positions(file: GgufFile, config: Any, value: _Values) -> None:
         if not np.allclose(factors, llama3_factors(rope["rope_theta"], len(factors), factor), rtol=1e-3):
             raise ModelError("its rope_freqs are not those of Llama 3")
         rope |= {"rope_type": "llama3", "factor": factor, **_LLAMA3}
-    elif any(tensor.name.startswith("rope_") for tensor in file.tensors):
-        raise ModelError("its position factors (rope_*) are not read from GGUF")
-    elif kind == "linear" and "full_attention" in rope:  # Gemma 3
-        rope["full_attention"] |= {"rope_type": "linear", "factor": value("rope.scaling.factor", 1.0)}
-    elif rope.get("rope_type", "default") == "default" and kind != "none":
-        raise ModelError(f"its scaling of positions ({shown(kind)}) is not read from GGUF")
+    else:
+        _refuse_factors(file)
+        if _scaling(value) == "linear" and "full_attention" in rope:  # Gemma 3
+            rope["full_attention"] |= {"rope_type": "linear", "factor": value("rope.scaling.factor", 1.0)}
+        elif rope.get("rope_type", "default") == "default":
+            _refuse_scaling(value)
     if rope:
         config.rope_parameters = rope
+
+
+def _scaling(value: _Values) -> str:
+    """Return how positions are scaled, "none" for a factor of 1, which BitNet has."""
+    kind = str(value("rope.scaling.type", "none"))
+    return "none" if kind == "linear" and value("rope.scaling.factor", 1.0) == 1 else kind
+
+
+def _refuse_scaling(value: _Values) -> None:
+    if (kind := _scaling(value)) != "none":
+        raise ModelError(f"its scaling of positions ({shown(kind)}) is not read from GGUF")
+
+
+def _refuse_factors(file: GgufFile) -> None:
+    if any(tensor.name.startswith("rope_") for tensor in file.tensors):
+        raise ModelError("its position factors (rope_*) are not read from GGUF")
 
 
 def llama3_factors(theta: float, frequencies: int, factor: float) -> np.ndarray[Any, np.dtype[np.float64]]:

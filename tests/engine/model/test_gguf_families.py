@@ -236,6 +236,14 @@ def test_a_hybrids_file_that_contradicts_itself_is_refused_with_the_field(
         described_gguf(tmp_path / "x.gguf")
 
 
+@pytest.mark.parametrize("family", ["qwen3.5", "granite 4"])
+def test_a_hybrid_whose_positions_are_scaled_is_refused_with_the_kind(family: str, tmp_path: Path) -> None:
+    changes = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+    write_family(tmp_path / "x.gguf", family, random_model(family), changes=changes)
+    with pytest.raises(ModelError, match=r"^its scaling of positions \('yarn'\) is not read from GGUF$"):
+        described_gguf(tmp_path / "x.gguf")
+
+
 @pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5 with experts", "qwen3-next"])
 def test_a_hybrids_file_may_name_its_recurrent_layers_in_place_of_an_interval(family: str, tmp_path: Path) -> None:
     kinds = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
