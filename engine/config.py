@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine.core.errors import ConfigError, did_you_mean, first_line, printable, shown
 from engine.install_paths import ROOT
@@ -21,6 +22,8 @@ KVType = Literal["auto", "q8_0"]
 """How keys and values are kept: in the model's own type, or in 8 bits."""
 Weights = Literal["auto", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 """The type of the target's matrices, the largest first."""
+HomePath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path, or a name. ~ at its beginning is the user's home: no shell replaces it in --set KEY=~/x or in YAML."""
 DEMO = ROOT / "configs" / "demo.yaml"
 
 
@@ -76,14 +79,14 @@ class DrafterConfig(_Section):
     head: str = AUTO
     memories: tuple[str, ...] = ("suffix",)
     vocabulary: int = Field(32_000, ge=16)
-    datastore: str | None = None
-    answers: str | None = AUTO
+    datastore: HomePath | None = None
+    answers: HomePath | None = AUTO
     share_answers: bool = False
-    learned: str | None = None
+    learned: HomePath | None = None
     growth: GrowthConfig = GrowthConfig()
     shared_noise: bool = True
-    path: str | None = AUTO
-    tuned: str | None = AUTO
+    path: HomePath | None = AUTO
+    tuned: HomePath | None = AUTO
     threads: int | None = Field(None, ge=1)
     length: int | None = Field(None, ge=1, le=64)
     branches: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], Field(max_length=64)] = ()
@@ -123,7 +126,7 @@ class VerifierConfig(_Section):
     kv_type: KVType = "auto"
     draft_timeout_s: float = Field(1.0, gt=0, le=3600)
     cut: bool = True
-    cache: str | None = Field(None, min_length=1)
+    cache: HomePath | None = Field(None, min_length=1)
     cache_gb: float = Field(10.0, gt=0)
     simulated_latency_ms: float = Field(0.0, ge=0, le=60_000)
 
@@ -137,7 +140,7 @@ class TcpConfig(_Section):
     """
 
     endpoint: str = Field("tcp://127.0.0.1:7777", pattern=r"^tcp://[^/\s]+:[1-9][0-9]{0,4}$")
-    keys: str | None = None
+    keys: HomePath | None = None
     insecure: bool = False
     remote: bool = False
 
@@ -169,8 +172,8 @@ class Config(_Section):
     heartbeat every 0.5 s, but not during a forward.
     """
 
-    model: str = "smollm2-135m"
-    chat_template: str | None = None
+    model: HomePath = "smollm2-135m"
+    chat_template: HomePath | None = None
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     weights: Weights = "auto"
@@ -182,7 +185,7 @@ class Config(_Section):
     verifier: VerifierConfig = VerifierConfig()
     queue: QueueConfig = QueueConfig()
     tcp: TcpConfig = TcpConfig()
-    trace: str | None = None
+    trace: HomePath | None = None
     start_timeout_s: float = Field(300, ge=1)
     heartbeat_timeout_s: float = Field(20, ge=1)
 

@@ -80,7 +80,7 @@ def serve(
             from engine.server.settings import Settings
         except ImportError as error:
             raise ConfigError(f"serve: {error.name} is missing: pip install 'talon-decoding[serve]'") from None
-        own = {"queue.size": queue, "verifier.cache": None if cache is None else str(cache.absolute())}
+        own = {"queue.size": queue, "verifier.cache": None if cache is None else str(cache.expanduser().absolute())}
         given = overrides(set_, method=method, **own)
         engine_config = configuration.load(config, given | {"queue.full": "refuse"})
         if learn:

@@ -25,6 +25,18 @@ def test_paths_with_a_dot_are_relative_to_the_file(tmp_path: Path) -> None:
     assert (config.model, config.drafter.path) == (str(tmp_path / "m"), str(tmp_path.parent / "d"))
 
 
+def test_a_tilde_before_a_path_is_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")
+    (tmp_path / "a.yaml").write_text("model: ~/model\nverifier: {cache: ~/cache}\n")
+    keys = [f"drafter.{key}" for key in ("path", "datastore", "answers", "tuned", "learned")]
+    keys += ["tcp.keys", "trace", "chat_template"]
+    given = dict(parse_assignment(f"{key}=~/{key.rpartition('.')[2]}") for key in keys)
+    config = load(tmp_path / "a.yaml", given).model_dump()
+    for key in (*keys, "model", "verifier.cache"):
+        section, _, name = key.rpartition(".")
+        assert (config[section] if section else config)[name] == f"/home/ann/{name}"
+
+
 @pytest.mark.parametrize(
     ("values", "told"),
     [

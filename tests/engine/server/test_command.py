@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from engine.config import Config
 from engine.core.errors import ConfigError
 from engine.server.command import KEYS_VARIABLE, read_keys, serve, short_name
 
@@ -31,6 +32,18 @@ def test_without_the_extra_for_traces_it_says_so_before_it_loads_a_model(
         serve(traces="http://localhost:4318", set_=["model=nowhere"])
     said = "--traces http://localhost:4318: opentelemetry.sdk.trace.export is missing"
     assert capsys.readouterr().err == f"talon: {said}: pip install 'talon-decoding[traces]'\n"
+
+
+def test_the_cache_may_be_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[Config] = []
+
+    async def run_server(config: Config, *_: object) -> None:
+        configs.append(config)
+
+    monkeypatch.setenv("HOME", "/home/ann")
+    monkeypatch.setattr("engine.server.run.run_server", run_server)
+    serve(cache=Path("~/cache"))
+    assert [config.verifier.cache for config in configs] == ["/home/ann/cache"]
 
 
 def test_keys_come_from_the_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
