@@ -12,17 +12,21 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from engine.core.errors import ModelError, printable
+
 _TIMEOUT_S = 5.0
 _REMEMBERED_S = 60.0
 _WEIGHTS = (".safetensors", ".bin", ".pt")  # the first kind that exists is taken
 _OTHERS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+_MOST_NAMES = 400  # characters of names in an error
 _SUBFOLDERS = "*/*"  # subfolders hold the same weights in other formats
 
 
-def fetched(model: str) -> str:
+def fetched(model: str, key: str = "model") -> str:
     """Return the directory of a hub id's files, downloaded now if they are not here.
 
     Another name is returned unchanged, and so is an id that neither the hub nor its cache has: loading it says why.
+    key: the configuration's key, for errors. Raises ModelError for an id whose weights are GGUF files alone.
     """
     if Path(model).is_dir() or not is_hub_id(model):
         return model
@@ -37,12 +41,15 @@ def fetched(model: str) -> str:
             folder = snapshot_download(model, allow_patterns=kept, ignore_patterns=_SUBFOLDERS, local_files_only=True)
             return str(folder)
         listed: list[Any] = list(snapshot_download(model, ignore_patterns=_SUBFOLDERS, dry_run=True))
+        _refuse_gguf_alone([file.filename for file in listed], f"{key}={model}", key)
         names = _needed([file.filename for file in listed])
         if missing := sum(file.file_size for file in listed if file.will_download and file.filename in names):
             print(f"talon: downloading {model}, {missing / 1e6:,.0f} MB", file=sys.stderr)
             if shows and sys.stderr.isatty():
                 enable_progress_bars()
         return str(snapshot_download(model, allow_patterns=names))
+    except ModelError:
+        raise
     except Exception:  # may be an error of the hub, of its cache or of the file system
         return model
     finally:
@@ -57,6 +64,13 @@ def _needed(names: list[str]) -> list[str]:
         names = [name for name in names if not name.startswith("consolidated")]
     kinds = [kind for kind in _WEIGHTS if any(name.endswith(kind) for name in names)]
     return [name for name in names if name.endswith((*_OTHERS, *kinds[:1]))]
+
+
+def _refuse_gguf_alone(names: list[str], field: str, key: str) -> None:
+    files = sorted(name for name in names if name.lower().endswith(".gguf"))
+    if files and not any(name.endswith(_WEIGHTS) for name in names):
+        held = printable(", ".join(files), _MOST_NAMES)
+        raise ModelError(f"{field}: holds GGUF files alone ({held}): download one, and set {key}=FILE.gguf")
 
 
 def is_local(model: str) -> bool:

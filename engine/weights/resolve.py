@@ -43,7 +43,7 @@ def resolve(model: str, key: str = "model") -> str:
             return str(described(Path(model), f"{key}={model}", report))
     if folder.is_file():
         raise ModelError(f"{key}={model}: is a file, and no GGUF file: name the directory that holds it")
-    return fetched(model)
+    return fetched(model, key)
 
 
 def target_folder(config: Config) -> str:

@@ -78,13 +78,23 @@ def hub(files: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def fetched(models: list[str], endpoint: str, home: Path) -> tuple[list[str], str]:
-    """What a process of its own gets, since the hub's address is read at import, and what it says."""
+    """What a process of its own gets, and what it says."""
     code = f"from engine.weights.hub import fetched; print(*map(fetched, {models!r}), sep='\\n')"
-    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run(code, endpoint, home)
+    done.check_returncode()
     return done.stdout.splitlines(), done.stderr
+
+
+def refused(model: str, key: str, endpoint: str, home: Path) -> str:
+    """The error of a process of its own."""
+    done = run(f"from engine.weights.hub import fetched; fetched({model!r}, {key!r})", endpoint, home)
+    return done.stderr.splitlines()[-1].removeprefix("engine.core.errors.ModelError: ")
+
+
+def run(code: str, endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """A process of its own, since the hub's address is read at import."""
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture
@@ -111,6 +121,19 @@ def test_a_model_of_the_hub_is_downloaded_once_without_copies_in_other_formats(f
     assert fetched(["Some/Model"], endpoint, tmp_path / "home") == ([folder], "")
 
 
+def test_a_repository_of_gguf_files_alone_says_to_download_one_of_them(tmp_path: Path) -> None:
+    for name in ("README.md", "config.json", "tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf"):
+        (tmp_path / "files" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "files" / name).write_text("{}")
+    told = (
+        "drafter.path=Some/Model: holds GGUF files alone (tiny-Q4_K_M.gguf, tiny-Q8_0.gguf): download one, and set "
+        "drafter.path=FILE.gguf"
+    )
+    with hub(tmp_path / "files") as (endpoint, read):
+        assert refused("Some/Model", "drafter.path", endpoint, tmp_path / "home") == told
+        assert not read
+
+
 @pytest.mark.parametrize(
     ("names", "left_out"),
     [
@@ -125,6 +148,6 @@ def test_weights_are_fetched_once_and_pickled_where_there_are_no_others(names: l
 
 
 def test_target_and_drafter_are_fetched_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.weights.resolve.fetched", lambda name: f"/fetched/{name}")
+    monkeypatch.setattr("engine.weights.resolve.fetched", lambda name, key: f"/fetched/{name}")
     config = resolved(load({"model": "Some/Model", "drafter": {"path": "Some/Head"}}))
     assert (config.model, config.drafter.path) == ("/fetched/Some/Model", "/fetched/Some/Head")
