@@ -15,6 +15,10 @@ from engine.core.errors import HALF_A_CHARACTER, RequestError, is_text, shown
 
 JSON_WHITESPACE = {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}
 """Whitespace in JSON: what `json.dumps` writes, indented or not. Without a bound a model may never stop."""
+NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords of a schema whose keys are names, and whose values are schemas."""
+SCHEMA_VALUES = ("const", "enum", "default", "examples")
+"""Keywords of a schema that hold values."""
 _LARGEST = 1 << 20  # characters; longer ones cost seconds before the library refuses them
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.errors import RequestError, RequestFailed
-from engine.core.grammar import JSON_WHITESPACE, Grammar
+from engine.core.grammar import JSON_WHITESPACE, NAMED_SCHEMAS, SCHEMA_VALUES, Grammar
 from engine.core.tree import TokenTree
 
 _KEPT = 32  # grammars that are kept
@@ -28,10 +28,6 @@ _FORMATS = (
     "uri-reference", "uri-template", "iri", "iri-reference", "uuid", "json-pointer", "relative-json-pointer", "regex",
 )  # fmt: skip
 """The formats that JSON Schema defines. Those that the library knows are followed; all others have no effect."""
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords of a schema whose keys are names."""
-_VALUES = ("const", "enum", "default", "examples")
-"""Keywords of a schema that hold values."""
 _ALWAYS_TRUE: dict[str, tuple[Any, ...]] = {
     "propertyNames": (True, {}, {"type": "string"}),
     "uniqueItems": (False,),
@@ -241,8 +237,8 @@ def _drop_annotations(schema: Any) -> bool:
             for key in [key for key in value if not named and _says_nothing(key, value)]:
                 del value[key]
                 dropped = True
-            names = () if named else _NAMED
-            waiting += ((item, key in names) for key, item in value.items() if named or key not in _VALUES)
+            names = () if named else NAMED_SCHEMAS
+            waiting += ((item, key in names) for key, item in value.items() if named or key not in SCHEMA_VALUES)
     return dropped
 
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from engine.text.answer_format import BARE_FORMS, BLANKS, AnswerFormat, ToolFormat
+from engine.text.argument_schema import ArgumentSchema
 from engine.text.call_arguments import ArgumentsReader, GemmaReader, JsonReader, ParametersReader, begun
-from engine.text.tool_grammar import Tool, is_text
+from engine.text.tool_grammar import Tool
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _BEHIND_BARE = re.compile(r"[}\s`]*(json\n)?")
@@ -213,9 +214,9 @@ class AnswerReader:
     def _reader(self, name: str) -> ArgumentsReader:
         assert self._tools is not None
         if self._tools.arguments == "parameters":
-            schema = self._named[name].schema if name in self._named else {}
-            properties: Mapping[str, object] = schema.get("properties", {})
-            return ParametersReader({key for key, value in properties.items() if is_text(value, schema)})
+            schema = ArgumentSchema(self._named[name].schema if name in self._named else {})
+            properties: Mapping[str, object] = schema.root.get("properties", {})
+            return ParametersReader({key for key, value in properties.items() if schema.is_text(value)})
         return GemmaReader(self._tools.quote) if self._tools.arguments == "gemma" else JsonReader()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.core.grammar import JSON_WHITESPACE
 from engine.text.answer_format import BARE_FORMS, BLANKS, AnswerFormat, ReasoningFormat, ToolFormat
+from engine.text.argument_schema import ArgumentSchema
 from engine.text.text_patterns import text_patterns
 
 MOST_CALLS = 64  # calls in one answer: a small model may repeat itself
@@ -239,32 +240,32 @@ class _Writer:
         if tools.arguments == "json":
             return f"%json {_dumps(schema | _STYLE)}"
         if tools.arguments == "parameters":
-            return " ".join(self._parameters(schema, name))
-        return self._gemma(schema, schema, tools.quote, name)
+            return " ".join(self._parameters(ArgumentSchema(schema), name))
+        return self._gemma(schema, ArgumentSchema(schema), tools.quote, name)
 
     # Qwen3-Coder's parameters.
 
-    def _parameters(self, schema: dict[str, Any], name: str) -> Iterator[str]:
-        needed = schema.get("required", ())
-        for number, (key, value) in enumerate(schema.get("properties", {}).items()):
+    def _parameters(self, root: ArgumentSchema, name: str) -> Iterator[str]:
+        needed = root.root.get("required", ())
+        for number, (key, value) in enumerate(root.root.get("properties", {}).items()):
             rule = f"{name}_{number}"
             self.rules.append(
-                f"{rule}: {self._literal(f'{chr(10)}<parameter={key}>{chr(10)}')} {self._value(value, schema, rule)}"
+                f"{rule}: {self._literal(f'{chr(10)}<parameter={key}>{chr(10)}')} {self._value(value, root, rule)}"
             )
             yield rule if key in needed else f"{rule}?"
 
-    def _value(self, schema: Any, root: dict[str, Any], name: str) -> str:
+    def _value(self, schema: Any, root: ArgumentSchema, name: str) -> str:
         end = "\n</parameter>"
-        if not is_text(schema, root):
-            return f"%json {_dumps(_within(schema, root) | _STYLE)} {self._literal(end)}"
-        if options := _options(schema, root):
+        if not root.is_text(schema):
+            return f"%json {_dumps(root.alone(schema) | _STYLE)} {self._literal(end)}"
+        if options := root.options(schema):
             return f"({' | '.join(json.dumps(option) for option in options)}) {self._literal(end)}"
         self.rules.append(f"{name}_text[lazy]: {self._text(schema, root, name)} {json.dumps(end)}")
         return f"{name}_text"
 
-    def _text(self, schema: Any, root: dict[str, Any], name: str) -> str:
+    def _text(self, schema: Any, root: ArgumentSchema, name: str) -> str:
         """Return a terminal for a text of the schema."""
-        every = [f"/{pattern}/" for pattern in text_patterns(_resolved(schema, root))]
+        every = [f"/{pattern}/" for pattern in text_patterns(root.resolved(schema))]
         if len(every) == 1:
             return every[0]
         self.rules.append(f"{name.upper()}_TEXT: {' & '.join(every)}")
@@ -272,13 +273,13 @@ class _Writer:
 
     # Gemma's objects.
 
-    def _gemma(self, schema: Any, root: dict[str, Any], quote: str, name: str, depth: int = 0) -> str:
+    def _gemma(self, schema: Any, root: ArgumentSchema, quote: str, name: str, depth: int = 0) -> str:
         """Return a rule or an expression for a value. Deep schemas that refer to themselves end in any JSON of their
         kind.
         """
-        schema, mark = _resolved(schema, root), self._literal(quote)
-        if is_text(schema, root):
-            if options := _options(schema, root):
+        schema, mark = root.resolved(schema), self._literal(quote)
+        if root.is_text(schema):
+            if options := root.options(schema):
                 return f"{mark} ({' | '.join(json.dumps(option) for option in options)}) {mark}"
             if quote in self.format.added:
                 return f"{mark} {self._text(schema, root, name)} {mark}"
@@ -299,7 +300,7 @@ class _Writer:
             return f'"[" {more} "]"' if least else f'"[" ({more})? "]"'
         if schema.get("type") == "object":
             return '"{" "}"'
-        return f"%json {_dumps(_within(schema, root) | _STYLE)}"
+        return f"%json {_dumps(root.alone(schema) | _STYLE)}"
 
     def _listed(self, parts: Sequence[tuple[str, bool]], name: str) -> str:
         """Return an expression for members of an object in their order, with commas between those that are there: a
@@ -328,44 +329,6 @@ class _Writer:
 def _any_token(ids: Collection[int]) -> str:
     """Return an expression for one of the tokens; "" if there is none."""
     return f"<[{','.join(map(str, sorted(ids)))}]>" if ids else ""
-
-
-def is_text(schema: Any, root: dict[str, Any]) -> bool:
-    """Return whether a value is written as plain text in formats that have plain texts: strings, and what may be a
-    string.
-    """
-    schema = _resolved(schema, root)
-    if not isinstance(schema, dict):
-        return False
-    kinds = schema.get("type", ())
-    if "string" in ([kinds] if isinstance(kinds, str) else kinds):
-        return True
-    if not kinds and (options := _options(schema, root)):
-        return all(isinstance(option, str) for option in options)
-    return any(is_text(one, root) for key in ("anyOf", "oneOf") for one in schema.get(key, ()))
-
-
-def _options(schema: Any, root: dict[str, Any]) -> list[Any]:
-    schema = _resolved(schema, root)
-    return [schema["const"]] if "const" in schema else list(schema.get("enum", ()))
-
-
-def _resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """Return what a schema refers to within `root`."""
-    for _ in range(8):
-        if not (isinstance(schema, dict) and isinstance(schema.get("$ref"), str)):
-            break
-        found: Any = root
-        for key in schema["$ref"].removeprefix("#").strip("/").split("/"):
-            found = found.get(key, {}) if isinstance(found, dict) else {}
-        schema = found
-    return schema if isinstance(schema, dict) else {}
-
-
-def _within(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of a schema with the definitions that it may refer to."""
-    shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return {**shared, **schema} if isinstance(schema, dict) else shared
 
 
 def _dumps(schema: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ call back, however the text is cut.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -117,11 +118,13 @@ def gemma(value: Any, quote: str) -> str:
 AUTO, REQUIRED = Wanted(TOOLS, "auto"), Wanted(TOOLS, "required")
 
 
-def read(format_: AnswerFormat, text: str, thinking: bool = False) -> list[AnswerPart]:
+def read(
+    format_: AnswerFormat, text: str, thinking: bool = False, tools: Sequence[Tool] = TOOLS
+) -> list[AnswerPart]:
     """Return the parts of a text, which are the same however it is cut, with neighbours of one kind as one."""
 
     def parts(size: int) -> list[AnswerPart]:
-        reader, found = AnswerReader(format_, TOOLS, thinking), list[AnswerPart]()
+        reader, found = AnswerReader(format_, tools, thinking), list[AnswerPart]()
         pieces = (text[at : at + size] for at in range(0, len(text), size))
         for part in [part for piece in pieces for part in reader.feed(piece)] + reader.end():
             if found and found[-1].kind == part.kind != "call":
