@@ -34,7 +34,7 @@ class ArgumentSchema:
         if "string" in ([kinds] if isinstance(kinds, str) else kinds):
             return True
         if not kinds and (options := self.options(schema)):
-            return all(isinstance(option, str) for option in options)
+            return any(isinstance(option, str) for option in options)
         return any(self.is_text(one) for key in ("anyOf", "oneOf") for one in schema.get(key, ()))
 
     def options(self, schema: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -259,7 +259,7 @@ class _Writer:
         if not root.is_text(schema):
             return f"%json {_dumps(root.alone(schema) | _STYLE)} {self._literal(end)}"
         if options := root.options(schema):
-            return f"({' | '.join(json.dumps(option) for option in options)}) {self._literal(end)}"
+            return f"({_choice(map(_plain, options))}) {self._literal(end)}"
         self.rules.append(f"{name}_text[lazy]: {self._text(schema, root, name)} {json.dumps(end)}")
         return f"{name}_text"
 
@@ -280,7 +280,9 @@ class _Writer:
         schema, mark = root.resolved(schema), self._literal(quote)
         if root.is_text(schema):
             if options := root.options(schema):
-                return f"{mark} ({' | '.join(json.dumps(option) for option in options)}) {mark}"
+                texts = _choice(option for option in options if isinstance(option, str))
+                others = _choice(json.dumps(option) for option in options if not isinstance(option, str))
+                return " | ".join(filter(None, (f"{mark} ({texts}) {mark}" * bool(texts), others)))
             if quote in self.format.added:
                 return f"{mark} {self._text(schema, root, name)} {mark}"
             self.rules.append(f"{name}_text[lazy]: {self._text(schema, root, name)} {json.dumps(quote)}")
@@ -289,7 +291,7 @@ class _Writer:
             parts, needed = [], schema.get("required", ())
             for number, (key, value) in enumerate(schema["properties"].items()):
                 rule = f"{name}_{number}"
-                self.rules.append(f"{rule}: {json.dumps(key + ':')} {self._gemma(value, root, quote, rule, depth + 1)}")
+                self.rules.append(f"{rule}: {json.dumps(key + ':')} ({self._gemma(value, root, quote, rule, depth + 1)})")
                 parts.append((rule, key in needed))
             return f'"{{" {self._listed(parts, name)} "}}"'
         if schema.get("type") == "array" and isinstance(schema.get("items"), dict) and depth < 8:
@@ -329,6 +331,16 @@ class _Writer:
 def _any_token(ids: Collection[int]) -> str:
     """Return an expression for one of the tokens; "" if there is none."""
     return f"<[{','.join(map(str, sorted(ids)))}]>" if ids else ""
+
+
+def _choice(texts: Iterable[str]) -> str:
+    """Return an expression for one of the texts."""
+    return " | ".join(map(json.dumps, texts))
+
+
+def _plain(value: Any) -> str:
+    """Return a value as it is written where texts are no JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _dumps(schema: dict[str, Any]) -> str:

@@ -79,3 +79,15 @@ def test_a_part_holds_what_its_references_refer_to() -> None:
 def test_a_reference_that_leads_nowhere_stays_as_it_is() -> None:
     for reference in ("#/$defs/none", "#/properties/a/b/c", "#anchor", "https://example.org"):
         assert ArgumentSchema({"properties": {"a": {}}}).alone({"$ref": reference}) == {"$ref": reference}
+
+
+@FORMATS
+@pytest.mark.parametrize("kinds", [{"type": ["string", "null"]}, {"type": ["string", "number"]}, {}], ids=str)
+def test_a_choice_of_texts_and_other_values_is_a_choice(tools: ToolFormat, kinds: dict[str, Any]) -> None:
+    other = None if kinds.get("type") == ["string", "null"] else 5
+    schema = of({"state": {**kinds, "enum": ["open", "", "\U0001f600", other]}})
+    for value in ("open", "", "\U0001f600"):
+        assert allows(tools, schema, {"state": value})
+    assert not allows(tools, schema, {"state": "shut"})
+    text = written(tools, [("call", {"state": other})])
+    assert takes(format_of(tools, True), Wanted([Tool("call", schema)], "required", many=False), text) is None
