@@ -216,7 +216,8 @@ class AnswerReader:
         if self._tools.arguments == "parameters":
             schema = ArgumentSchema(self._named[name].schema if name in self._named else {})
             properties: Mapping[str, object] = schema.root.get("properties", {})
-            return ParametersReader({key for key, value in properties.items() if schema.is_text(value)})
+            kinds = {key: schema.kinds(value) for key, value in properties.items()}
+            return ParametersReader({key: any_ - {"string"} for key, any_ in kinds.items() if "string" in any_})
         return GemmaReader(self._tools.quote) if self._tools.arguments == "gemma" else JsonReader()
 
 

@@ -10,6 +10,17 @@ from engine.core.grammar import NAMED_SCHEMAS, SCHEMA_VALUES
 
 _BESIDE = ("$defs", "definitions", "$id")  # what only references need
 
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "string": str,
+    "null": type(None),
+    "boolean": bool,
+    "integer": int,
+    "number": (int, float),
+    "array": list,
+    "object": dict,
+}
+"""Kinds of values, as schemas name them, and what JSON is read as."""
+
 
 class ArgumentSchema:
     """The schema of a call's arguments. root: all of it, which the references of its parts lead into."""
@@ -25,22 +36,28 @@ class ArgumentSchema:
             schema = self._target(schema["$ref"])
         return schema if isinstance(schema, dict) else {}
 
-    def is_text(self, schema: Any) -> bool:
-        """Return whether a value is written as plain text in formats that have plain texts: strings, and what may be a
-        string.
-        """
-        schema = self.resolved(schema)
-        kinds = schema.get("type", ())
-        if "string" in ([kinds] if isinstance(kinds, str) else kinds):
-            return True
-        if not kinds and (options := self.options(schema)):
-            return any(isinstance(option, str) for option in options)
-        return any(self.is_text(one) for key in ("anyOf", "oneOf") for one in schema.get(key, ()))
+    def kinds(self, schema: Any) -> frozenset[str]:
+        """Return the kinds of values that a part allows, "" among them if it does not say."""
+        kinds = (one.get("type") for one in self.alternatives(schema))
+        return frozenset(kind if isinstance(kind, str) else "" for kind in kinds)
 
-    def options(self, schema: Any) -> list[Any]:
-        """Return the only values that a part allows; none if it does not list them."""
-        schema = self.resolved(schema)
-        return [schema["const"]] if "const" in schema else list(schema.get("enum", ()))
+    def alternatives(self, schema: Any) -> list[dict[str, Any]]:
+        """Return the schemas of which a value follows one. Each is of one kind of values, if it says of which, and
+        lists values as `enum`.
+        """
+        found: list[dict[str, Any]] = []
+        seen, waiting = set[int](), [self.resolved(schema)]
+        while waiting:
+            one = waiting.pop(0)
+            options = one.get("anyOf", one.get("oneOf"))
+            if id(one) in seen:
+                continue
+            seen.add(id(one))
+            if isinstance(options, list) and "type" not in one:
+                waiting[:0] = map(self.resolved, options)
+            else:
+                found += _of_one_kind(one)
+        return found
 
     def alone(self, schema: Any) -> dict[str, Any]:
         """Return a part as a schema of its own, which holds all that it refers to."""
@@ -67,6 +84,26 @@ class ArgumentSchema:
             name = key.replace("~1", "/").replace("~0", "~")
             found = members.get(name) if isinstance(members, dict) else None
         return found
+
+
+def is_of(value: Any, kind: str) -> bool:
+    """Return whether a value is of a kind, which is a `type` of schemas."""
+    if isinstance(value, float):
+        return kind == "number" or (kind == "integer" and value.is_integer())
+    return isinstance(value, _TYPES.get(kind, ())) and (kind == "boolean" or not isinstance(value, bool))
+
+
+def _of_one_kind(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a schema of several kinds of values, or of listed ones, as one schema for each kind."""
+    said = schema.get("type")
+    kinds = [kind for kind in said if isinstance(kind, str)] if isinstance(said, list) else [said]
+    if "const" not in schema and not isinstance(schema.get("enum"), list):
+        return [{**schema, "type": kind} for kind in kinds] if isinstance(said, list) else [schema]
+    options = [schema["const"]] if "const" in schema else schema["enum"]
+    rest = {key: value for key, value in schema.items() if key != "const"}
+    kinds = kinds if isinstance(said, list | str) else [kind for kind in _TYPES if kind != "integer"]
+    listed = {kind: [one for one in options if is_of(one, kind)] for kind in kinds}
+    return [{**rest, "type": kind, "enum": values} for kind, values in listed.items() if values]
 
 
 def _with_references(schema: Any, moved: Callable[[str], str]) -> Any:

@@ -9,10 +9,22 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Container
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
+from engine.text.argument_schema import is_of
+
 _KEY = re.compile(r"[^:{}\[\],]+(?=:)")
+_NUMBER = re.compile(r"[-+.0-9eE]+")
+_BEGINNINGS = {
+    "null": re.compile(r"n(u(ll?)?)?"),
+    "boolean": re.compile(r"t(r(ue?)?)?|f(a(l(se?)?)?)?"),
+    "integer": _NUMBER,
+    "number": _NUMBER,
+    "array": re.compile(r"\[.*", re.DOTALL),
+    "object": re.compile(r"\{.*", re.DOTALL),
+}
+"""What JSON of each kind may begin with."""
 _PLAIN = re.compile(r"[^{}\[\],\s]+")
 
 
@@ -71,20 +83,22 @@ class _StepReader(ABC):
 
 
 class ParametersReader(_StepReader):
-    """Reads Qwen3-Coder's parameters: <parameter=NAME>, a line with the value, </parameter>. texts: the names of
-    parameters whose values are written as they are; others are JSON.
+    """Reads Qwen3-Coder's parameters: <parameter=NAME>, a line with the value, </parameter>. texts: by the name of each
+    parameter whose value may be a text, which is written as it is, the kinds of other values that it may be. Of other
+    parameters the value is JSON.
     """
 
     _OPENS, _CLOSES, _ENDS = "\n<parameter=", "\n</parameter>", "\n</function>"
 
-    def __init__(self, texts: Container[str]):
+    def __init__(self, texts: Mapping[str, Collection[str]]):
         self._texts = texts
         self._name: str | None = None
+        self._is_text: bool | None = None  # whether the value is a text, None while it may be something else
         self._count = 0
 
     def _step(self, text: str) -> tuple[int, str]:
         if self._name is not None:
-            return self._value(text)
+            return self._value(text, self._texts.get(self._name, ()))
         if text.startswith(self._ENDS):
             self.done = True
             return 0, "}" if self._count else "{}"
@@ -92,18 +106,24 @@ class ParametersReader(_StepReader):
         if not (text.startswith(self._OPENS) and found):
             return 0, ""
         self._name, self._count = name, self._count + 1
-        opens = f"{', ' if self._count > 1 else '{'}{json.dumps(name)}: " + '"' * (name in self._texts)
+        self._is_text = None if self._texts.get(name) else name in self._texts
+        opens = f"{', ' if self._count > 1 else '{'}{json.dumps(name)}: " + '"' * bool(self._is_text)
         return len(self._OPENS + name + found), opens
 
-    def _value(self, text: str) -> tuple[int, str]:
-        is_text = self._name in self._texts
+    def _value(self, text: str, others: Collection[str]) -> tuple[int, str]:
         end = text.find(self._CLOSES)
         value = text[: len(text) - begun(text, self._CLOSES)] if end < 0 else text[:end]
-        out = json.dumps(value, ensure_ascii=False)[1:-1] if is_text else value
+        opens = ""
+        if self._is_text is None:
+            if end < 0 and _may_become(value, others):
+                return 0, ""
+            self._is_text = end < 0 or not _is_json(value, others)
+            opens = '"' * self._is_text
+        out = opens + (json.dumps(value, ensure_ascii=False)[1:-1] if self._is_text else value)
         if end < 0:
             return len(value), out
         self._name = None
-        return end + len(self._CLOSES), out + '"' * is_text
+        return end + len(self._CLOSES), out + '"' * self._is_text
 
 
 class GemmaReader(_StepReader):
@@ -139,6 +159,20 @@ class GemmaReader(_StepReader):
             return (0, "") if self._names else (plain.end(), plain[0])
         self._names = character in "{," and bool(self._open) and self._open[-1] == "{" and not self.done
         return 1, ", " if character == "," else character
+
+
+def _may_become(text: str, kinds: Collection[str]) -> bool:
+    """Return whether JSON of one of the kinds may begin with a text."""
+    return not text.strip() or any(kind in kinds and form.fullmatch(text.strip()) for kind, form in _BEGINNINGS.items())
+
+
+def _is_json(text: str, kinds: Collection[str]) -> bool:
+    """Return whether a text is JSON of one of the kinds."""
+    try:
+        value = json.loads(text, parse_constant=int)  # which refuses NaN and Infinity
+    except (ValueError, RecursionError):
+        return False
+    return any(is_of(value, kind) for kind in kinds)
 
 
 def begun(text: str, mark: str) -> int:

@@ -24,13 +24,9 @@ _FORMATS = {
 
 
 def text_patterns(schema: Mapping[str, Any]) -> list[str]:
-    """Return expressions that a text must match as a whole, each of them: for its lengths, and for its pattern and
-    format if the value is text alone.
-    """
+    """Return expressions that a text must match as a whole, each of them: for its lengths, pattern and format."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     every = [rf"(.|\n){{{least},{most}}}" if least or most != "" else _ANY]
-    if schema.get("type", "string") != "string":
-        return every
     if isinstance(pattern := schema.get("pattern"), str):
         every.append(_searched(pattern))
     if (of_format := _FORMATS.get(str(schema.get("format")))) is not None:

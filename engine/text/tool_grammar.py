@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -255,21 +255,32 @@ class _Writer:
             yield rule if key in needed else f"{rule}?"
 
     def _value(self, schema: Any, root: ArgumentSchema, name: str) -> str:
-        end = "\n</parameter>"
-        if not root.is_text(schema):
-            return f"%json {_dumps(root.alone(schema) | _STYLE)} {self._literal(end)}"
-        if options := root.options(schema):
-            return f"({_choice(map(_plain, options))}) {self._literal(end)}"
-        self.rules.append(f"{name}_text[lazy]: {self._text(schema, root, name)} {json.dumps(end)}")
+        end, ways = "\n</parameter>", root.alternatives(schema)
+        texts = [one for one in ways if one.get("type") == "string"]
+        others = [one for one in ways if one.get("type") != "string"]
+        if not texts:
+            return f"{self._json(schema, root)} {self._literal(end)}"
+        if all("enum" in one for one in texts):
+            options = " | ".join(_choice(one["enum"]) for one in texts)
+            others_too = f" | {self._json({'anyOf': others}, root)}" if others else ""
+            return f"({options}{others_too}) {self._literal(end)}"
+        self.rules.append(f"{name}_text[lazy]: {self._text(texts, others, name)} {json.dumps(end)}")
         return f"{name}_text"
 
-    def _text(self, schema: Any, root: ArgumentSchema, name: str) -> str:
-        """Return a terminal for a text of the schema."""
-        every = [f"/{pattern}/" for pattern in text_patterns(root.resolved(schema))]
-        if len(every) == 1:
-            return every[0]
-        self.rules.append(f"{name.upper()}_TEXT: {' & '.join(every)}")
+    def _text(self, texts: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], name: str) -> str:
+        """Return a terminal for a text of one of the schemas, or a null. Other values are any text, as they are read
+        from one.
+        """
+        if any(one.get("type") != "null" for one in others):
+            return _ANY
+        ways = [_choice(one["enum"]) if "enum" in one else _pattern(one) for one in texts]
+        if (text := " | ".join([*ways, *['"null"'] * bool(others)])) == _ANY:
+            return text
+        self.rules.append(f"{name.upper()}_TEXT: {text}")
         return f"{name.upper()}_TEXT"
+
+    def _json(self, schema: Any, root: ArgumentSchema) -> str:
+        return f"%json {_dumps(root.alone(schema) | _STYLE)}"
 
     # Gemma's objects.
 
@@ -277,21 +288,24 @@ class _Writer:
         """Return a rule or an expression for a value. Deep schemas that refer to themselves end in any JSON of their
         kind.
         """
-        schema, mark = root.resolved(schema), self._literal(quote)
-        if root.is_text(schema):
-            if options := root.options(schema):
-                texts = _choice(option for option in options if isinstance(option, str))
-                others = _choice(json.dumps(option) for option in options if not isinstance(option, str))
-                return " | ".join(filter(None, (f"{mark} ({texts}) {mark}" * bool(texts), others)))
+        if len(ways := root.alternatives(schema)) > 1:
+            named = [(one, f"{name}_{number}") for number, one in enumerate(ways)]
+            return " | ".join(self._gemma(one, root, quote, rule, depth + 1) for one, rule in named)
+        schema, mark = ways[0] if ways else {}, self._literal(quote)
+        if schema.get("type") == "string":
+            if "enum" in schema:
+                return f"{mark} ({_choice(schema['enum'])}) {mark}"
             if quote in self.format.added:
-                return f"{mark} {self._text(schema, root, name)} {mark}"
-            self.rules.append(f"{name}_text[lazy]: {self._text(schema, root, name)} {json.dumps(quote)}")
+                return f"{mark} {self._text([schema], (), name)} {mark}"
+            self.rules.append(f"{name}_text[lazy]: {self._text([schema], (), name)} {json.dumps(quote)}")
             return f"{mark} {name}_text"
         if schema.get("type") == "object" and schema.get("properties") and depth < 8:
             parts, needed = [], schema.get("required", ())
             for number, (key, value) in enumerate(schema["properties"].items()):
                 rule = f"{name}_{number}"
-                self.rules.append(f"{rule}: {json.dumps(key + ':')} ({self._gemma(value, root, quote, rule, depth + 1)})")
+                self.rules.append(
+                    f"{rule}: {json.dumps(key + ':')} ({self._gemma(value, root, quote, rule, depth + 1)})"
+                )
                 parts.append((rule, key in needed))
             return f'"{{" {self._listed(parts, name)} "}}"'
         if schema.get("type") == "array" and isinstance(schema.get("items"), dict) and depth < 8:
@@ -302,7 +316,7 @@ class _Writer:
             return f'"[" {more} "]"' if least else f'"[" ({more})? "]"'
         if schema.get("type") == "object":
             return '"{" "}"'
-        return f"%json {_dumps(root.alone(schema) | _STYLE)}"
+        return self._json(schema, root)
 
     def _listed(self, parts: Sequence[tuple[str, bool]], name: str) -> str:
         """Return an expression for members of an object in their order, with commas between those that are there: a
@@ -338,9 +352,9 @@ def _choice(texts: Iterable[str]) -> str:
     return " | ".join(map(json.dumps, texts))
 
 
-def _plain(value: Any) -> str:
-    """Return a value as it is written where texts are no JSON."""
-    return value if isinstance(value, str) else json.dumps(value)
+def _pattern(schema: Mapping[str, Any]) -> str:
+    """Return an expression for a text of the schema."""
+    return " & ".join(f"/{pattern}/" for pattern in text_patterns(schema))
 
 
 def _dumps(schema: dict[str, Any]) -> str:

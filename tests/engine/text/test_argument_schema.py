@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from engine.text.answer_format import ToolFormat
+from engine.text.answer_format import TOOL_FORMATS, ToolFormat
+from engine.text.answer_reader import AnswerReader
 from engine.text.argument_schema import ArgumentSchema
 from engine.text.tool_grammar import Tool, Wanted
 
 pytest.importorskip("llguidance", reason="pip install 'talon-decoding[grammar]'")
-from tests.engine.text.test_tool_formats import FORMATS, calls_of, format_of, read, takes, written  # noqa: E402
+from tests.engine.text.test_tool_formats import FORMATS, calls_of, format_of, read, takes, written
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+TEXTS = {"type": "array", "items": {"type": "string"}}
 TREE = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "children": {"type": "array", "items": {"$ref": "#"}}},
@@ -91,3 +93,65 @@ def test_a_choice_of_texts_and_other_values_is_a_choice(tools: ToolFormat, kinds
     assert not allows(tools, schema, {"state": "shut"})
     text = written(tools, [("call", {"state": other})])
     assert takes(format_of(tools, True), Wanted([Tool("call", schema)], "required", many=False), text) is None
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"type": ["string", "null"]}, [None, "", "nul", "nullable", "null \n", "a\nb"]),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, [None, "a"]),
+        ({"anyOf": [{"enum": ["a", "b"], "type": "string"}, {"type": "null"}]}, [None, "a"]),
+        ({"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}, [None, "2026-01-31"]),
+        ({"enum": ["a", 5, None]}, ["a", 5, None]),
+        ({"type": ["string", "number", "boolean"]}, ["a", "-", "1.2.3", "Infinity", "truely", -1.5e3, 7, True, False]),
+        ({"type": ["string", "integer"]}, ["1.5", "true", 12]),
+        (
+            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+            ["[a]", "a", [], ["a", "b,"]],
+        ),
+        ({"oneOf": [{"type": "string"}, POINT]}, ["{x}", "a", {"x": 1}]),
+    ],
+    ids=str,
+)
+def test_what_may_be_a_text_may_also_be_what_else_its_schema_allows(
+    tools: ToolFormat, schema: dict[str, Any], values: list[Any]
+) -> None:
+    for value in values:
+        if not (tools.arguments == "parameters" and value == "null \n"):  # a null there, as blanks do not count
+            assert allows(tools, of({"value": schema}), {"value": value}), value
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    ("schema", "wrong"),
+    [
+        ({"anyOf": [{"enum": ["a", "b"]}, {"type": "null"}]}, ["c", 1]),
+        ({"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}, ["today", "null0"]),
+        ({"type": "string", "enum": ["a", None]}, [None]),
+        ({"type": ["string", "integer"], "enum": ["a", 5, 6.5]}, [6.5, 6]),
+    ],
+    ids=str,
+)
+def test_what_may_be_a_text_is_nothing_that_its_schema_forbids(
+    tools: ToolFormat, schema: dict[str, Any], wrong: list[Any]
+) -> None:
+    for value in wrong:
+        assert not allows(tools, of({"value": schema}), {"value": value}), value
+
+
+@pytest.mark.parametrize(
+    ("schema", "pieces"),
+    [
+        ({"type": "string"}, ['{"value": "', "n", "u", "x", '"', "}"]),
+        ({"type": ["string", "null"]}, ['{"value": ', '"nux', '"', "}"]),
+        ({"type": ["string", "array"]}, ['{"value": ', '"n', "u", "x", '"', "}"]),
+    ],
+    ids=str,
+)
+def test_a_text_streams_from_where_it_can_be_nothing_else(schema: dict[str, Any], pieces: list[str]) -> None:
+    tools = next(one for one in TOOL_FORMATS if one.arguments == "parameters")
+    reader = AnswerReader(format_of(tools, True), [Tool("call", of({"value": schema}))])
+    text = written(tools, [("call", {"value": "nux"})])
+    found = [part.text for character in text for part in reader.feed(character) if part.kind == "arguments"]
+    assert found == pieces

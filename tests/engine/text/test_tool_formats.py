@@ -118,9 +118,7 @@ def gemma(value: Any, quote: str) -> str:
 AUTO, REQUIRED = Wanted(TOOLS, "auto"), Wanted(TOOLS, "required")
 
 
-def read(
-    format_: AnswerFormat, text: str, thinking: bool = False, tools: Sequence[Tool] = TOOLS
-) -> list[AnswerPart]:
+def read(format_: AnswerFormat, text: str, thinking: bool = False, tools: Sequence[Tool] = TOOLS) -> list[AnswerPart]:
     """Return the parts of a text, which are the same however it is cut, with neighbours of one kind as one."""
 
     def parts(size: int) -> list[AnswerPart]:
