@@ -15,6 +15,8 @@ from engine.core.errors import HALF_A_CHARACTER, RequestError, is_text, shown
 
 JSON_WHITESPACE = {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}
 """Whitespace in JSON: what `json.dumps` writes, indented or not. Without a bound a model may never stop."""
+ONE_STYLE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+"""An addition to a schema: JSON is as `json.dumps` writes it on one line."""
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords of a schema whose keys are names, and whose values are schemas."""
 SCHEMA_VALUES = ("const", "enum", "default", "examples")

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
 from engine.core.grammar import NAMED_SCHEMAS, SCHEMA_VALUES
 
+ANYTHING: dict[str, Any] = {}  # a schema
 _BESIDE = ("$defs", "definitions", "$id")  # what only references need
 
+_KEYWORDS = frozenset((
+    "type", "enum", "const", "multipleOf", "maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum", "maxLength",
+    "minLength", "pattern", "items", "prefixItems", "additionalItems", "maxItems", "minItems", "uniqueItems",
+    "contains", "minContains", "maxContains", "unevaluatedItems", "properties", "patternProperties",
+    "additionalProperties", "required", "maxProperties", "minProperties", "propertyNames", "unevaluatedProperties",
+    "dependentRequired", "dependentSchemas", "dependencies", "allOf", "anyOf", "oneOf", "not", "if", "then", "else",
+    "$ref", "$dynamicRef", "$recursiveRef",
+))  # fmt: skip
+"""Keywords that forbid values. Formats do so only of texts."""
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str,
     "null": type(None),
@@ -34,7 +44,7 @@ class ArgumentSchema:
             if not (isinstance(schema, dict) and isinstance(schema.get("$ref"), str)):
                 break
             schema = self._target(schema["$ref"])
-        return schema if isinstance(schema, dict) else {}
+        return schema if isinstance(schema, dict) else ANYTHING
 
     def kinds(self, schema: Any) -> frozenset[str]:
         """Return the kinds of values that a part allows, "" among them if it does not say."""
@@ -84,6 +94,11 @@ class ArgumentSchema:
             name = key.replace("~1", "/").replace("~0", "~")
             found = members.get(name) if isinstance(members, dict) else None
         return found
+
+
+def keywords(schema: Mapping[str, Any]) -> set[str]:
+    """Return the keywords of a schema that forbid values."""
+    return {key for key in schema if key in _KEYWORDS}
 
 
 def is_of(value: Any, kind: str) -> bool:

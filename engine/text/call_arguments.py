@@ -14,7 +14,10 @@ from typing import Protocol
 
 from engine.text.argument_schema import is_of
 
-_KEY = re.compile(r"[^:{}\[\],]+(?=:)")
+GEMMA_NAME = r'[^\s:{}\[\],"<][^\n:{}\[\],"<]*'
+"""Regular expression of names that Gemma's objects have without quotes; others are JSON."""
+_NAME = re.compile(GEMMA_NAME)
+_JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _NUMBER = re.compile(r"[-+.0-9eE]+")
 _BEGINNINGS = {
     "null": re.compile(r"n(u(ll?)?)?"),
@@ -127,7 +130,7 @@ class ParametersReader(_StepReader):
 
 
 class GemmaReader(_StepReader):
-    """Reads Gemma's object: names without quotes, and texts between two `quote`."""
+    """Reads Gemma's object: names without quotes, and texts between two `quote`. Names and texts may be JSON too."""
 
     def __init__(self, quote: str):
         self._quote = quote
@@ -146,9 +149,25 @@ class GemmaReader(_StepReader):
             return len(self._quote), '"'
         if begun(text, self._quote) == len(text):
             return 0, ""
-        if self._names and (key := _KEY.match(text)):
-            self._names = False
-            return key.end() + 1, f"{json.dumps(key[0])}: "
+        if text[0].isspace():
+            return 1, ""
+        if text[0] == '"' or (self._names and _NAME.match(text)):
+            return self._name(text) if self._names else self._json_text(text)
+        return self._other(text)
+
+    def _name(self, text: str) -> tuple[int, str]:
+        found = (_JSON_TEXT if text[0] == '"' else _NAME).match(text)
+        if found is None or found.end() == len(text):
+            return 0, ""
+        self._names = False
+        return found.end() + 1, f"{found[0]}: " if found.re is _JSON_TEXT else f"{json.dumps(found[0])}: "
+
+    def _json_text(self, text: str) -> tuple[int, str]:
+        found = _JSON_TEXT.match(text)
+        return (0, "") if found is None else (found.end(), found[0])
+
+    def _other(self, text: str) -> tuple[int, str]:
+        """Read a mark, or a value that is no text."""
         character = text[0]
         if character in "{[":
             self._open.append(character)
@@ -156,9 +175,14 @@ class GemmaReader(_StepReader):
             self._open.pop()
             self.done = not self._open
         elif character != "," and (plain := _PLAIN.match(text)):
-            return (0, "") if self._names else (plain.end(), plain[0])
+            return plain.end(), plain[0]
         self._names = character in "{," and bool(self._open) and self._open[-1] == "{" and not self.done
         return 1, ", " if character == "," else character
+
+
+def gemma_name(name: str) -> str:
+    """Return a name as Gemma's objects have it."""
+    return name if _NAME.fullmatch(name) else json.dumps(name, ensure_ascii=False)
 
 
 def _may_become(text: str, kinds: Collection[str]) -> bool:

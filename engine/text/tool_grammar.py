@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.core.grammar import JSON_WHITESPACE
+from engine.core.grammar import JSON_WHITESPACE, ONE_STYLE
 from engine.text.answer_format import BARE_FORMS, BLANKS, AnswerFormat, ReasoningFormat, ToolFormat
-from engine.text.argument_schema import ArgumentSchema
-from engine.text.text_patterns import text_patterns
+from engine.text.argument_rules import GemmaRules, ParameterRules
 
 MOST_CALLS = 64  # calls in one answer: a small model may repeat itself
 MOST_BEHIND = 16  # characters after the last call of an answer
-_STYLE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _COMBINED = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties", "propertyNames")
 _ANY = r"/(.|\n)*/"
 _SOME = r"/(.|\n)+/"
@@ -203,7 +201,7 @@ class _Writer:
         arguments on.
         """
         for place, form in enumerate(BARE_FORMS):
-            style = {"x-guidance": JSON_WHITESPACE} if form.indented else _STYLE
+            style = {"x-guidance": JSON_WHITESPACE} if form.indented else ONE_STYLE
             for number, tool in enumerate(wanted.tools):
                 arguments = f"%json {_dumps(tool.closed_schema | style)}"
                 fence = " fence?" if form.indented else ""
@@ -238,100 +236,11 @@ class _Writer:
     def _arguments(self, tools: ToolFormat, tool: Tool, name: str) -> str:
         schema = tool.closed_schema
         if tools.arguments == "json":
-            return f"%json {_dumps(schema | _STYLE)}"
+            return f"%json {_dumps(schema | ONE_STYLE)}"
         if tools.arguments == "parameters":
-            return " ".join(self._parameters(ArgumentSchema(schema), name))
-        return self._gemma(schema, ArgumentSchema(schema), tools.quote, name)
-
-    # Qwen3-Coder's parameters.
-
-    def _parameters(self, root: ArgumentSchema, name: str) -> Iterator[str]:
-        needed = root.root.get("required", ())
-        for number, (key, value) in enumerate(root.root.get("properties", {}).items()):
-            rule = f"{name}_{number}"
-            self.rules.append(
-                f"{rule}: {self._literal(f'{chr(10)}<parameter={key}>{chr(10)}')} {self._value(value, root, rule)}"
-            )
-            yield rule if key in needed else f"{rule}?"
-
-    def _value(self, schema: Any, root: ArgumentSchema, name: str) -> str:
-        end, ways = "\n</parameter>", root.alternatives(schema)
-        texts = [one for one in ways if one.get("type") == "string"]
-        others = [one for one in ways if one.get("type") != "string"]
-        if not texts:
-            return f"{self._json(schema, root)} {self._literal(end)}"
-        if all("enum" in one for one in texts):
-            options = " | ".join(_choice(one["enum"]) for one in texts)
-            others_too = f" | {self._json({'anyOf': others}, root)}" if others else ""
-            return f"({options}{others_too}) {self._literal(end)}"
-        self.rules.append(f"{name}_text[lazy]: {self._text(texts, others, name)} {json.dumps(end)}")
-        return f"{name}_text"
-
-    def _text(self, texts: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], name: str) -> str:
-        """Return a terminal for a text of one of the schemas, or a null. Other values are any text, as they are read
-        from one.
-        """
-        if any(one.get("type") != "null" for one in others):
-            return _ANY
-        ways = [_choice(one["enum"]) if "enum" in one else _pattern(one) for one in texts]
-        if (text := " | ".join([*ways, *['"null"'] * bool(others)])) == _ANY:
-            return text
-        self.rules.append(f"{name.upper()}_TEXT: {text}")
-        return f"{name.upper()}_TEXT"
-
-    def _json(self, schema: Any, root: ArgumentSchema) -> str:
-        return f"%json {_dumps(root.alone(schema) | _STYLE)}"
-
-    # Gemma's objects.
-
-    def _gemma(self, schema: Any, root: ArgumentSchema, quote: str, name: str, depth: int = 0) -> str:
-        """Return a rule or an expression for a value. Deep schemas that refer to themselves end in any JSON of their
-        kind.
-        """
-        if len(ways := root.alternatives(schema)) > 1:
-            named = [(one, f"{name}_{number}") for number, one in enumerate(ways)]
-            return " | ".join(self._gemma(one, root, quote, rule, depth + 1) for one, rule in named)
-        schema, mark = ways[0] if ways else {}, self._literal(quote)
-        if schema.get("type") == "string":
-            if "enum" in schema:
-                return f"{mark} ({_choice(schema['enum'])}) {mark}"
-            if quote in self.format.added:
-                return f"{mark} {self._text([schema], (), name)} {mark}"
-            self.rules.append(f"{name}_text[lazy]: {self._text([schema], (), name)} {json.dumps(quote)}")
-            return f"{mark} {name}_text"
-        if schema.get("type") == "object" and schema.get("properties") and depth < 8:
-            parts, needed = [], schema.get("required", ())
-            for number, (key, value) in enumerate(schema["properties"].items()):
-                rule = f"{name}_{number}"
-                self.rules.append(
-                    f"{rule}: {json.dumps(key + ':')} ({self._gemma(value, root, quote, rule, depth + 1)})"
-                )
-                parts.append((rule, key in needed))
-            return f'"{{" {self._listed(parts, name)} "}}"'
-        if schema.get("type") == "array" and isinstance(schema.get("items"), dict) and depth < 8:
-            rule = f"{name}_item"
-            self.rules.append(f"{rule}: {self._gemma(schema['items'], root, quote, rule, depth + 1)}")
-            least, most = schema.get("minItems", 0), schema.get("maxItems", "")
-            more = f'{rule} ("," {rule}){{{max(0, least - 1)},{most and most - 1}}}'
-            return f'"[" {more} "]"' if least else f'"[" ({more})? "]"'
-        if schema.get("type") == "object":
-            return '"{" "}"'
-        return self._json(schema, root)
-
-    def _listed(self, parts: Sequence[tuple[str, bool]], name: str) -> str:
-        """Return an expression for members of an object in their order, with commas between those that are there: a
-        rule for each place, for where something came before, and for where nothing did.
-        """
-        for number in range(len(parts), -1, -1):
-            for before in (True, False):
-                if number == len(parts):
-                    text = '""'
-                else:
-                    rule, needed = parts[number]
-                    text = f"{chr(34)},{chr(34)} " * before + f"{rule} {name}_then_{number + 1}_1"
-                    text += "" if needed else f" | {name}_then_{number + 1}_{int(before)}"
-                self.rules.append(f"{name}_then_{number}_{int(before)}: {text}")
-        return f"{name}_then_0_0"
+            return ParameterRules(self.rules, self._literal, schema).arguments(name)
+        is_token = tools.quote in self.format.added
+        return GemmaRules(self.rules, self._literal, schema, tools.quote, is_token).arguments(name)
 
     def _literal(self, text: str) -> str:
         """Return a text as the model's tokens spell it: added tokens as such."""
@@ -345,16 +254,6 @@ class _Writer:
 def _any_token(ids: Collection[int]) -> str:
     """Return an expression for one of the tokens; "" if there is none."""
     return f"<[{','.join(map(str, sorted(ids)))}]>" if ids else ""
-
-
-def _choice(texts: Iterable[str]) -> str:
-    """Return an expression for one of the texts."""
-    return " | ".join(map(json.dumps, texts))
-
-
-def _pattern(schema: Mapping[str, Any]) -> str:
-    """Return an expression for a text of the schema."""
-    return " & ".join(f"/{pattern}/" for pattern in text_patterns(schema))
 
 
 def _dumps(schema: dict[str, Any]) -> str:

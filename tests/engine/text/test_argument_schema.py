@@ -4,6 +4,7 @@ the reader gives back what was written.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from engine.text.argument_schema import ArgumentSchema
 from engine.text.tool_grammar import Tool, Wanted
 
 pytest.importorskip("llguidance", reason="pip install 'talon-decoding[grammar]'")
-from tests.engine.text.test_tool_formats import FORMATS, calls_of, format_of, read, takes, written
+from tests.engine.text.test_tool_formats import FORMATS, calls_of, format_of, gemma, read, takes, written
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 TEXTS = {"type": "array", "items": {"type": "string"}}
@@ -155,3 +156,53 @@ def test_a_text_streams_from_where_it_can_be_nothing_else(schema: dict[str, Any]
     text = written(tools, [("call", {"value": "nux"})])
     found = [part.text for character in text for part in reader.feed(character) if part.kind == "arguments"]
     assert found == pieces
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"anyOf": [TEXTS, {"type": "null"}]}, [None, [], ["a,b"], ["a b", "{", '"', "a\nb"]]),
+        ({"anyOf": [of({"a": {"type": "string"}}), {"type": "null"}]}, [None, {"a": "x, y"}]),
+        ({"type": ["object", "null"], **of({"a": {"type": "string"}})} | {"type": ["object", "null"]}, [{"a": "}"}]),
+        ({"type": "object", "additionalProperties": {"type": "string"}}, [{}, {"a": "b", "c d": "", "x:y": "z,"}]),
+        ({"type": "object", "additionalProperties": POINT}, [{"a": {"x": 1}, "b": {"x": 2}}]),
+        ({"type": "object"}, [{}, {"a": [1, None, {"b": ["c", {}]}], "d": {"e": True}, "f": "g"}]),
+        ({}, [None, 1.5, "a", "", [], ["a", [["{"]]], {"a": {"b": "}"}}]),
+        ({"type": "array"}, [[], ["a", 1, {"b": None}]]),
+        ({"type": "array", "items": {"type": "string"}, "maxItems": 0}, [[]]),
+        (of({"filter[a]": {"type": "string"}, "x:y": POINT, "$f": {}, '"': {}}), [
+            {"filter[a]": "b", "x:y": {"x": 1}, "$f": 1, '"': "a"}
+        ]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_holds_texts_is_read_as_it_was_written(
+    tools: ToolFormat, schema: dict[str, Any], values: list[Any]
+) -> None:
+    for value in values:
+        if not (tools.arguments == "parameters" and schema == {} and isinstance(value, str)):  # which is JSON there
+            assert allows(tools, of({"value": schema}), {"value": value}), value
+
+
+@pytest.mark.parametrize("tools", [one for one in TOOL_FORMATS if one.arguments == "gemma"], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"type": "array", "prefixItems": [{"type": "string"}, {"type": "integer"}], "items": False}, [["a, b", 1]]),
+        ({"type": "object", "patternProperties": {"^x": {"type": "string"}}}, [{"x: {": "a\\", "x": '"]'}]),
+        ({"allOf": [{"type": "object", "minProperties": 1}, TREE]}, [{"name": "a, b", "children": []}]),
+    ],
+    ids=str,
+)
+def test_json_within_an_object_of_gemma_is_read_as_json(
+    tools: ToolFormat, schema: dict[str, Any], values: list[Any]
+) -> None:
+    tool = Tool("call", of({"first": {"type": "string"}, "value": schema, "last": {"type": "string"}}))
+    for value in values:
+        first, last = gemma({"first": "a", "last": "b"}, tools.quote)[1:-1].split(",")
+        text = f"{{{first},value:{json.dumps(value)},{last}}}"
+        text = tools.begin + "call" + tools.middle + text + tools.end
+        assert takes(format_of(tools, True), Wanted([tool], "required", many=False), text) is None
+        found = calls_of(read(format_of(tools, True), text, tools=[tool]))
+        assert found == [("call", {"first": "a", "value": value, "last": "b"})]

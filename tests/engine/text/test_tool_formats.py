@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 
 from engine.text.answer_format import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat, ToolFormat
 from engine.text.answer_reader import AnswerPart, AnswerReader
+from engine.text.call_arguments import gemma_name
 from engine.text.tool_grammar import MOST_CALLS, Tool, Wanted, tool_grammar
 from tests.conftest import tiny_tokenizer
 from tests.grids import pairs
@@ -109,7 +110,7 @@ def one(tools: ToolFormat, name: str, arguments: dict[str, Any]) -> str:
 
 def gemma(value: Any, quote: str) -> str:
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{gemma(item, quote)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{gemma_name(key)}:{gemma(item, quote)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(gemma(item, quote) for item in value) + "]"
     return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)

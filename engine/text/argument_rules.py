@@ -1,0 +1,183 @@
+"""Writes the rules of a call's arguments where texts are no JSON: Qwen3-Coder's parameters, and Gemma's objects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from engine.core.grammar import ONE_STYLE
+from engine.text.argument_schema import ANYTHING, ArgumentSchema, keywords
+from engine.text.call_arguments import GEMMA_NAME, gemma_name
+from engine.text.text_patterns import text_patterns
+
+_ANY_TEXT = r"/(.|\n)*/"
+_KINDS: Sequence[dict[str, Any]] = (
+    {"type": "string"},
+    {"type": "object"},
+    {"type": "array"},
+    {"type": ["number", "boolean", "null"]},
+)
+_OF_OBJECTS = {"type", "properties", "required", "additionalProperties"}
+_OF_ARRAYS = {"type", "items", "minItems", "maxItems"}
+
+
+class ArgumentRules:
+    """Writes the rules for one tool. rules: those of the grammar, to which they are added. literal: spells a text as
+    the model's tokens do. schema: of the arguments.
+    """
+
+    def __init__(self, rules: list[str], literal: Callable[[str], str], schema: dict[str, Any]):
+        self.rules, self.literal, self.schema = rules, literal, ArgumentSchema(schema)
+
+    def text(self, texts: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], name: str) -> str:
+        """Return a terminal for a text of one of the schemas, or a null. Other values are any text, as they are read
+        from one.
+        """
+        if any(one.get("type") != "null" for one in others):
+            return _ANY_TEXT
+        ways = [choice(one["enum"]) if "enum" in one else _pattern(one) for one in texts]
+        if (text := " | ".join([*ways, *['"null"'] * bool(others)])) == _ANY_TEXT:
+            return text
+        self.rules.append(f"{name.upper()}_TEXT: {text}")
+        return f"{name.upper()}_TEXT"
+
+    def json(self, schema: Any) -> str:
+        """Return an expression for JSON of the schema."""
+        return f"%json {json.dumps(self.schema.alone(schema) | ONE_STYLE)}"
+
+
+class ParameterRules(ArgumentRules):
+    """Writes Qwen3-Coder's parameters."""
+
+    def arguments(self, name: str) -> str:
+        """Return an expression for all arguments. name: with which the names of its rules begin."""
+        return " ".join(self._parameters(self.schema.root, name))
+
+    def _parameters(self, schema: dict[str, Any], name: str) -> Iterator[str]:
+        needed = schema.get("required", ())
+        for number, (key, value) in enumerate(schema.get("properties", {}).items()):
+            rule = f"{name}_{number}"
+            self.rules.append(
+                f"{rule}: {self.literal(f'{chr(10)}<parameter={key}>{chr(10)}')} {self._value(value, rule)}"
+            )
+            yield rule if key in needed else f"{rule}?"
+
+    def _value(self, schema: Any, name: str) -> str:
+        end, ways = "\n</parameter>", self.schema.alternatives(schema)
+        texts = [one for one in ways if one.get("type") == "string"]
+        others = [one for one in ways if one.get("type") != "string"]
+        if not texts:
+            return f"{self.json(schema)} {self.literal(end)}"
+        if all("enum" in one for one in texts):
+            options = " | ".join(choice(one["enum"]) for one in texts)
+            others_too = f" | {self.json({'anyOf': others})}" if others else ""
+            return f"({options}{others_too}) {self.literal(end)}"
+        self.rules.append(f"{name}_text[lazy]: {self.text(texts, others, name)} {json.dumps(end)}")
+        return f"{name}_text"
+
+
+class GemmaRules(ArgumentRules):
+    """Writes Gemma's objects: names without quotes, and texts between two `quote`. What a schema says beyond the kinds,
+    names and numbers of values is followed by JSON.
+
+    is_token: whether `quote` is one token.
+    """
+
+    def __init__(
+        self, rules: list[str], literal: Callable[[str], str], schema: dict[str, Any], quote: str, is_token: bool
+    ):
+        super().__init__(rules, literal, schema)
+        self._quote, self._is_token = quote, is_token
+        self._named: dict[int, str] = {}  # rules by the identities of schemas, which live as long as the root
+        self._waiting: list[tuple[dict[str, Any], str]] = []  # schemas whose rules are to be written, with their names
+
+    def arguments(self, name: str) -> str:
+        """Return a rule for all arguments. name: with which the names of its rules begin."""
+        first = self._value(self.schema.root, name)
+        while self._waiting:
+            schema, rule = self._waiting.pop()
+            ways = self.schema.alternatives(schema) if keywords(schema) else _KINDS
+            written = [self._way(one, f"{rule}_{number}") for number, one in enumerate(ways)]
+            self.rules.append(f"{rule}: {' | '.join(written) or self.json(schema)}")
+        return first
+
+    def _value(self, schema: Any, name: str) -> str:
+        """Return a rule for a value, the same one wherever the schema is referred to."""
+        schema = self.schema.resolved(schema)
+        if id(schema) not in self._named:
+            self._named[id(schema)] = f"{name}_value"
+            self._waiting.append((schema, f"{name}_value"))
+        return self._named[id(schema)]
+
+    def _way(self, schema: dict[str, Any], name: str) -> str:
+        """Return an expression for a value of one kind."""
+        kind, said = schema.get("type"), keywords(schema)
+        if not said:
+            return self._value(ANYTHING, name)
+        if kind == "string":
+            return self._between_quotes(schema, name)
+        if kind == "object" and said <= _OF_OBJECTS:
+            return self._object(schema, name)
+        if kind == "array" and said <= _OF_ARRAYS and isinstance(schema.get("items", True), dict | bool):
+            return self._array(schema, name)
+        return self.json(schema)
+
+    def _between_quotes(self, schema: dict[str, Any], name: str) -> str:
+        mark = self.literal(self._quote)
+        if "enum" in schema:
+            return f"{mark} ({choice(schema['enum'])}) {mark}"
+        text = self.text([schema], (), name)
+        if self._is_token:
+            return f"{mark} {text} {mark}"
+        self.rules.append(f"{name}_text[lazy]: {text} {json.dumps(self._quote)}")
+        return f"{mark} {name}_text"
+
+    def _object(self, schema: dict[str, Any], name: str) -> str:
+        """Return an expression for an object. Only one that names no properties may have others."""
+        properties, needed = schema.get("properties", {}), schema.get("required", ())
+        others = schema.get("additionalProperties", "properties" not in schema)
+        if not properties and others is not False:
+            value = self._value(others if isinstance(others, dict) else ANYTHING, name)
+            self.rules.append(f'{name}_member: (/{GEMMA_NAME}/ | {self.json({"type": "string"})}) ":" {value}')
+            return f'"{{" ({name}_member ("," {name}_member)*)? "}}"'
+        parts = []
+        for number, (key, value) in enumerate(properties.items()):
+            rule = f"{name}_{number}"
+            self.rules.append(f"{rule}: {json.dumps(gemma_name(key) + ':')} {self._value(value, rule)}")
+            parts.append((rule, key in needed))
+        return f'"{{" {self._listed(parts, name)} "}}"'
+
+    def _array(self, schema: dict[str, Any], name: str) -> str:
+        items = schema.get("items", True)
+        least, most = schema.get("minItems", 0), schema.get("maxItems", "")
+        if most == 0 or items is False:
+            return '"[" "]"'
+        item = self._value(items if isinstance(items, dict) else ANYTHING, name)
+        more = f'{item} ("," {item}){{{max(0, least - 1)},{most and most - 1}}}'
+        return f'"[" {more} "]"' if least else f'"[" ({more})? "]"'
+
+    def _listed(self, parts: Sequence[tuple[str, bool]], name: str) -> str:
+        """Return an expression for members of an object in their order, with commas between those that are there: a
+        rule for each place, for where something came before, and for where nothing did.
+        """
+        for number in range(len(parts), -1, -1):
+            for before in (True, False):
+                if number == len(parts):
+                    text = '""'
+                else:
+                    rule, needed = parts[number]
+                    text = f"{chr(34)},{chr(34)} " * before + f"{rule} {name}_then_{number + 1}_1"
+                    text += "" if needed else f" | {name}_then_{number + 1}_{int(before)}"
+                self.rules.append(f"{name}_then_{number}_{int(before)}: {text}")
+        return f"{name}_then_0_0"
+
+
+def choice(texts: Iterable[str]) -> str:
+    """Return an expression for one of the texts."""
+    return " | ".join(map(json.dumps, texts))
+
+
+def _pattern(schema: Mapping[str, Any]) -> str:
+    """Return an expression for a text of the schema."""
+    return " & ".join(f"/{pattern}/" for pattern in text_patterns(schema))
