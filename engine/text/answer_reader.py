@@ -214,10 +214,7 @@ class AnswerReader:
     def _reader(self, name: str) -> ArgumentsReader:
         assert self._tools is not None
         if self._tools.arguments == "parameters":
-            schema = ArgumentSchema(self._named[name].schema if name in self._named else {})
-            properties: Mapping[str, object] = schema.root.get("properties", {})
-            kinds = {key: schema.kinds(value) for key, value in properties.items()}
-            return ParametersReader({key: any_ - {"string"} for key, any_ in kinds.items() if "string" in any_})
+            return ParametersReader(ArgumentSchema(self._named[name].schema if name in self._named else {}).texts)
         return GemmaReader(self._tools.quote) if self._tools.arguments == "gemma" else JsonReader()
 
 

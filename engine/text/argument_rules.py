@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.core.grammar import ONE_STYLE
-from engine.text.argument_schema import ANYTHING, ArgumentSchema, keywords
+from engine.text.argument_schema import ANYTHING, ArgumentSchema, keywords, named, of_one_kind
 from engine.text.call_arguments import GEMMA_NAME, gemma_name
 from engine.text.text_patterns import text_patterns
 
 _ANY_TEXT = r"/(.|\n)*/"
-_KINDS: Sequence[dict[str, Any]] = (
-    {"type": "string"},
-    {"type": "object"},
-    {"type": "array"},
-    {"type": ["number", "boolean", "null"]},
-)
+_MOST_RULES = 2000  # of one tool: the library's stack does not hold a chain of 3000
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties"}
 _OF_ARRAYS = {"type", "items", "minItems", "maxItems"}
 
@@ -52,15 +47,16 @@ class ParameterRules(ArgumentRules):
 
     def arguments(self, name: str) -> str:
         """Return an expression for all arguments. name: with which the names of its rules begin."""
-        return " ".join(self._parameters(self.schema.root, name))
+        ways = [one for one in self.schema.alternatives(self.schema.root) if one.get("type") == "object"]
+        written = [" ".join(self._parameters(one, f"{name}_{number}")) or '""' for number, one in enumerate(ways)]
+        return f"({' | '.join(written)})"
 
     def _parameters(self, schema: dict[str, Any], name: str) -> Iterator[str]:
-        needed = schema.get("required", ())
-        for number, (key, value) in enumerate(schema.get("properties", {}).items()):
+        properties, needed = named(schema)
+        for number, (key, value) in enumerate(properties.items()):
             rule = f"{name}_{number}"
-            self.rules.append(
-                f"{rule}: {self.literal(f'{chr(10)}<parameter={key}>{chr(10)}')} {self._value(value, rule)}"
-            )
+            opens = self.literal(f"\n<parameter={key}>\n")
+            self.rules.append(f"{rule}: {opens} {self._value(value, rule)}")
             yield rule if key in needed else f"{rule}?"
 
     def _value(self, schema: Any, name: str) -> str:
@@ -93,31 +89,37 @@ class GemmaRules(ArgumentRules):
         self._waiting: list[tuple[dict[str, Any], str]] = []  # schemas whose rules are to be written, with their names
 
     def arguments(self, name: str) -> str:
-        """Return a rule for all arguments. name: with which the names of its rules begin."""
-        first = self._value(self.schema.root, name)
+        """Return an expression for all arguments, which are JSON if they take too many rules. name: with which the
+        names of the rules begin.
+        """
+        self._name, before = name, len(self.rules)
+        first = self._value(self.schema.root)
         while self._waiting:
             schema, rule = self._waiting.pop()
-            ways = self.schema.alternatives(schema) if keywords(schema) else _KINDS
-            written = [self._way(one, f"{rule}_{number}") for number, one in enumerate(ways)]
-            self.rules.append(f"{rule}: {' | '.join(written) or self.json(schema)}")
+            if (options := self.schema.options(schema)) is not None:
+                ways = [self._value(option) for option in options]
+            else:
+                ways = [self._way(one, f"{rule}_{number}") for number, one in enumerate(of_one_kind(schema))]
+            self.rules.append(f"{rule}: {' | '.join(ways) or self.json(schema)}")
+            if len(self.rules) - before > _MOST_RULES:
+                del self.rules[before:]
+                return self.json(self.schema.root)
         return first
 
-    def _value(self, schema: Any, name: str) -> str:
+    def _value(self, schema: Any) -> str:
         """Return a rule for a value, the same one wherever the schema is referred to."""
         schema = self.schema.resolved(schema)
         if id(schema) not in self._named:
-            self._named[id(schema)] = f"{name}_value"
-            self._waiting.append((schema, f"{name}_value"))
+            self._named[id(schema)] = f"{self._name}_{len(self._named)}"
+            self._waiting.append((schema, self._named[id(schema)]))
         return self._named[id(schema)]
 
     def _way(self, schema: dict[str, Any], name: str) -> str:
         """Return an expression for a value of one kind."""
         kind, said = schema.get("type"), keywords(schema)
-        if not said:
-            return self._value(ANYTHING, name)
         if kind == "string":
             return self._between_quotes(schema, name)
-        if kind == "object" and said <= _OF_OBJECTS:
+        if kind == "object" and said <= _OF_OBJECTS and isinstance(schema.get("properties", {}), dict):
             return self._object(schema, name)
         if kind == "array" and said <= _OF_ARRAYS and isinstance(schema.get("items", True), dict | bool):
             return self._array(schema, name)
@@ -134,37 +136,48 @@ class GemmaRules(ArgumentRules):
         return f"{mark} {name}_text"
 
     def _object(self, schema: dict[str, Any], name: str) -> str:
-        """Return an expression for an object. Only one that names no properties may have others."""
-        properties, needed = schema.get("properties", {}), schema.get("required", ())
-        others = schema.get("additionalProperties", "properties" not in schema)
-        if not properties and others is not False:
-            value = self._value(others if isinstance(others, dict) else ANYTHING, name)
-            self.rules.append(f'{name}_member: (/{GEMMA_NAME}/ | {self.json({"type": "string"})}) ":" {value}')
-            return f'"{{" ({name}_member ("," {name}_member)*)? "}}"'
+        """Return an expression for an object. One that names properties has others only if it says so."""
+        properties, needed = named(schema)
         parts = []
         for number, (key, value) in enumerate(properties.items()):
             rule = f"{name}_{number}"
-            self.rules.append(f"{rule}: {json.dumps(gemma_name(key) + ':')} {self._value(value, rule)}")
+            self.rules.append(f"{rule}: {json.dumps(gemma_name(key) + ':')} {self._value(value)}")
             parts.append((rule, key in needed))
-        return f'"{{" {self._listed(parts, name)} "}}"'
+        others = schema.get("additionalProperties", "properties" not in schema)
+        other = "" if others is False else self._other(others, properties, name)
+        return f'"{{" {self._listed(parts, other, name)} "}}"'
+
+    def _other(self, schema: Any, properties: Collection[str], name: str) -> str:
+        """Return a rule for a member that is none of the properties. Beside any, its name is not written as JSON."""
+        if properties:
+            self.rules.append(f"{name.upper()}_NAME: /{GEMMA_NAME}/ & ~({choice(properties)})")
+            written = f"{name.upper()}_NAME"
+        else:
+            written = f"(/{GEMMA_NAME}/ | {self.json({'type': 'string'})})"
+        self.rules.append(f'{name}_other: {written} ":" {self._value(schema)}')
+        return f"{name}_other"
 
     def _array(self, schema: dict[str, Any], name: str) -> str:
         items = schema.get("items", True)
-        least, most = schema.get("minItems", 0), schema.get("maxItems", "")
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most == 0 or items is False:
             return '"[" "]"'
-        item = self._value(items if isinstance(items, dict) else ANYTHING, name)
-        more = f'{item} ("," {item}){{{max(0, least - 1)},{most and most - 1}}}'
+        if not isinstance(least, int) or not isinstance(most, int | None):
+            return self.json(schema)
+        item = self._value(items if isinstance(items, dict) else ANYTHING)
+        more = f'{item} ("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}'
         return f'"[" {more} "]"' if least else f'"[" ({more})? "]"'
 
-    def _listed(self, parts: Sequence[tuple[str, bool]], name: str) -> str:
+    def _listed(self, parts: Sequence[tuple[str, bool]], other: str, name: str) -> str:
         """Return an expression for members of an object in their order, with commas between those that are there: a
-        rule for each place, for where something came before, and for where nothing did.
+        rule for each place, for where something came before, and for where nothing did. other: a rule for members that
+        may come last, "" for none.
         """
         for number in range(len(parts), -1, -1):
             for before in (True, False):
                 if number == len(parts):
-                    text = '""'
+                    text = f'("," {other})*' if before else f'({other} ("," {other})*)?'
+                    text = text if other else '""'
                 else:
                     rule, needed = parts[number]
                     text = f"{chr(34)},{chr(34)} " * before + f"{rule} {name}_then_{number + 1}_1"

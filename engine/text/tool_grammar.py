@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.core.errors import RequestError
 from engine.core.grammar import JSON_WHITESPACE, ONE_STYLE
 from engine.text.answer_format import BARE_FORMS, BLANKS, AnswerFormat, ReasoningFormat, ToolFormat
 from engine.text.argument_rules import GemmaRules, ParameterRules
@@ -52,8 +53,11 @@ class Wanted:
 
 
 def tool_grammar(format_: AnswerFormat, wanted: Wanted) -> str:
-    """Return the grammar's text."""
-    return _Writer(format_).grammar(wanted)
+    """Return the grammar's text. Raises RequestError for a schema that is nested too deeply."""
+    try:
+        return _Writer(format_).grammar(wanted)
+    except RecursionError:
+        raise RequestError("tools: a schema is nested too deeply; use $ref") from None
 
 
 class _Writer:
