@@ -5,12 +5,12 @@ a chat template contains.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from engine.core.errors import ConfigError
 from engine.text.token_pieces import special_tokens
 
-Style = Literal["json", "parameters", "gemma"]
+Style = Literal["json", "parameters", "gemma", "python"]
 BLANKS = r"[ \t\r\n]*"
 """Regular expression of what may stand before a call with which an answer begins."""
 
@@ -26,6 +26,17 @@ class Recipient:
     middles: tuple[str, ...]
 
 
+class ParameterMarks(NamedTuple):
+    """What stands before a parameter's name, between it and its value, and after the value."""
+
+    opens: str
+    middle: str
+    closes: str
+
+
+NO_PARAMETERS = ParameterMarks("", "", "")
+
+
 @dataclass(frozen=True)
 class ToolFormat:
     """How calls are written: `opens`, then calls with `between` between them, then `closes`. A call is `begin`, the
@@ -34,7 +45,8 @@ class ToolFormat:
     marks: texts that a chat template of this format contains, all of them. unlike: texts that no such template
     contains, of formats that look alike. trigger: the beginning of `opens` + `begin` after which an answer is a call.
     leading: calls come at the beginning of an answer only. single: an answer is one call at most. arguments: how they
-    are written: a JSON object, Qwen3-Coder's <parameter=NAME>, or Gemma's object with its texts between two `quote`.
+    are written: a JSON object, parameters between `parameter`, Gemma's object with its texts between two `quote`, or
+    Python's NAME=VALUE.
     skipped: control texts between the parts of an answer that are not part of its text. id_length: of a call's id,
     where the template wants one. bare: some models of this format leave out what calls are written between, so an
     answer that begins with the JSON of a call is one. recipient: a call's other form, if it has one.
@@ -51,6 +63,7 @@ class ToolFormat:
     closes: str = ""
     between: str = "\n"
     arguments: Style = "json"
+    parameter: ParameterMarks = NO_PARAMETERS
     quote: str = ""
     leading: bool = False
     single: bool = False
@@ -87,6 +100,7 @@ _DEEPSEEK: dict[str, Any] = {
     "opens": "<｜tool▁calls▁begin｜>",
     "closes": "<｜tool▁calls▁end｜>",
 }
+_ARG_KEYS: dict[str, Any] = {"trigger": "<tool_call>", "arguments": "parameters"}
 _HARMONY_HEADER = "<|start|>assistant"
 _HARMONY = (
     _HARMONY_HEADER,
@@ -120,6 +134,36 @@ TOOL_FORMATS = (  # the first whose marks a template contains is taken
         middle=">",
         end="\n</function>\n</tool_call>",
         arguments="parameters",
+        parameter=ParameterMarks("\n<parameter=", ">\n", "\n</parameter>"),
+    ),
+    ToolFormat(
+        "seed-oss",
+        marks=("<seed:tool_call>", "<function=", "<parameter="),
+        trigger="<seed:tool_call>",
+        begin="<seed:tool_call>\n<function=",
+        middle=">",
+        end="\n</function>\n</seed:tool_call>",
+        arguments="parameters",
+        parameter=ParameterMarks("\n<parameter=", ">", "</parameter>"),
+    ),
+    ToolFormat(
+        "glm-compact",
+        marks=("<tool_call>", "</arg_key><arg_value>"),
+        begin="<tool_call>",
+        middle="",
+        end="</tool_call>",
+        between="",
+        parameter=ParameterMarks("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+        **_ARG_KEYS,
+    ),
+    ToolFormat(
+        "glm",
+        marks=("<tool_call>", "<arg_key>"),
+        begin="<tool_call>",
+        middle="",
+        end="\n</tool_call>",
+        parameter=ParameterMarks("\n<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
+        **_ARG_KEYS,
     ),
     ToolFormat(
         "deepseek-v3",
@@ -185,6 +229,36 @@ TOOL_FORMATS = (  # the first whose marks a template contains is taken
     ),
     ToolFormat("granite", marks=("<|tool_call|>",), trigger="<|tool_call|>", opens="<|tool_call|>[", **_LISTED),
     ToolFormat(
+        "toolcall",
+        marks=("<TOOLCALL>[",),
+        trigger="<TOOLCALL>",
+        opens="<TOOLCALL>[",
+        **_LISTED | {"closes": "]</TOOLCALL>"},
+    ),
+    ToolFormat(
+        "apertus",
+        marks=("<|tools_prefix|>",),
+        trigger="<|tools_prefix|>",
+        opens="<|tools_prefix|>[",
+        begin='{"',
+        middle='": ',
+        end="}",
+        closes="]<|tools_suffix|>",
+        between=", ",
+    ),
+    ToolFormat(
+        "lfm2",
+        marks=("<|tool_call_start|>",),
+        trigger="<|tool_call_start|>",
+        opens="<|tool_call_start|>[",
+        begin="",
+        middle="(",
+        end=")",
+        closes="]<|tool_call_end|>",
+        between=", ",
+        arguments="python",
+    ),
+    ToolFormat(
         "hermes",
         marks=("<tool_call>",),
         unlike=("<arg_key>", "<tool_calls>", "minimax"),
@@ -216,7 +290,8 @@ REASONING_FORMATS = (
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How a model's answers are written. tools: None where its chat template takes none. added: the texts of the
+    """How a model's answers are written. tools: None where its chat template takes none; what calls are written with
+    may be in the template, or among the tokenizer's added tokens alone. added: the texts of the
     tokenizer's added tokens, with their ids. special: the ids of its special tokens, which are added tokens too.
     """
 
@@ -234,9 +309,9 @@ class AnswerFormat:
         named = {one.name: one for one in TOOL_FORMATS}
         if name is not None and name not in named:
             raise ConfigError(f"--tool-format {name}: is no format; there are {', '.join(sorted(named))}")
-        tools = _tools_of(template) if name is None else named[name]
         added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
         special = frozenset(special_tokens(tokenizer))
+        tools = named[name] if name is not None else _tools_of(template) or _tools_of("\n".join([template, *added]))
         return cls(tools if "tools" in template else None, _reasoning_of(template), added, special)
 
     @property
@@ -250,7 +325,7 @@ class AnswerFormat:
         if self.reasoning is not None:
             texts += [self.reasoning.begin, self.reasoning.end]
         if calls and (one := self.tools) is not None:
-            texts += [one.opens, one.begin, one.middle, one.end, one.between, one.closes, one.quote]
+            texts += [one.opens, one.begin, one.middle, one.end, one.between, one.closes, one.quote, *one.parameter]
             texts += one.recipient.middles if one.recipient is not None else ()
         return frozenset(number for mark, number in self.added.items() if any(mark in text for text in texts))
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from engine.text.answer_format import BARE_FORMS, BLANKS, AnswerFormat, ToolFormat
 from engine.text.argument_schema import ArgumentSchema
-from engine.text.call_arguments import ArgumentsReader, GemmaReader, JsonReader, ParametersReader, begun
+from engine.text.call_arguments import ArgumentsReader, GemmaReader, JsonReader, ParametersReader, PythonReader, begun
 from engine.text.tool_grammar import Tool
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
@@ -214,7 +214,10 @@ class AnswerReader:
     def _reader(self, name: str) -> ArgumentsReader:
         assert self._tools is not None
         if self._tools.arguments == "parameters":
-            return ParametersReader(ArgumentSchema(self._named[name].schema if name in self._named else {}).texts)
+            texts = ArgumentSchema(self._named[name].schema if name in self._named else {}).texts
+            return ParametersReader(self._tools.parameter, self._tools.end, texts)
+        if self._tools.arguments == "python":
+            return PythonReader()
         return GemmaReader(self._tools.quote) if self._tools.arguments == "gemma" else JsonReader()
 
 

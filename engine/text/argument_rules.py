@@ -1,18 +1,22 @@
-"""Writes the rules of a call's arguments where texts are no JSON: Qwen3-Coder's parameters, and Gemma's objects."""
+"""Writes the rules of a call's arguments where texts are no JSON: parameters, Python's arguments, Gemma's objects."""
 
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.core.grammar import ONE_STYLE
+from engine.text.answer_format import ParameterMarks
 from engine.text.argument_schema import ANYTHING, ArgumentSchema, keywords, named, of_one_kind
 from engine.text.call_arguments import GEMMA_NAME, gemma_name
 from engine.text.text_patterns import text_patterns
 
 _ANY_TEXT = r"/(.|\n)*/"
 _MOST_RULES = 2000  # of one tool: the library's stack does not hold a chain of 3000
+_SINGLE_QUOTED = r"/'([^'\\\n]|\\['\x22\\nrt])*'/"
+_PYTHON_WORDS = {"boolean": (True, False), "null": (None,)}
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties"}
 _OF_ARRAYS = {"type", "items", "minItems", "maxItems"}
 
@@ -41,26 +45,89 @@ class ArgumentRules:
         """Return an expression for JSON of the schema."""
         return f"%json {json.dumps(self.schema.alone(schema) | ONE_STYLE)}"
 
+    def _listed(self, parts: Sequence[tuple[str, bool]], other: str, name: str, comma: str = ",") -> str:
+        """Return an expression for members of an object in their order, with commas between those that are there: a
+        rule for each place, for where something came before, and for where nothing did. other: a rule for members that
+        may come last, "" for none.
+        """
+        for number in range(len(parts), -1, -1):
+            for before in (True, False):
+                if number == len(parts):
+                    text = f'("," {other})*' if before else f'({other} ("," {other})*)?'
+                    text = text if other else '""'
+                else:
+                    rule, needed = parts[number]
+                    text = f"{json.dumps(comma)} " * before + f"{rule} {name}_then_{number + 1}_1"
+                    text += "" if needed else f" | {name}_then_{number + 1}_{int(before)}"
+                self.rules.append(f"{name}_then_{number}_{int(before)}: {text}")
+        return f"{name}_then_0_0"
 
-class ParameterRules(ArgumentRules):
-    """Writes Qwen3-Coder's parameters."""
+
+class _NamedRules(ArgumentRules):
+    """Writes arguments one after the other, each with its name."""
 
     def arguments(self, name: str) -> str:
         """Return an expression for all arguments. name: with which the names of its rules begin."""
         ways = [one for one in self.schema.alternatives(self.schema.root) if one.get("type") == "object"]
-        written = [" ".join(self._parameters(one, f"{name}_{number}")) or '""' for number, one in enumerate(ways)]
+        written = [self._members(one, f"{name}_{number}") or '""' for number, one in enumerate(ways)]
         return f"({' | '.join(written)})"
+
+    @abstractmethod
+    def _members(self, schema: dict[str, Any], name: str) -> str:
+        """Return an expression for the arguments that an object's schema names."""
+
+
+class PythonRules(_NamedRules):
+    """Writes NAME=VALUE, separated by commas."""
+
+    def _members(self, schema: dict[str, Any], name: str) -> str:
+        properties, needed = named(schema)
+        parts = []
+        for number, (key, value) in enumerate(properties.items()):
+            self.rules.append(f"{name}_{number}: {json.dumps(key + '=')} ({' | '.join(self._ways(value))})")
+            parts.append((f"{name}_{number}", key in needed))
+        return self._listed(parts, "", name, ", ")
+
+    def _ways(self, schema: Any) -> Iterator[str]:
+        """Yield how JSON writes a value, and how Python does where that is another way."""
+        yield self.json(schema)
+        for one in self.schema.alternatives(schema):
+            words = one.get("enum", _PYTHON_WORDS.get(str(one.get("type"))))
+            if isinstance(words, Sequence):
+                yield from (json.dumps(repr(word)) for word in words if word is None or isinstance(word, bool | str))
+            elif one.get("type") == "string" and _pattern(one) == _ANY_TEXT:
+                yield _SINGLE_QUOTED
+
+
+class ParameterRules(_NamedRules):
+    """Writes parameters, such as Qwen3-Coder's. marks: what they are written between; is_token: whether what closes one
+    is a token.
+    """
+
+    def __init__(
+        self,
+        rules: list[str],
+        literal: Callable[[str], str],
+        schema: dict[str, Any],
+        marks: ParameterMarks,
+        is_token: bool,
+    ):
+        super().__init__(rules, literal, schema)
+        self._marks, self._is_token = marks, is_token
+
+    def _members(self, schema: dict[str, Any], name: str) -> str:
+        return " ".join(self._parameters(schema, name))
 
     def _parameters(self, schema: dict[str, Any], name: str) -> Iterator[str]:
         properties, needed = named(schema)
         for number, (key, value) in enumerate(properties.items()):
             rule = f"{name}_{number}"
-            opens = self.literal(f"\n<parameter={key}>\n")
+            opens = self.literal(self._marks.opens + key + self._marks.middle)
             self.rules.append(f"{rule}: {opens} {self._value(value, rule)}")
             yield rule if key in needed else f"{rule}?"
 
     def _value(self, schema: Any, name: str) -> str:
-        end, ways = "\n</parameter>", self.schema.alternatives(schema)
+        end, ways = self._marks.closes, self.schema.alternatives(schema)
         texts = [one for one in ways if one.get("type") == "string"]
         others = [one for one in ways if one.get("type") != "string"]
         if not texts:
@@ -69,6 +136,8 @@ class ParameterRules(ArgumentRules):
             options = " | ".join(choice(one["enum"]) for one in texts)
             others_too = f" | {self.json({'anyOf': others})}" if others else ""
             return f"({options}{others_too}) {self.literal(end)}"
+        if self._is_token:
+            return f"{self.text(texts, others, name)} {self.literal(end)}"
         self.rules.append(f"{name}_text[lazy]: {self.text(texts, others, name)} {json.dumps(end)}")
         return f"{name}_text"
 
@@ -167,23 +236,6 @@ class GemmaRules(ArgumentRules):
         item = self._value(items if isinstance(items, dict) else ANYTHING)
         more = f'{item} ("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}'
         return f'"[" {more} "]"' if least else f'"[" ({more})? "]"'
-
-    def _listed(self, parts: Sequence[tuple[str, bool]], other: str, name: str) -> str:
-        """Return an expression for members of an object in their order, with commas between those that are there: a
-        rule for each place, for where something came before, and for where nothing did. other: a rule for members that
-        may come last, "" for none.
-        """
-        for number in range(len(parts), -1, -1):
-            for before in (True, False):
-                if number == len(parts):
-                    text = f'("," {other})*' if before else f'({other} ("," {other})*)?'
-                    text = text if other else '""'
-                else:
-                    rule, needed = parts[number]
-                    text = f"{chr(34)},{chr(34)} " * before + f"{rule} {name}_then_{number + 1}_1"
-                    text += "" if needed else f" | {name}_then_{number + 1}_{int(before)}"
-                self.rules.append(f"{name}_then_{number}_{int(before)}: {text}")
-        return f"{name}_then_0_0"
 
 
 def choice(texts: Iterable[str]) -> str:

@@ -6,12 +6,14 @@ JSON that they stand for. `done` says that the arguments are complete: what foll
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
+from engine.text.answer_format import ParameterMarks
 from engine.text.argument_schema import is_of
 
 GEMMA_NAME = r'[^\s:{}\[\],"<][^\n:{}\[\],"<]*'
@@ -86,15 +88,13 @@ class _StepReader(ABC):
 
 
 class ParametersReader(_StepReader):
-    """Reads Qwen3-Coder's parameters: <parameter=NAME>, a line with the value, </parameter>. texts: by the name of each
-    parameter whose value may be a text, which is written as it is, the kinds of other values that it may be. Of other
-    parameters the value is JSON.
+    """Reads parameters, such as Qwen3-Coder's. marks: what they are written between; end: what follows the last one.
+    texts: by the name of each parameter whose value may be a text, which is written as it is, the kinds of other values
+    that it may be. Of other parameters the value is JSON.
     """
 
-    _OPENS, _CLOSES, _ENDS = "\n<parameter=", "\n</parameter>", "\n</function>"
-
-    def __init__(self, texts: Mapping[str, Collection[str]]):
-        self._texts = texts
+    def __init__(self, marks: ParameterMarks, end: str, texts: Mapping[str, Collection[str]]):
+        self._marks, self._end, self._texts = marks, end, texts
         self._name: str | None = None
         self._is_text: bool | None = None  # whether the value is a text, None while it may be something else
         self._count = 0
@@ -102,20 +102,21 @@ class ParametersReader(_StepReader):
     def _step(self, text: str) -> tuple[int, str]:
         if self._name is not None:
             return self._value(text, self._texts.get(self._name, ()))
-        if text.startswith(self._ENDS):
+        if text.startswith(self._end):
             self.done = True
             return 0, "}" if self._count else "{}"
-        name, found, _ = text.removeprefix(self._OPENS).partition(">\n")
-        if not (text.startswith(self._OPENS) and found):
+        opens, middle = self._marks.opens, self._marks.middle
+        name, found, _ = text.removeprefix(opens).partition(middle)
+        if not (text.startswith(opens) and found):
             return 0, ""
         self._name, self._count = name, self._count + 1
         self._is_text = None if self._texts.get(name) else name in self._texts
-        opens = f"{', ' if self._count > 1 else '{'}{json.dumps(name)}: " + '"' * bool(self._is_text)
-        return len(self._OPENS + name + found), opens
+        key = f"{', ' if self._count > 1 else '{'}{json.dumps(name)}: " + '"' * bool(self._is_text)
+        return len(opens + name + middle), key
 
     def _value(self, text: str, others: Collection[str]) -> tuple[int, str]:
-        end = text.find(self._CLOSES)
-        value = text[: len(text) - begun(text, self._CLOSES)] if end < 0 else text[:end]
+        end = text.find(self._marks.closes)
+        value = text[: len(text) - begun(text, self._marks.closes)] if end < 0 else text[:end]
         opens = ""
         if self._is_text is None:
             if end < 0 and _may_become(value, others):
@@ -126,7 +127,7 @@ class ParametersReader(_StepReader):
         if end < 0:
             return len(value), out
         self._name = None
-        return end + len(self._CLOSES), out + '"' * self._is_text
+        return end + len(self._marks.closes), out + '"' * self._is_text
 
 
 class GemmaReader(_StepReader):
@@ -178,6 +179,61 @@ class GemmaReader(_StepReader):
             return plain.end(), plain[0]
         self._names = character in "{," and bool(self._open) and self._open[-1] == "{" and not self.done
         return 1, ", " if character == "," else character
+
+
+class PythonReader(_StepReader):
+    """Reads NAME=VALUE, separated by commas, up to the `)` that closes them. Values are JSON, or as Python writes
+    them.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def _step(self, text: str) -> tuple[int, str]:
+        if text[0] == ")":
+            self.done = True
+            return 0, "}" if self._count else "{}"
+        name, found, rest = text.lstrip(", ").partition("=")
+        if not found or (length := _literal_length(rest)) is None:
+            return 0, ""
+        self._count += 1
+        read = len(text) - len(rest) + length
+        return read, f"{', ' if self._count > 1 else '{'}{json.dumps(name)}: {_json_of(rest[:length])}"
+
+
+def _literal_length(text: str) -> int | None:
+    """Return where a value ends: at a comma or a parenthesis outside of quotes and brackets; None if it is not there
+    yet.
+    """
+    depth, quote, escaped = 0, "", False
+    for at, character in enumerate(text):
+        if escaped:
+            escaped = False
+        elif quote:
+            escaped = character == "\\"
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character in "[{(":
+            depth += 1
+        elif not depth and character in ",)":
+            return at
+        elif character in "]})":
+            depth -= 1
+    return None
+
+
+def _json_of(value: str) -> str:
+    """Return a value in JSON; what neither JSON nor Python reads is a text."""
+    try:
+        json.loads(value)
+        return value
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return json.dumps(ast.literal_eval(value), ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return json.dumps(value, ensure_ascii=False)
 
 
 def gemma_name(name: str) -> str:

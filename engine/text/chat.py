@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 from tokenizers import AddedToken, Tokenizer
 
 from engine.core.errors import RequestError, first_line, shown
+from engine.text.call_text import with_calls_in_texts
 from engine.text.token_pieces import special_tokens
 
 _BLOCK = 256
@@ -58,7 +59,8 @@ def render(tokenizer: Any, messages: Sequence[Any], rendering: Rendering) -> str
     """Return the text that the chat template makes of the messages. Raises RequestError."""
     arguments = rendering.arguments
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+        shown = with_calls_in_texts(tokenizer, messages)
+        return str(tokenizer.apply_chat_template(shown, tokenize=False, **arguments))
     except Exception as error:  # the template is the model's own code
         raise RequestError(f"prompt: the chat template refused the messages: {first_line(error)}") from error
 

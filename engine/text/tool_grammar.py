@@ -15,7 +15,7 @@ from typing import Any
 from engine.core.errors import RequestError
 from engine.core.grammar import JSON_WHITESPACE, ONE_STYLE
 from engine.text.answer_format import BARE_FORMS, BLANKS, AnswerFormat, ReasoningFormat, ToolFormat
-from engine.text.argument_rules import GemmaRules, ParameterRules
+from engine.text.argument_rules import GemmaRules, ParameterRules, PythonRules
 
 MOST_CALLS = 64  # calls in one answer: a small model may repeat itself
 MOST_BEHIND = 16  # characters after the last call of an answer
@@ -76,7 +76,7 @@ class _Writer:
             self._calls(tools, wanted)
             ways.append(self._literal(tools.trigger) + " calls" if leads else self._opened(tools) + " calls")
             if tools.bare and not leads:
-                ways.append(f"lead {self._bare_calls(wanted)}")
+                ways.append(f"lead {self._bare_calls(tools, wanted)}")
         if wanted.calls != "required":
             ways.append(self._answer(tools, wanted))
         if tools is not None and tools.skipped:
@@ -182,7 +182,8 @@ class _Writer:
         named = [f"call_{number}" for number in range(len(wanted.tools))]
         more, trail = "", ""
         if wanted.many and not tools.single and len(wanted.tools) and MOST_CALLS > 1:
-            more, trail = f"({self._literal(tools.between + tools.begin)} call){{0,{MOST_CALLS - 1}}}", self._trail()
+            more = f"({self._literal(tools.between + tools.begin)} call){{0,{MOST_CALLS - 1}}}"
+            trail = self._trail(tools)
         self.rules.append(f"calls: {self._literal(tools.rest)} call {more} {self._literal(tools.closes)} {trail}")
         self.rules.append(f"call: {' | '.join(named)}")
         for name, tool in zip(named, wanted.tools, strict=True):
@@ -200,7 +201,7 @@ class _Writer:
         self.rules.append(f"to[lazy]: /{BLANKS}{re.escape(tools.recipient.begin)}/")  # lazy: it is no other text
         return f"to ({' | '.join(ways)})"
 
-    def _bare_calls(self, wanted: Wanted) -> str:
+    def _bare_calls(self, tools: ToolFormat, wanted: Wanted) -> str:
         """Add rules for calls without their marks, with which an answer begins. The rules hold from the
         arguments on.
         """
@@ -215,7 +216,7 @@ class _Writer:
         if not wanted.many:
             return first
         following = self._bare_call("next", r"\n\n?", wanted)
-        return f"{first} {following}{{0,{MOST_CALLS - 1}}} {self._trail()}"
+        return f"{first} {following}{{0,{MOST_CALLS - 1}}} {self._trail(tools)}"
 
     def _bare_call(self, name: str, before: str, wanted: Wanted) -> str:
         """Add a rule for one call. before: regular expression of what comes before it."""
@@ -228,12 +229,16 @@ class _Writer:
         self.rules.append(f"{name}: {' | '.join(ways)}")
         return name
 
-    def _trail(self) -> str:
+    def _trail(self, tools: ToolFormat) -> str:
         """Return an expression for what may follow the last of several calls without being read: a little of any text.
         Without it a line's end, which models write before they end an answer or go on with text, would force another
-        call.
+        call. Where what begins another call is as short as that text, the text does not begin alike.
         """
-        if (rule := f"TRAIL: /[ \\n](.|\\n){{0,{MOST_BEHIND - 1}}}/") not in self.rules:
+        following = tools.between + tools.begin
+        alike = not tools.closes and tools.between == "\n" and len(following) <= MOST_BEHIND
+        second = f"[^{re.escape(following[1])}]" if alike else r"(.|\n)"
+        rule = rf"TRAIL: /[ \n]({second}(.|\n){{0,{MOST_BEHIND - 2}}})?/"
+        if rule not in self.rules:
             self.rules.append(rule)
         return "TRAIL?"
 
@@ -242,7 +247,10 @@ class _Writer:
         if tools.arguments == "json":
             return f"%json {_dumps(schema | ONE_STYLE)}"
         if tools.arguments == "parameters":
-            return ParameterRules(self.rules, self._literal, schema).arguments(name)
+            is_token = tools.parameter.closes in self.format.added
+            return ParameterRules(self.rules, self._literal, schema, tools.parameter, is_token).arguments(name)
+        if tools.arguments == "python":
+            return PythonRules(self.rules, self._literal, schema).arguments(name)
         is_token = tools.quote in self.format.added
         return GemmaRules(self.rules, self._literal, schema, tools.quote, is_token).arguments(name)
 

@@ -44,6 +44,8 @@ MARKS = [
     "<tool_call|>", '<|"|>', "<start_function_call>", "<end_function_call>", "<escape>", "<|channel|>", "<|message|>",
     "<|start|>", "<|end|>", "<|constrain|>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "[THINK]", "[/THINK]", "<other>",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call_start|>", "<|tool_call_end|>",
+    "<|tools_prefix|>", "<|tools_suffix|>", "<seed:tool_call>", "</seed:tool_call>",
 ]  # fmt: skip
 FORMATS = pytest.mark.parametrize("tools", TOOL_FORMATS, ids=lambda one: one.name)
 HERMES = next(one for one in TOOL_FORMATS if one.name == "hermes")
@@ -100,7 +102,10 @@ def written(tools: ToolFormat, calls: list[tuple[str, Any]]) -> str:
 def one(tools: ToolFormat, name: str, arguments: dict[str, Any]) -> str:
     if tools.arguments == "parameters":
         values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
-        text = "".join(f"\n<parameter={key}>\n{value}\n</parameter>" for key, value in values.items())
+        opens, middle, closes = tools.parameter
+        text = "".join(opens + key + middle + value + closes for key, value in values.items())
+    elif tools.arguments == "python":
+        text = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
     elif tools.arguments == "gemma":
         text = gemma(arguments, tools.quote)
     else:
@@ -166,6 +171,12 @@ def few(tools: ToolFormat) -> list[tuple[str, Any]]:
 TEMPLATES = {  # of families, what their templates have of calls
     "harmony": """{{ "<|start|>assistant to=" }}{{ "functions." + call.name + "<|channel|>commentary " }}""",
     "qwen3-coder": "an <function=...></function> within <tool_call></tool_call> with <parameter=name>",
+    "seed-oss": "<seed:tool_call>\n<function=NAME>\n<parameter=NAME>value</parameter>\n</function>\n</seed:tool_call>",
+    "glm-compact": "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{arg-value-1}</arg_value>",
+    "glm": "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>",
+    "toolcall": """'<TOOLCALL>[' + '{"name": "' + fn.name + '", "arguments": '""",
+    "apertus": """'<|tools_prefix|>' + '[' + '{"' + function.name + '": ' + function.arguments""",
+    "lfm2": '"<|tool_call_start|>[" + (tool_calls | join(", ")) + "]<|tool_call_end|>"',
     "deepseek-v3": r"'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '\n```json\n'",
     "deepseek": "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments",
     "mistral-args": '"[TOOL_CALLS]" + call.function.name + "[ARGS]" + arguments',
@@ -177,8 +188,8 @@ TEMPLATES = {  # of families, what their templates have of calls
     "hermes": '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
     "llama": 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.',
 }
-UNKNOWN = [  # GLM's, a list between marks, Mistral Small's with ids, and one without tools
-    "<tool_call>{{ call.name }}<arg_key>{{ key }}</arg_key><arg_value>{{ value }}</arg_value></tool_call>",
+UNKNOWN = [  # MiniMax's, a list between marks, Mistral Small's with ids, and one without tools
+    '<minimax:tool_call><invoke name="{{ call.name }}"><parameter name="{{ key }}">',
     "<tool_calls>[{}]</tool_calls> within a <tool_call>",
     "'[TOOL_CALLS]' + call.name + '[CALL_ID]' + call.id + '[ARGS]' + arguments",
     "{{ message.content }}",
@@ -449,3 +460,41 @@ def test_a_line_after_a_call_forces_no_other_call(marked: bool, text: str) -> No
         assert takes(format_, AUTO, call + text, marked) is None
         assert calls_of(read(format_, call + text)) == CALLS[:1]
     assert takes(format_, AUTO, call + text * 20, marked) is not None
+
+
+PYTHON = next(one for one in TOOL_FORMATS if one.arguments == "python")
+SET = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "flag": {"type": "boolean"},
+        "gone": {"type": ["string", "null"]},
+        "unit": {"enum": ["C", "F"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("text='it\\'s (a, \"b\")'", {"text": 'it\'s (a, "b")'}),
+        ('text="it\'s, )"', {"text": "it's, )"}),
+        ("flag=True", {"flag": True}),
+        ("flag=false", {"flag": False}),
+        ("gone=None", {"gone": None}),
+        ("gone=null", {"gone": None}),
+        ("unit='C'", {"unit": "C"}),
+        ('text="", flag=True, tags=["a", "b)"]', {"text": "", "flag": True, "tags": ["a", "b)"]}),
+    ],
+)
+def test_values_may_be_written_as_python_or_json_writes_them(text: str, value: Any) -> None:
+    format_, answer = format_of(PYTHON, True), f"{PYTHON.opens}set({text}){PYTHON.closes}"
+    assert takes(format_, Wanted([Tool("set", SET)], "required"), answer) is None
+    assert calls_of(read(format_, answer)) == [("set", value)]
+
+
+@pytest.mark.parametrize("text", ["unit='K'", "flag=None", "flag='x'", "tags=[1]", "text=1"])
+def test_what_a_schema_forbids_is_no_value_in_pythons_way_either(text: str) -> None:
+    answer = f"{PYTHON.opens}set({text}){PYTHON.closes}"
+    assert takes(format_of(PYTHON, True), Wanted([Tool("set", SET)], "required"), answer) is not None
