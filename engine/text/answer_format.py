@@ -282,6 +282,9 @@ REASONING_FORMATS = (
     ReasoningFormat(("<|channel>",), "<|channel>thought\n", "<channel|>"),
     ReasoningFormat(("[THINK]",), "[THINK]", "[/THINK]"),
     ReasoningFormat(("<think>",), "<think>", "</think>"),
+    ReasoningFormat(("<seed:think>",), "<seed:think>", "</seed:think>"),
+    ReasoningFormat(("<|inner_prefix|>",), "<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+    ReasoningFormat(("<|START_THINKING|>",), "<|START_THINKING|>", "<|END_THINKING|>"),  # Command R7B and A
     ReasoningFormat(
         ("Here is my thought process:",), "Here is my thought process:", "Here is my response:"
     ),  # Granite 3.2

@@ -359,6 +359,16 @@ def test_reasoning_is_apart_and_what_it_says_of_calls_is_no_call(marked: bool) -
     assert read(format_, text) == [AnswerPart("reasoning", "a\n"), AnswerPart("content", "b \n")]
 
 
+@pytest.mark.parametrize("reasoning", REASONING_FORMATS, ids=lambda one: one.begin)
+def test_every_format_of_reasoning_is_found_in_its_template_and_read(reasoning: Any) -> None:
+    made = tiny_tokenizer()
+    made.chat_template = "{{ " + "".join(map(repr, reasoning.marks)) + " }}"
+    format_ = AnswerFormat.of(made)
+    assert format_.reasoning is reasoning
+    found = read(format_, f"{reasoning.begin}Hm.{reasoning.end}Yes.")
+    assert found == [AnswerPart("reasoning", "Hm."), AnswerPart("content", "Yes.")]
+
+
 def test_answers_follow_a_schema_or_call_where_both_are_asked_for() -> None:
     wanted = Wanted(TOOLS, "auto", answer={"type": "object", "properties": {"a": {"type": "integer"}}})
     assert takes(format_of(HERMES, True), wanted, '{"a": 1}') is None
