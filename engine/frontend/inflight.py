@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.core.errors import TalonError, WorkerDied
+from engine.core.errors import RequestFailed, TalonError, WorkerDied, first_line
 from engine.core.params import SamplingParams
 from engine.wire.messages import Array, PromptProgress, Submit, Tokens
 
@@ -53,10 +53,13 @@ class InflightRequest:
         self.arrivals.put_nowait(arrival)
 
     def note(self, progress: PromptProgress) -> None:
-        """Receive how far the prompt is."""
+        """Receive how far the prompt is. An error of the caller's `on_progress` ends this request alone."""
         self.progress = progress
         if self.on_progress is not None:
-            self.on_progress(progress)
+            try:
+                self.on_progress(progress)
+            except Exception as error:
+                self.deliver(RequestFailed(f"on_progress: {first_line(error)}"))
 
     def submission(self, defaults: SamplingParams) -> tuple[Submit, list[Array]]:
         """Make the message that starts or continues the request in a verifier. defaults: the model's own."""

@@ -11,9 +11,9 @@ import pytest
 from engine import Engine, SamplingParams
 from engine.core.errors import RequestError, RequestFailed
 from engine.frontend.inflight import InflightRequest
-from engine.wire.messages import Submit
+from engine.wire.messages import PromptProgress, Submit
 from tests.conftest import VOCABULARY, save_tiny_llama, tiny_tokenizer
-from tests.faults.test_faults import LONG, PROMPT, THREADS, _own_temporary_folder, expected_text
+from tests.faults.test_faults import LONG, PROMPT, THREADS, _own_temporary_folder, expected_text, until
 
 __all__ = ["_own_temporary_folder"]
 
@@ -52,3 +52,20 @@ async def test_prompts_that_the_verifier_cannot_take_end_their_own_requests_and_
         del engine._inflight[99]
         assert (await beside).token_ids == expected
         assert engine._workers.running["verifier"].name == verifier
+
+
+async def test_a_caller_that_fails_when_told_how_far_its_prompt_is_ends_no_other_request(tiny: str) -> None:
+    expected = await expected_text(tiny)
+
+    def fails(progress: PromptProgress) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    async with await Engine.start({"model": tiny}, method="none", **THREADS, **{"verifier.prefill_chunk": 4}) as engine:
+        beside = asyncio.create_task(engine.generate(PROMPT, LONG))
+        with pytest.raises(RequestFailed, match=r"^on_progress: division by zero$"):
+            async with engine.stream(PROMPT, LONG, on_progress=fails) as stream:
+                async for _ in stream:
+                    pass
+        assert (await beside).token_ids == expected
+        await until(lambda: engine.totals.state.running == 0)
+        assert (await engine.generate(PROMPT, LONG)).token_ids == expected

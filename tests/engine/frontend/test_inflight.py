@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.errors import WorkerDied
+from engine.core.errors import RequestFailed, WorkerDied
 from engine.core.params import SamplingParams
 from engine.frontend.inflight import InflightRequest, InflightRequests
 from engine.wire.messages import PromptProgress, Tokens
@@ -93,3 +93,16 @@ def test_how_far_a_prompt_was_that_has_been_cancelled_is_told_to_nobody(inflight
     for number in (1, 7):
         inflight.note(progress(number, 16))
     assert inflight[1].progress is None
+
+
+def test_a_caller_that_fails_when_told_how_far_its_prompt_is_ends_its_own_request() -> None:
+    def fails(progress: PromptProgress) -> None:
+        raise KeyError(f"read {progress.read}\nof {progress.total}")
+
+    inflight = InflightRequests({number: InflightRequest(number, [5], SamplingParams(), fails) for number in (0, 1)})
+    inflight.note(progress(0, 16))
+    error = inflight[0].arrivals.get_nowait()
+    assert isinstance(error, RequestFailed) and str(error).startswith("on_progress: ") and "read 16" in str(error)
+    assert inflight[0].ended and inflight[0].progress is None and not inflight[1].ended
+    inflight.note(progress(0, 32))
+    assert inflight[0].arrivals.empty()
