@@ -125,6 +125,7 @@ class Matcher:
     def __init__(self, state: Any, guides: list[Any], vocab_size: int, spelled: int):
         self._state, self._guides, self._vocab_size, self._spelled = state, guides, vocab_size, spelled
         self._bits = np.zeros((spelled + 31) // 32, np.uint32)
+        self._failure: RequestFailed | None = None
 
     def copy(self) -> Matcher:
         """Return a copy in the same state."""
@@ -152,6 +153,8 @@ class Matcher:
 
     def allowed(self) -> NDArray[np.bool_]:
         """Return [vocab]: the tokens that may come next."""
+        if self._failure is not None:
+            raise self._failure
         if self.ended or self.trouble:
             return np.zeros(self._vocab_size, np.bool_)
         self._state.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
@@ -159,9 +162,13 @@ class Matcher:
         return bits.view(np.bool_)
 
     def accept(self, token: int) -> None:
-        """Advance by the drawn `token`. Raises RequestFailed if the library gives up on the text."""
+        """Advance by the drawn `token`. Raises RequestFailed if the library gives up on the text; `allowed` then raises
+        the same.
+        """
         if not self._state.consume_token(token):
-            raise RequestFailed(f"the grammar could not be followed: {self.trouble or 'the answer has left it'}")
+            reason = self.trouble or "the answer has left it"
+            self._failure = RequestFailed(f"the grammar could not be followed: {reason}")
+            raise self._failure
         self._guides = [guide for guide in self._guides if guide.consume_token(token)]
 
     def foreseen(self) -> list[int]:

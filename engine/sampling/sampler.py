@@ -135,23 +135,25 @@ class Sampler:
         return LogitsView(logits, self._is_settled, known)
 
     def draw(self, choice: NodeLogits) -> int:
-        """Draw the next token. Raises NotANumber if the logits are not a distribution."""
+        """Draw the next token. Raises NotANumber if the logits are not a distribution, RequestFailed if the grammar
+        cannot be followed; then nothing has been drawn, and the next call raises the same.
+        """
         token = self._choose(choice)
         if token == NAN:
             raise NotANumber(
                 f"logits are not numbers (NaN) at position {self._position}: the model overflows on this text, or its "
                 "weights are damaged; try dtype: float32, or get the checkpoint again"
             )
-        if self.params.logprobs is not None:
-            self.logprobs.append(token_logprob(choice.logits, token, self.params.logprobs))
-        self.drawn += 1
-        self._position += 1
-        self._penalties.saw(token)
         ends = token in self._eos and (not self.params.ignore_eos or self._matcher is not None)
         stops = token in self._stop
         if self._matcher is not None and not ends and not stops:
             self._matcher.accept(token)
             ends = self._matcher.ended
+        if self.params.logprobs is not None:
+            self.logprobs.append(token_logprob(choice.logits, token, self.params.logprobs))
+        self.drawn += 1
+        self._position += 1
+        self._penalties.saw(token)
         if ends or stops:
             self.finish_reason = "stop" if stops else "eos"
         elif self.drawn >= self.params.max_tokens:
@@ -266,14 +268,21 @@ def verify(
     """Accept the drawn path. logits: [nodes, vocab] in any type, the target's after each node; known: as for
     `Sampler.choices`.
 
-    Returns the accepted nodes, root first, and the tokens emitted: the path's below the root, then the bonus token.
+    Returns the accepted nodes, root first, and the tokens emitted: the path's below the root, then the bonus token. If
+    nothing can be drawn at a node, the path ends before it: what was drawn is emitted, as plain decoding emits it, and
+    the next round begins at that node. Only at the root this is an error.
     """
     choices = sampler.choices(logits, known)
     node: int | None = 0
-    path, tokens = [], []
+    path, tokens = list[int](), list[int]()
     while node is not None:
+        try:
+            token = sampler.draw(choices[node])
+        except RequestFailed:
+            if not path:
+                raise
+            break
         path.append(node)
-        token = sampler.draw(choices[node])
         tokens.append(token)
         node = None if sampler.finish_reason else tree.child(node, token)
     return path, tokens

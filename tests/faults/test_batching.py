@@ -7,14 +7,17 @@ import os
 import random
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from engine import Engine, SamplingParams
 from engine.core.batch import Segment
@@ -26,7 +29,7 @@ from engine.model.target import Target
 from engine.sampling.sampler import Sampler
 from engine.verifier.request import Request
 from tests.engine.weights.tiny_gguf import WEIGHTS
-from tests.faults.test_faults import THREADS, _own_temporary_folder, pid_of, until
+from tests.faults.test_faults import PROMPT, THREADS, _own_temporary_folder, pid_of, until
 
 __all__ = ["_own_temporary_folder"]
 
@@ -354,6 +357,62 @@ async def test_a_request_that_ends_every_verifier_is_given_up_after_five_and_no_
             died = capfd.readouterr().err.count("talon: the verifier died; starting another")
             # Two with all of them, unless one arrived late, and three with each suspect alone.
             assert 2 + 3 * poisoned <= died <= 5 * poisoned
+
+
+async def decoded(engine: Engine, sampling: SamplingParams) -> tuple[list[int], str, str]:
+    """Return the tokens of an answer and its text, and how it ended: the reason or the error."""
+    tokens, text, stream = list[int](), "", engine.stream(PROMPT, sampling)
+    try:
+        async with stream:
+            async for piece in stream:
+                tokens, text = [*tokens, *piece.token_ids], text + piece.text
+    except NotANumber as error:
+        return tokens, text, str(error)
+    assert stream.result is not None
+    return tokens, text, str(stream.result.finish_reason)
+
+
+async def test_drafts_change_neither_the_tokens_before_logits_that_are_no_numbers_nor_how_the_answer_ends(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer ends with an error, or by a stop text that the last token before them completes. The drafter is the
+    model itself, so all drafts are right.
+    """
+    run, broken = Target.run, 0
+    cut, stops = list[int](), list[tuple[list[int], str, str]]()
+
+    def overflowing(target: Target, segments: Sequence[Segment], feature_layers: Sequence[int] = ()) -> Any:
+        logits, features = run(target, segments, feature_layers)
+        if threading.current_thread().name.startswith("drafter"):
+            return logits, features
+        logits, first = logits.clone(), 0
+        for segment in segments:
+            if segment.tree is not None:
+                rows = np.flatnonzero(segment.past + segment.tree.depths == broken)
+                logits[first + rows, 7] = torch.nan
+                cut.extend(rows[rows > 0])
+            first += segment.wanted_rows
+        return logits, features
+
+    options = THREADS | {"transport": "inproc", "mode": "async", "verifier.cut": False}
+    drafts = {"method": "sps", "drafter.path": tiny, "verifier.simulated_latency_ms": 5}
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    async with (
+        await Engine.start({"model": tiny}, method="none", **options) as plain,
+        await Engine.start({"model": tiny}, **options, **drafts) as drafted,
+    ):
+        monkeypatch.setattr(Target, "run", overflowing)
+        before = ""
+        for broken in range(56, 72):
+            tokens, text, error = await decoded(plain, sampling)
+            assert f"at position {broken + 1}" in error and len(tokens) == broken + 1 - len(PROMPT)
+            assert await decoded(drafted, sampling) == (tokens, text, error)
+            if len(text) > len(before) > 0:
+                stopped = structs.replace(sampling, stop=(text[-2:],))
+                stops.append(await decoded(plain, stopped))
+                assert await decoded(drafted, stopped) == stops[-1]
+            before = text
+    assert cut and sum(end == "stop" for *_, end in stops) > 2
 
 
 async def test_logits_that_are_no_numbers_end_their_own_request_with_its_own_error(

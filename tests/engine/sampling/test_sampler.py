@@ -19,6 +19,7 @@ from engine.core.errors import NotANumber, RequestFailed
 from engine.core.grammar import Grammar
 from engine.core.params import SamplingParams
 from engine.core.tree import TokenTree
+from engine.sampling import matcher
 from engine.sampling.matcher import Matchers
 from engine.sampling.noise import gumbel_argmax
 from engine.sampling.penalties import penalised
@@ -110,18 +111,62 @@ def test_choices_are_settled_where_nothing_changes_the_logits() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"repetition_penalty": 1.3}, {"min_tokens": 3}])
 def test_logits_that_are_no_numbers_emit_nothing_and_say_where(options: dict[str, Any]) -> None:
-    """The prompt has two tokens, so 8 is drawn at position 2 and the next would be at position 3."""
+    """The prompt has two tokens, so 8 is drawn at position 2 and the next would be at position 3, which plain decoding
+    finds a round later.
+    """
     tree = TokenTree.chain(0, [8], [0.5])
     logits = logits_of(tree, {0: 8})
     logits[1, 2] = torch.nan
     sampler = greedy(top_k=1, **options)
+    assert verify(tree, logits, sampler) == ([0], [8])
     with pytest.raises(NotANumber) as error:
-        verify(tree, logits, sampler)
+        verify(TokenTree.root_only(8), logits[1:], sampler)
     assert str(error.value) == (
         "logits are not numbers (NaN) at position 3: the model overflows on this text, or its weights are damaged; "
         "try dtype: float32, or get the checkpoint again"
     )
     assert sampler.drawn == 1
+
+
+def decoded(text: list[int], logits: Tensor, sampler: Sampler, drafted: int) -> tuple[list[int], str]:
+    """Decode until it fails, with so many tokens of the text drafted in each round; return what was emitted, and why it
+    failed. logits: [len(text) + 1, vocab]
+    """
+    tokens = list[int]()
+    while True:
+        at = len(tokens)
+        tree = TokenTree.chain(0, (ahead := text[at : at + drafted]), [0.9] * len(ahead))
+        try:
+            tokens += verify(tree, logits[at : at + len(tree)], sampler)[1]
+        except RequestFailed as error:
+            return tokens, str(error)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"logprobs": 1, "presence_penalty": 0.5}], ids=str)
+@pytest.mark.parametrize("fails", ["logits", "grammar"])
+def test_where_nothing_can_be_drawn_drafts_change_neither_the_tokens_before_nor_the_error(
+    fails: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The grammar needs more and more states of its library, which has few here."""
+    limits = pytest.importorskip("llguidance").LLParserLimits(max_lexer_states=20)
+    monkeypatch.setattr(matcher, "_limits", lambda: limits)
+    text: list[int] = tiny_tokenizer()("abbaabababbbaab" * 4)["input_ids"]
+    logits = torch.zeros(len(text) + 1, VOCABULARY)
+    logits[range(len(text)), text] = 50.0
+    if fails == "logits":
+        logits[7, 3] = torch.nan
+    found = []
+    for drafted in (0, 1, 5, len(text)):
+        matchers = Matchers(tiny_tokenizer, VOCABULARY, [END])
+        grammar = Grammar(regex="[ab]*a[ab]{14}c" if fails == "grammar" else "[ab]*")
+        guide = matchers.begin(grammar, []).result(30)
+        matchers.close()
+        sampler = Sampler(SamplingParams(max_tokens=200, **options), [7, 8], [END], VOCABULARY, (), guide)
+        found.append((*decoded(text, logits, sampler, drafted), sampler.drawn, sampler.position, sampler.logprobs))
+    tokens, error, *_ = found[0]
+    assert 0 < len(tokens) < len(text) and tokens == text[: len(tokens)]
+    assert ("too many states" if fails == "grammar" else "position 9") in error
+    assert found[1:] == found[:1] * 3
 
 
 def test_logits_in_bfloat16_are_drawn_from_with_the_noise_of_their_position() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import zmq
+from torch import Tensor
 
 from drafters.lookup.prompt_lookup import PromptLookup
+from engine.core.batch import Segment
 from engine.core.kv_shape import KVShape
 from engine.core.methods import source_of
 from engine.core.tree import TokenTree
@@ -18,7 +22,7 @@ from engine.drafting.worker import FROM_VERIFIER, DrafterWorker
 from engine.model.kv_pool import KVPool
 from engine.verifier.drafter_link import FROM_DRAFTER
 from engine.verifier.request import Request
-from engine.wire.messages import Cancel, Draft, Finish, Hello, Rejoin
+from engine.wire.messages import Cancel, Draft, Failed, Finish, Hello, Rejoin
 from engine.wire.transport import Dealer, Router
 from tests.engine.verifier.stage import (
     BLOCKS,
@@ -414,3 +418,33 @@ def test_a_prompt_of_one_forward_and_an_answer_that_is_read_again_are_no_news() 
     stage.verifier.scheduler.prefill_chunk = 4
     stage.step()
     assert request.has_answer and stage.progress() == []
+
+
+@pytest.mark.parametrize("hello", [CALIBRATED, HEAD])
+def test_a_drafted_token_behind_which_nothing_can_be_drawn_is_emitted_and_the_next_round_fails(
+    hello: Hello, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(hello)
+    run = stage.target.run
+
+    def broken(segments: Sequence[Segment], feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        logits, states = run(segments, feature_layers)
+        wanted = [segment.tokens if segment.wanted == "all" else segment.tokens[-1:] for segment in segments]
+        logits[np.concatenate(wanted) == 13] = torch.nan
+        return logits, states
+
+    monkeypatch.setattr(stage.target, "run", broken)
+    request = stage.submit(1, [10])
+    stage.step()
+    stage.verdicts()
+    stage.draft(request, TokenTree.chain(11, [12, 13, 14], [0.9] * 3), number=7)
+    stage.step()
+    assert stage.tokens(1) == [11, 12, 13] and request.text == [10, 11, 12, 13]
+    assert request.cache.length == 3 and request.outcome == (2, 7, 1, 13)
+    [(verdict, (path, tokens, *_))] = told = stage.verdicts()
+    assert (verdict.round, list(path), list(tokens)) == (1, [0, 1], [12, 13])
+    assert hello is not HEAD or positions_sent(told) == [11, 12]
+    stage.step()
+    [failed] = [message for message, *_ in stage.control.sent if isinstance(message, Failed)]
+    assert failed.kind == "NotANumber" and "at position 4" in failed.text
+    assert stage.tokens(1) == [11, 12, 13] and stage.target.pool.free == BLOCKS

@@ -73,6 +73,25 @@ def test_paths_and_tokens_are_those_of_verify_node_by_node() -> None:
     assert len(lengths) > 2
 
 
+def test_a_walk_that_comes_to_logits_that_are_no_numbers_ends_before_them_on_the_host() -> None:
+    """The device's own walk has one node more, whose token nobody knows."""
+    tree, draws = TokenTree.chain(0, [1, 2, 3], [1.0] * 3), [1, 2, 3, 4]
+    logits, states = torch.zeros(FIRST + 4, VOCABULARY), torch.randn(FIRST + 4, 2, 3).bfloat16()
+    logits[range(FIRST, FIRST + 4), draws] = 1
+    logits[FIRST + 2, 5] = torch.nan
+    for way in (GREEDY, SAMPLED):
+        sampler = sampler_of(way)
+        if way is SAMPLED:
+            logits[range(FIRST, FIRST + 4), draws] = 90
+        found = receipt_of([tree], [sampler], logits, states)
+        known = found.known(0)
+        assert known == [1, 2, NAN, 4] and tree.walk(known) == [0, 1, 2]
+        path, tokens = verify(tree, logits[FIRST:], sampler, known)
+        assert (path, tokens) == ([0, 1], [1, 2]) and sampler.drawn == 2
+        sent = found.states_of(0, path)
+        assert sent is not None and (sent == states[FIRST:][path].view(torch.uint16).numpy()).all()
+
+
 def test_nothing_is_read_before_it_is_asked_for_and_all_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sent, read = [0], [0]
 
