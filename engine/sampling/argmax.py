@@ -12,7 +12,7 @@ from engine.kernels.jit_cache import cached_njit
 
 NAN = -1
 """Returned instead of a token if a row holds NaN, which compares with nothing."""
-_INFINITY = np.int16(0x7F80 - 0x7F)  # as `_ordered` encodes it
+_INFINITY = np.int16(0x7F80 - 0x80)  # as `_ordered` encodes it
 _LEAST = np.int16(-0x8000)
 _PART = 1024  # numbers
 
@@ -66,6 +66,7 @@ def argmax_bfloat16(bits: Any, row: int) -> int:
 
 @cached_njit
 def _ordered(bits: Any) -> Any:
-    """Map bfloat16 bits to an integer of the same order; every NaN comes after infinity."""
-    ordered = bits ^ ((bits >> 15) & np.int16(0x7FFF))  # below zero a larger magnitude is less
-    return np.int16(ordered - np.int16(0x7F))  # shifted so far that NaN below minus infinity wraps to the top
+    """Map bfloat16 bits to an integer of the same order, both zeros to the same one; every NaN comes after infinity."""
+    sign = bits >> 15
+    ordered = ((bits & np.int16(0x7FFF)) ^ sign) - sign  # below zero a larger magnitude is less
+    return np.int16(ordered - np.int16(0x80))  # shifted so far that NaN below minus infinity wraps to the top

@@ -25,7 +25,7 @@ def test_the_first_of_the_largest_is_found_and_nan_is_told_apart(bits: list[list
         if any(x != x for x in row):
             assert found == NAN
         else:
-            assert row[found] == max(row) and (max(row) == 0 or found == row.index(max(row)))
+            assert row[found] == max(row) and found == row.index(max(row))
 
 
 @pytest.mark.parametrize("way", [argmax, _in_numpy, _in_torch])
@@ -37,6 +37,15 @@ def test_every_way_finds_the_first_of_equals_and_tells_both_kinds_of_nan_from_in
     logits[1, 4], logits[2, 3], logits[3, :9] = torch.nan, torch.inf, -torch.inf
     logits[4, 4], logits[5, 6:8] = -torch.nan, 2.0
     assert way(logits) == [0, NAN, 3, 9, NAN, 6]
+
+
+@pytest.mark.parametrize("way", [argmax, _in_numpy, _in_torch])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_way_takes_both_zeros_for_equals(way: Callable[[torch.Tensor], list[int]], dtype: torch.dtype) -> None:
+    logits = torch.full((2, 10), -1.0, dtype=dtype)
+    logits[0, 3], logits[0, 5] = -0.0, 0.0
+    logits[1, 3], logits[1, 5] = 0.0, -0.0
+    assert way(logits) == [3, 3]
 
 
 @pytest.mark.parametrize("places", [(1023, 1024), (3000, 3001), (1024, 2048), (0, 2500)])
