@@ -87,9 +87,11 @@ class CostModel:
         return Rates(self._usual_s(requests, rows) + around_s, self.tokens, 1 / rate, rate * self._row_s(requests))
 
     def _row_s(self, requests: int) -> float:
-        """Return what one more row costs in a forward of a usual round: the mean over a few more for each request."""
+        """Return what one more row costs in a forward of a usual round: the mean over a few more for each request. For
+        rows that cost nothing, rounding may give less than that.
+        """
         rows, more = self._usual_rows(requests), MARGINAL_ROWS * requests
-        return (self._usual_s(requests, rows + more) - self._usual_s(requests, rows)) / more
+        return max(0.0, self._usual_s(requests, rows + more) - self._usual_s(requests, rows)) / more
 
     # Trees.
 

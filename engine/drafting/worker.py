@@ -60,6 +60,7 @@ class DrafterWorker:
         self.poller = zmq.Poller()
         self.requests: dict[int, DraftedRequest] = {}
         self.rates = Rates()
+        self._rejoined_for: set[int] = set()
         self.beat_ns = 0
         self.stopping = False
 
@@ -173,6 +174,8 @@ class DrafterWorker:
         started = time.perf_counter_ns()
         path, tokens, missed = arrays[0].tolist(), arrays[1].tolist(), arrays[4].tolist()
         root = request.root
+        if message.round > request.round and not missed:
+            return self._rejoin_for(message.request)
         if missed:
             request.catch_up(message.round, missed[-1])
         tree = request.verified(message.draft).grafted(arrays[3].tolist(), GRAFT_PROB)
@@ -193,6 +196,15 @@ class DrafterWorker:
             if not waited_for:
                 self.drafter.settle()
         self.trace.span("sync (miss)" if waited_for else "sync", started, message.request)
+
+    def _rejoin_for(self, number: int) -> None:
+        """Rejoin, because a verdict on this request has not arrived, so that no later one fits. After a second loss its
+        verdicts are dropped: each time all texts are read anew.
+        """
+        if number in self._rejoined_for:
+            raise ProtocolError("verdict is of a later round")
+        self._rejoined_for.add(number)
+        self._join()
 
     def _give_up(self, number: int, error: Exception) -> None:
         """Give up drafting for this request, on which the drafter failed: it gets root-only trees, which is plain

@@ -227,6 +227,12 @@ def test_what_one_more_row_costs_is_its_time_in_tokens() -> None:
     assert costs({1: 0.01, 64: 0.01}, seen_s=1e-6).rates(1, alone=False).row_tokens == 0, "no text, no keys"
 
 
+def test_a_row_that_costs_nothing_costs_no_less_after_rounding() -> None:
+    """The time of four rows is interpolated, and is larger by a rounding than the equal one that was measured."""
+    told = costs({1: 0.0088, 4: 0.0258, 64: 0.0258}).rates(4, alone=False)
+    assert told.row_tokens == 0
+
+
 STAIRCASE = {1: 0.010, 16: 0.0101, 64: 0.010, 128: 0.020, 256: 0.040}
 
 

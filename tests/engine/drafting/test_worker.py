@@ -322,6 +322,21 @@ def test_a_drafter_asked_to_rejoin_says_hello_and_drafts_from_the_texts_it_is_to
     assert draft.round == 3 and tree.tokens.tolist() == [40, 41, 42]
 
 
+def test_a_drafter_that_has_missed_a_verdict_rejoins_once_for_the_request(verifier: Verifier) -> None:
+    verifier.verdict(0, 0, [0], [7])
+    verifier.draft()
+    for _ in range(2):
+        verifier.verdict(2, 0, [0], [9])
+    assert verifier.receive()[1] == verifier.hello
+    text = np.asarray([5, 6, 7, 8, 9], np.int32)
+    verifier.router.send(verifier.peer, Start(request=1, round=3, sampling=SamplingParams()), [text])
+    draft, tree = verifier.draft()
+    assert draft.round == 3 and tree.tokens.tolist() == [9, 10, 11]
+    verifier.verdict(4, 0, [0], [40])
+    verifier.verdict(3, draft.draft, [0], [50])
+    assert verifier.draft()[1].tokens.tolist() == [50, 51, 52], "the later verdict was dropped"
+
+
 def test_what_is_drafted_behind_a_round_may_fail_and_is_not_asked_of_a_drafter_that_has_given_a_request_up() -> None:
     """Whether a request is to blame is found when its tree is asked for."""
     drafter, nothing, verdicts = Behind(), cast(Any, None), cast(Any, object())
