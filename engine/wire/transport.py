@@ -154,27 +154,28 @@ class Router:
         self.in_process = endpoint.startswith("inproc:")
         self._aside = Aside()
         self.malformed = 0
-        self._bind()
+        try:
+            self._bind()
+        except ConfigError:
+            self.close()
+            raise
 
     def _bind(self) -> None:
         try:
             self.socket.bind(self.endpoint)
         except zmq.ZMQError as error:
-            self.close()
             field = "tcp.endpoint=" if self.endpoint.startswith("tcp:") else ""
             reason = os.strerror(error.errno or 0).lower()
             raise ConfigError(f"{field}{self.endpoint}: cannot be bound: {reason}; free it or name another") from None
 
     def restore(self) -> None:
-        """Bind again if the socket's file was removed (by a cleaner of temporary files, say). Where somebody else has
-        made the folder anew, connected peers go on, and new ones refuse it.
+        """Bind again if the socket's file was removed (by a cleaner of temporary files, say). Where that fails,
+        connected peers go on, and the next call tries again. A folder that somebody else has made anew is left alone.
         """
-        if self._file is not None and not self._file.exists():
-            try:
+        with contextlib.suppress(OSError, ConfigError):
+            if self._file is not None and not self._file.exists():
                 _check_private(self._file.parent)
-            except ConfigError:
-                return
-            self._bind()
+                self._bind()
 
     def send(self, peer: str, message: Message, arrays: Sequence[Any] = ()) -> bool:
         """Send to `peer`; a message to a peer that is gone is lost. Returns False if the peer has left too much unread,
@@ -233,7 +234,11 @@ def _check_private(folder: Path) -> None:
     """Raise ConfigError unless the folder of a socket, which is made if need be, is ours alone: whoever else can write
     there could listen in our place.
     """
-    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0).lower()
+        raise ConfigError(f"TMPDIR: {folder} cannot be made: {reason}; set another TMPDIR") from None
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
         raise ConfigError(f"TMPDIR: {folder} is not a folder of this user alone; remove it, or set another TMPDIR")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,27 @@ async def test_removing_the_sockets_folder_changes_no_text_whoever_is_killed_the
             pids |= {pid_of(engine, role) for role in ("verifier", "drafter")}
     assert not folder.exists()
     assert not any(is_running(pid) for pid in pids)
+
+
+async def test_removing_the_folder_of_temporary_files_changes_no_text_and_a_killed_worker_is_replaced(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await expected_text(tiny)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    options = {"verifier.cut": False, "verifier.threads": 1, "verifier.simulated_latency_ms": 1}
+    async with await Engine.start({"model": tiny}, method="pld", mode="async", **options) as engine:
+        folder = engine._workers.folder
+        assert folder is not None
+        for killed in ("verifier", "drafter"):
+            shutil.rmtree(tmp_path / "tmp")
+            assert (await engine.generate(PROMPT, LONG)).token_ids == expected
+            first = pid_of(engine, killed)
+            os.kill(first, signal.SIGKILL)
+            await replaced(engine, killed, first)
+            await drafts_arrive(engine, expected)
+            assert private(folder)
+    assert not folder.exists()
 
 
 async def test_removing_the_cache_of_models_changes_no_text_and_a_killed_verifier_is_replaced(

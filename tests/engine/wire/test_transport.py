@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import os
+import resource
+import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +248,58 @@ def test_a_hub_whose_folder_was_taken_serves_its_peers_and_binds_nothing_there(t
         router.restore()
         assert not list(folder.iterdir())
         join(router, line)
+
+
+def test_a_hub_binds_again_where_the_folder_above_its_own_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "tmp" / "talon-1"
+    with linked(f"ipc://{folder}/x") as (router, line):
+        join(router, line)
+        shutil.rmtree(tmp_path / "tmp")
+        router.restore()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        with closing(Dealer(line.socket.context, line.endpoint, "other", ())) as other:
+            join(router, other)
+        join(router, line)
+
+
+def test_a_hub_whose_folder_cannot_be_made_serves_its_peers_and_binds_again_later(tmp_path: Path) -> None:
+    folder = tmp_path / "tmp" / "talon-1"
+    with linked(f"ipc://{folder}/x") as (router, line):
+        join(router, line)
+        shutil.rmtree(tmp_path / "tmp")
+        (tmp_path / "tmp").write_text("something else")
+        router.restore()
+        join(router, line)
+        with pytest.raises(
+            ConfigError, match=r"^TMPDIR: .*talon-1 cannot be made: not a directory; set another TMPDIR"
+        ):
+            Dealer(line.socket.context, line.endpoint, "other", ())
+        (tmp_path / "tmp").unlink()
+        router.restore()
+        with closing(Dealer(line.socket.context, line.endpoint, "other", ())) as other:
+            join(router, other)
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """Let this process open no file meanwhile."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_hub_that_cannot_bind_again_keeps_its_socket(tmp_path: Path) -> None:
+    folder = tmp_path / "talon-1"
+    with linked(f"ipc://{folder}/x") as (router, line):
+        join(router, line)
+        (folder / "x").unlink()
+        with no_more_files():
+            router.restore()
+        assert not (folder / "x").exists()
+        join(router, line)
+        router.restore()
+        assert (folder / "x").exists()
