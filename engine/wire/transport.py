@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ _HANDSHAKES = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-_REFUSALS = 5  # refusals in a row
+_REFUSED_S = 60.0  # how long handshakes have to fail until the key is to blame, and not a verifier that is away
 _LAST_WORDS_MS = 1000  # maximum time for a closing line to flush what was sent: on a busy machine it takes long
 _LARGEST = 1 << 20  # maximum bytes of a message to a router over tcp: a tree of 1024 nodes has 14 kB
 
@@ -64,7 +65,8 @@ class Dealer:
         if endpoint.startswith("tcp:"):
             _ping(self.socket)
             self.monitor = self.socket.get_monitor_socket(_HANDSHAKES)
-        self._refusals = 0
+        self._key_in_doubt = keys is not None  # until the first handshake
+        self._refused_since_s: float | None = None
         self._joined = self.monitor is None  # over other transports the router lives as long as the dealer
         if keys is not None:
             secure_drafter(self.socket, keys)
@@ -105,17 +107,24 @@ class Dealer:
         match.
         """
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._refusals = 0
+            self._key_in_doubt, self._refused_since_s = False, None
             return True
         problem, fix = "does not let this drafter in", "put its drafter.key into the verifier's keys"
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             problem, fix = "goes with keys and this drafter without, or the reverse", "give both keys, or neither"
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            self._refusals += 1
-            if self._refusals < _REFUSALS:  # a verifier that ends during the handshake looks the same, once
+            if not self._blames_key(time.monotonic()):
                 return False
             problem, fix = "has another key than this drafter's verifier.key", "copy verifier.key from it again"
         raise ConfigError(f"tcp.keys: {self.endpoint} {problem}; {fix}")
+
+    def _blames_key(self, now_s: float) -> bool:
+        """Return whether another connection that ended in its handshake shows that the key is wrong. What forwards the
+        verifier's port (ssh, a container's proxy) ends connections likewise while the verifier is away.
+        """
+        if self._refused_since_s is None:
+            self._refused_since_s = now_s
+        return self._key_in_doubt and now_s - self._refused_since_s >= _REFUSED_S
 
     def close(self) -> None:
         if self.monitor is not None:

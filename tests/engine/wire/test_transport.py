@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -15,7 +18,7 @@ import zmq
 
 from engine.core.errors import ConfigError
 from engine.core.params import SamplingParams
-from engine.wire import aside
+from engine.wire import aside, transport
 from engine.wire.aside import OnDevice
 from engine.wire.keys import Keys, create, load
 from engine.wire.messages import Heartbeat, Hello, RoundVerdict, Start, Stop, encode
@@ -195,8 +198,9 @@ def test_a_line_joins_once_for_every_hub_it_finds() -> None:
     ],
 )
 def test_a_link_whose_ends_hold_different_keys_is_told_instead_of_tried_for_ever(
-    tmp_path: Path, verifier: str | None, drafter: str | None, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verifier: str | None, drafter: str | None, told: str
 ) -> None:
+    monkeypatch.setattr(transport, "_REFUSED_S", 0.5)
     for name in ("ours", "theirs"):
         create(tmp_path / name)
     ours, theirs = load(tmp_path / "ours", "drafter"), load(tmp_path / "theirs", "drafter")
@@ -209,6 +213,67 @@ def test_a_link_whose_ends_hold_different_keys_is_told_instead_of_tried_for_ever
             until(line.joined)
         assert str(error.value).startswith(f"tcp.keys: {line.endpoint} {told}")
         assert not list(router.received())
+
+
+class Forwarding:
+    """A port whose connections are accepted and then ended, as by `ssh -L` while nobody listens at its other end.
+    ended: how many so far.
+    """
+
+    def __init__(self, endpoint: str):
+        self.ended = 0
+        self._socket = socket.create_server(("127.0.0.1", int(endpoint.rpartition(":")[2])))
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):  # it was closed
+            while True:
+                self._socket.accept()[0].close()
+                self.ended += 1
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join()
+
+
+def ends_many(forwarding: Forwarding, line: Dealer) -> None:
+    """Let the line try again and again; it must not give up."""
+    last = forwarding.ended + 8
+    until(lambda: line.joined() or forwarding.ended >= last)
+
+
+def test_a_line_without_keys_waits_for_a_verifier_behind_something_that_accepts_connections_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "_REFUSED_S", 0.0)
+    endpoint = endpoint_of("tcp", Path())
+    with zmq.Context() as context, closing(Dealer(context, endpoint, "peer", ())) as line:
+        with closing(Forwarding(endpoint)) as forwarding:
+            ends_many(forwarding, line)
+        with closing(Router(context, endpoint, (Hello,))) as router:
+            until(line.joined)
+            join(router, line)
+
+
+@pytest.mark.parametrize("joined_before", [True, False])
+def test_a_line_with_keys_waits_for_a_verifier_that_it_has_known_and_a_while_for_another(
+    joined_before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(tmp_path / "keys")
+    verifier, drafter = (load(tmp_path / "keys", side) for side in ("verifier", "drafter"))
+    endpoint = endpoint_of("tcp", tmp_path)
+    with zmq.Context() as context, closing(Dealer(context, endpoint, "peer", (), drafter)) as line:
+        if joined_before:
+            monkeypatch.setattr(transport, "_REFUSED_S", 0.0)
+            with zmq.Context() as its_own, closing(Router(its_own, endpoint, (Hello,), verifier)):
+                until(line.joined)
+        with closing(Forwarding(endpoint)) as forwarding:
+            ends_many(forwarding, line)
+        with closing(Router(context, endpoint, (Hello,), verifier)) as router:
+            until(line.joined)
+            join(router, line)
 
 
 def open_to_all(folder: Path) -> None:
