@@ -231,9 +231,9 @@ class Workers:
             return f"was silent for {patience_s:g} s"
         return None
 
-    def forgive_silence(self, now_s: float) -> None:
-        """Measure silence from now on, because nobody was listening."""
-        self.heard_s = dict.fromkeys(self.heard_s, now_s)
+    def forgive_silence(self, absent_s: float, now_s: float) -> None:
+        """Leave the last `absent_s` out of every silence, because nobody was listening."""
+        self.heard_s = {role: min(now_s, heard_s + absent_s) for role, heard_s in self.heard_s.items()}
 
     def back_off_s(self, role: str) -> float:
         """Return how long to wait before the next start of `role`: longer each time that it fails early."""

@@ -208,8 +208,8 @@ class Supervisor:
         while True:
             await asyncio.sleep(_WATCH_S)
             now_s = time.monotonic()  # read once: the clock may jump between two reads
-            if now_s - looked_s > _ABSENT_S:
-                self.workers.forgive_silence(now_s)
+            if (absent_s := now_s - looked_s) > _ABSENT_S:
+                self.workers.forgive_silence(absent_s, now_s)
             looked_s = now_s
             self.router.restore()
             self.hand_over()  # submits those that waited while a suspected request ran alone

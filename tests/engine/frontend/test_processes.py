@@ -1,4 +1,4 @@
-"""What is looked at before a worker starts."""
+"""What is looked at before a worker starts, and when it counts as dead."""
 
 from __future__ import annotations
 
@@ -43,3 +43,26 @@ def test_a_drafter_that_waits_elsewhere_outlives_the_look_whether_the_port_is_fr
             workers.close()
             line.close()
     assert joined
+
+
+class Hanging:
+    """A worker that lives and says nothing."""
+
+    name = "verifier-1"
+
+    def alive(self) -> bool:
+        return True
+
+    def end(self, timeout_s: float) -> None: ...
+
+
+def test_of_a_silence_only_the_time_in_which_nobody_listened_is_forgiven() -> None:
+    with zmq.Context() as context:
+        workers = Workers(load({"model": "any", "method": "none"}, {"transport": "inproc"}), context)
+    workers.running, workers.heard_s = {"verifier": Hanging()}, {"verifier": 100.0}
+    for now_s in (120.0, 140.0):
+        workers.forgive_silence(1.0, now_s)
+        assert (workers.dead("verifier", 30.0, now_s) is None) == (now_s < 132)
+    workers.heard_s["verifier"] = 139.9
+    workers.forgive_silence(1.0, 140.0)
+    assert workers.dead("verifier", 2.0, 142.5) == "was silent for 2 s", "nobody is heard in the future"
