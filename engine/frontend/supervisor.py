@@ -230,6 +230,8 @@ class Supervisor:
         if role == "verifier":
             self._stop_workers()
             self.inflight.lose(self.workers.running[role].name)
+        else:
+            self.router.send(self.workers.running[role].name, Stop())  # a thread that hangs ends once it reads this
         await anyio.to_thread.run_sync(self.workers.end, role, 0.0)
         self.ready[role].clear()  # it may have become ready before it died; from here on nobody listens to it
         mended = await anyio.to_thread.run_sync(self._restore)

@@ -254,3 +254,25 @@ async def test_a_drafters_thread_that_hangs_does_not_keep_the_engine_from_closin
     assert not released.is_set()
     rescue.cancel()
     released.set()
+
+
+async def test_a_drafters_thread_that_hung_ends_once_it_has_been_replaced_and_goes_on(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung, go_on = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> TokenTree:
+        hung.set()
+        go_on.wait(60)
+        return TokenTree.root_only(PROMPT[-1])
+
+    monkeypatch.setattr("drafters.lookup.prompt_lookup.PromptLookup.propose", hang)
+    options = {"heartbeat_timeout_s": 1, "verifier.draft_timeout_s": 0.1, "verifier.cut": False, **THREADS}
+    async with await Engine.start({"model": tiny}, method="pld", mode="async", transport="inproc", **options) as engine:
+        first = engine._workers.running["drafter"]
+        asking = asyncio.create_task(engine.generate(PROMPT, LONG))
+        await until(hung.is_set)
+        await until(lambda: engine._workers.running.get("drafter", first) is not first)
+        go_on.set()
+        await until(lambda: not first.alive())
+        await asking
