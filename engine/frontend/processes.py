@@ -131,6 +131,18 @@ class ThreadWorker:
         self._thread.join(timeout_s)
 
 
+class NotStarted:
+    """A worker before the system has started it, and if that fails: one that has ended."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def alive(self) -> bool:
+        return False
+
+    def end(self, timeout_s: float) -> None: ...
+
+
 class Workers:
     """The workers of one engine by role, and their endpoints. Every start gets a new name.
 
@@ -195,7 +207,9 @@ class Workers:
             self.config = self.config.model_copy(update={"activations": activations})
 
     def start(self, role: str) -> None:
-        """Start a worker. A new verifier gets a new endpoint for drafters, so the drafter must be started after it."""
+        """Start a worker. A new verifier gets a new endpoint for drafters, so the drafter must be started after it.
+        Raises OSError if the system starts no process; the worker then counts as one that has died.
+        """
         self._starts += 1
         if role == "verifier":
             self._meeting = self._meeting_point()
@@ -209,6 +223,7 @@ class Workers:
         self.heard_s[role] = time.monotonic()
         _, failures = self._history.get(role, (0.0, 0))
         self._history[role] = (time.monotonic(), failures)
+        self.running[role] = NotStarted(spec.name)
         self.running[role] = self._begin(spec)
 
     def _begin(self, spec: WorkerSpec) -> Worker:

@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from engine.config import Config
 from engine.core import errors
-from engine.core.errors import EngineClosed, TalonError, WorkerDied, printable
+from engine.core.errors import EngineClosed, TalonError, WorkerDied, first_line, printable
 from engine.frontend.inflight import InflightRequest, InflightRequests
 from engine.frontend.processes import STOP_S, ProcessWorker, Workers
 from engine.frontend.tasks import cancel
@@ -240,12 +240,19 @@ class Supervisor:
             return self._go_without(role, f"the {role} cannot be started again: {said or reason}")
         print(f"talon: the {role} {f'failed: {said}' if said else reason}; starting another", file=sys.stderr)
         await asyncio.sleep(delay_s)
-        self.workers.start(role)
+        self._start_again(role)
         if role == "verifier" and "drafter" in self.workers.roles:
             patience_s = STOP_S if self._hears("drafter") else 0.0
             await anyio.to_thread.run_sync(self.workers.end, "drafter", patience_s)
             self.ready["drafter"].clear()
-            self.workers.start("drafter")
+            self._start_again("drafter")
+
+    def _start_again(self, role: str) -> None:
+        """Start another worker. One that the system refuses, for want of memory say, is one that could not load."""
+        try:
+            self.workers.start(role)
+        except OSError as error:
+            self._said[role] = WorkerDied(f"no process can be started: {first_line(error)}")
 
     def _go_without(self, role: str, why: str) -> None:
         if role == "verifier":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import signal
@@ -21,6 +22,7 @@ import pytest
 import zmq
 
 from engine import Engine, SamplingParams
+from engine.config import Config
 from engine.core.errors import WorkerDied
 from engine.core.tree import TokenTree
 from engine.frontend.processes import ProcessWorker, ThreadWorker, Worker, Workers
@@ -276,3 +278,51 @@ async def test_a_drafters_thread_that_hung_ends_once_it_has_been_replaced_and_go
         go_on.set()
         await until(lambda: not first.alive())
         await asking
+
+
+class Refusing:
+    """Refuses to start processes of a role, as the system does for want of memory. left: so many times from now on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, role: str):
+        self.role, self.left = role, 0
+        self._begin = ProcessWorker.__init__
+        monkeypatch.setattr(ProcessWorker, "__init__", lambda worker, role, config: self.begin(worker, role, config))
+
+    def begin(self, worker: ProcessWorker, role: str, config: Config) -> None:
+        if role == self.role and self.left:
+            self.left -= 1
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        self._begin(worker, role, config)
+
+
+@pytest.mark.parametrize("role", ["verifier", "drafter"])
+async def test_a_worker_that_the_system_starts_only_later_is_replaced_then(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], role: str
+) -> None:
+    expected = await expected_text(tiny)
+    refusing = Refusing(monkeypatch, role)
+    options = THREADS | {"verifier.cut": False, "verifier.simulated_latency_ms": 1}
+    async with await Engine.start({"model": tiny}, method="pld", mode="async", **options) as engine:
+        refusing.left = 2
+        os.kill(first := pid_of(engine, role), signal.SIGKILL)
+        assert (await engine.generate(PROMPT, LONG)).token_ids == expected
+        await until(lambda: refusing.left == 0)
+        await replaced(engine, role, first)
+        await drafts_arrive(engine, expected)
+    why = f"talon: the {role} failed: no process can be started: [Errno {errno.EAGAIN}]"
+    assert capfd.readouterr().err.count(why) == 2
+
+
+async def test_without_a_drafter_that_the_system_starts_answers_go_on(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = await expected_text(tiny)
+    refusing = Refusing(monkeypatch, "drafter")
+    async with await Engine.start({"model": tiny}, method="pld", mode="async", **THREADS) as engine:
+        refusing.left = 1000
+        os.kill(pid_of(engine, "drafter"), signal.SIGKILL)
+        await until(lambda: "drafter" not in engine._workers.running and refusing.left < 1000)
+        assert (await engine.generate(PROMPT, LONG)).token_ids == expected
+        await until(lambda: 1000 - refusing.left == 3)
+        assert (await engine.generate(PROMPT, LONG)).token_ids == expected
+    assert "answers go on without drafts" in capfd.readouterr().err
