@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from engine.core.errors import HALF_A_CHARACTER, RequestError, is_text, shown
+from engine.core.grammar_depth import MOST_LEVELS, MOST_RULES, chained_rules, schema_levels, schemas_within
 
 JSON_WHITESPACE = {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}
 """Whitespace in JSON: what `json.dumps` writes, indented or not. Without a bound a model may never stop."""
@@ -57,7 +58,19 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
             raise RequestError(f"grammar.{field}: has {len(value)} characters; {_LARGEST} are the most")
         elif not is_text(value):
             raise RequestError(f"grammar.{field}: {HALF_A_CHARACTER}")
+        elif field == "json_schema":
+            _check_levels(field, json.loads(value))
+        elif field == "grammar":
+            if chained_rules(value) > MOST_RULES:
+                raise RequestError(f"grammar.grammar: over {MOST_RULES} rules refer to one another in turn; join some")
+            for schema in schemas_within(value):
+                _check_levels(field, schema)
         return Grammar(**{field: value})
+
+
+def _check_levels(field: str, schema: dict[str, Any]) -> None:
+    if schema_levels(schema) > MOST_LEVELS:
+        raise RequestError(f"grammar.{field}: references lead over {MOST_LEVELS} levels of the schema; join some parts")
 
 
 def _schema_text(schema: Any) -> str:

@@ -126,7 +126,7 @@ class SpeculationFields(Body):
 class Generation(Body):
     """The fields that chat and text completions have in common."""
 
-    model: str
+    model: str = Field("", description="Without a name, the model that is served.")
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=128)

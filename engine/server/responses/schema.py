@@ -33,7 +33,7 @@ _PLAIN = "reasoning.encrypted_content"  # reasoning comes back as it is, and may
 class ResponsesRequest(Body):
     """POST /v1/responses."""
 
-    model: str
+    model: str = Field("", description="Without a name, the model that is served.")
     input: str | Annotated[list[Item], Field(max_length=4096, fail_fast=True)] = Field(
         [], description="Without it the response goes on from what is there: instructions, or an earlier response."
     )

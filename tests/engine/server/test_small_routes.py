@@ -65,3 +65,18 @@ def test_a_prompt_with_several_choices_counts_once_and_each_of_a_batch_counts(se
         server.ask("/v1/completions", prompt=text)
     alone = [cached(server.ask("/v1/completions", prompt=text, n=n)) for text, n in zip(texts, (1, 3), strict=True)]
     assert sum(alone) == cached(server.ask("/v1/completions", prompt=texts)) > 100
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/chat/completions", {"messages": HI, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
+    ],
+)
+def test_a_request_without_a_model_is_for_the_one_that_is_served(
+    tool_server: ServerProcess, path: str, asked: dict[str, Any]
+) -> None:
+    answer = httpx.post(tool_server.url + path, json=asked, timeout=60)
+    assert (answer.status_code, answer.json()["model"]) == (200, "tiny")
