@@ -97,7 +97,8 @@ def test_the_drafter_survives_every_message_and_drafts_as_before(
     draw = random.Random(7)
     for _ in range(count):
         hub.socket.send_multipart([b"drafter-1", *random_message(draw)])
-    hub.send("drafter-1", Start(request=99, round=3, sampling=SamplingParams(max_tokens=9)), [[65, 66, 67]])
+    start = Start(request=99, round=3, sampling=SamplingParams(max_tokens=9)), [[65, 66, 67]]
+    hub.send("drafter-1", *start)
     draft = tree = None
     deadline = time.monotonic() + 120
     while draft is None and time.monotonic() < deadline:
@@ -105,6 +106,8 @@ def test_the_drafter_survives_every_message_and_drafts_as_before(
         for _, message, arrays in hub.received():
             if isinstance(message, Draft) and message.request == 99:
                 draft, tree = message, TokenTree(*arrays)
+            elif isinstance(message, Hello):  # it rejoins once for each request of which it seems to miss a verdict
+                hub.send("drafter-1", *start)
         time.sleep(0.01)
     assert draft is not None and tree is not None
     assert (draft.round, tree.validate(260).tokens[0]) == (3, 67)
