@@ -200,7 +200,7 @@ class Engine:
         """
         if not is_integer(n) or n < 1:
             raise RequestError(f"n={shown(n)}: ask for one answer or more")
-        sampling = (sampling or SamplingParams()).validate()
+        sampling = self.check(SamplingParams() if sampling is None else sampling)
         return await gather(self.generate(prompt, sampling.of_choice(i), raw=raw) for i in range(n))
 
     def check(self, sampling: SamplingParams) -> SamplingParams:

@@ -62,6 +62,7 @@ def build(
     report: Callable[[int], None] = lambda tokens: None,
 ) -> Header:
     """Build, or resume, the datastore `out` from text and JSON-lines files. report: called with tokens read."""
+    library("pydivsufsort")  # where it is missing, that is told before the files are read
     with building_in(out):
         return _build(tokenizer, inputs, out, shard_tokens, report)
 

@@ -41,22 +41,24 @@ def tokenised(tokenizer: Any, inputs: Sequence[Path], skip: int, separator: int)
     """Yield the documents from number `skip` on as token ids, each ending with a separator."""
     documents = (row for path in inputs for row in _documents(path, len(tokenizer)))
     for row in islice(documents, skip, None):
-        yield np.asarray([*_ids(tokenizer, row), separator], np.uint32)
+        yield np.concatenate([*_ids(tokenizer, row), np.asarray([separator], np.uint32)])
 
 
-def _ids(tokenizer: Any, row: _Row) -> list[int]:
-    """Return a row's token ids. An answer begins with the end of its prompt, so that its first tokens
-    have a context.
+def _ids(tokenizer: Any, row: _Row) -> Iterator[NDArray[np.uint32]]:
+    """Yield a row's token ids in parts: as Python's integers those of a large file would not fit into memory. An answer
+    begins with the end of its prompt, so that its first tokens have a context.
     """
     if isinstance(row.tokens, list):
         before: list[int] = []
         if row.prompt and isinstance(row.prompt, str | list):
             with suppress(RequestError):  # a list of something other than chat messages
                 before = encode_text(tokenizer, row.prompt)[-CONTEXT:]
-        return [*before, *row.tokens]
+        yield np.asarray([*before, *row.tokens], np.uint32)
+        return
     text = row.text or ""
-    pieces = [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)]
-    return [i for ids in tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"] for i in ids]
+    for at in range(0, len(text), _PIECE):
+        ids = tokenizer(text[at : at + _PIECE], add_special_tokens=False, verbose=False)["input_ids"]
+        yield np.asarray(ids, np.uint32)
 
 
 def _documents(path: Path, vocab: int) -> Iterator[_Row]:

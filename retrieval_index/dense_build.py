@@ -53,6 +53,7 @@ def build_dense(
 ) -> DenseHeader:
     """Build, or resume, the dense index `out` from text and JSON-lines files. embedding: [vocabulary, hidden],
     the target's. report: called with tokens read."""
+    library("faiss")  # where it is missing, that is told before the files are read
     if len(embedding) < len(tokenizer):
         raise DatastoreError(
             f"tokenizer: {len(tokenizer)} tokens, but the target embeds {len(embedding)}: name its own directory"

@@ -225,11 +225,27 @@ def _converted(params: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
         if field.name == "stop" and isinstance(value, str):
             value = (value,)
         try:
-            values[field.name] = msgspec.convert(value.item() if hasattr(value, "item") else value, field.type)
+            values[field.name] = _of_type(value, field.type)
         except (msgspec.ValidationError, TypeError) as error:
             reason = str(error).split(" - at")[0].lower().replace("`array`", "a list").replace("| null", "or None")
             raise RequestError(f"{prefix}{field.name}={shown(value)}: {reason}") from None
     return values
+
+
+def _of_type(value: Any, kind: Any) -> Any:
+    """Convert a value to a type, and what numpy's numbers and arrays are in it to Python's."""
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, TypeError):
+        return msgspec.convert(_plain(value), kind)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    return [*map(_plain, value)] if isinstance(value, list | tuple) else value
 
 
 @functools.cache

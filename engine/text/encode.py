@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.core.errors import HALF_A_CHARACTER, RequestError, is_text, shown
 from engine.text.chat import Rendering, chat_tokens
 from engine.text.role_order import render_accepted
+
+_PART = re.compile(r"\btext\b")
+"""What a chat template names that reads the parts of a message's content."""
 
 
 def encode_text(
@@ -25,13 +29,29 @@ def encode_text(
         prompt = [{"role": "user", "content": prompt}]
     if not tokenizer.chat_template:
         raise RequestError("prompt: this model has no chat template; give text or token ids, or set chat_template=FILE")
-    for message in prompt:
+    messages: Sequence[Any] = prompt
+    for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise RequestError(f"prompt: {shown(message)} is no chat message; each needs role and content")
     rendering = rendering or Rendering()
-    prompt, text = render_accepted(tokenizer, prompt, rendering)
+    if _PART.search(str(tokenizer.chat_template)) is None:
+        messages = [_with_one_text(message) for message in messages]
+    messages, text = render_accepted(tokenizer, messages, rendering)
     _check_text(text)
-    return chat_tokens(tokenizer, prompt, text, rendering)
+    return chat_tokens(tokenizer, messages, text, rendering)
+
+
+def _with_one_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose content is parts of text alone, as OpenAI has them, with one text: a template that reads
+    no parts would show the list as Python writes it.
+    """
+    parts = message["content"]
+    if not isinstance(parts, list | tuple) or not parts:
+        return message
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        return message
+    return {**message, "content": "".join(map(str, texts))}
 
 
 def _raw_tokens(tokenizer: Any, text: str) -> list[int]:

@@ -218,6 +218,8 @@ async def test_choices_are_the_answers_of_seeds_that_count_on(tiny: str) -> None
         alone = [await engine.generate(PROMPT, params.of_choice(i)) for i in range(3)]
         with pytest.raises(RequestError, match="n=0: ask for one answer or more"):
             await engine.generate_choices(PROMPT, 0, params)
+        with pytest.raises(RequestError, match=r"give SamplingParams"):
+            await engine.generate_choices(PROMPT, 2, {"max_tokens": 3})  # type: ignore[arg-type]
     assert [choice.token_ids for choice in choices] == [result.token_ids for result in alone]
     assert len({tuple(choice.token_ids) for choice in choices}) == 3
     assert params.of_choice(2).seed == -(2**63)

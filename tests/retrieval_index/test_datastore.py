@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from engine.text.encode import encode_text
 from retrieval_index import build as building
 from retrieval_index.build import build
+from retrieval_index.corpus import tokenised
 from retrieval_index.datastore import Datastore, DatastoreError
 from retrieval_index.session_index import CONTEXT
 from retrieval_index.suffix_array import likeliest, longest_match, read
@@ -268,4 +269,21 @@ def test_a_header_that_is_foreign_or_names_no_tokens_is_refused(corpus: Path, tm
 def test_an_index_without_its_library_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydivsufsort", None)
     with pytest.raises(DatastoreError, match=r"pydivsufsort is missing: pip install 'talon-decoding\[index\]'"):
-        building.write_shard(tmp_path, 0, np.arange(3, dtype=np.uint32), 2)
+        building.build(None, [tmp_path / "not read"], tmp_path / "store")
+
+
+def test_a_large_text_is_tokenised_a_piece_at_a_time(tmp_path: Path) -> None:
+    (tmp_path / "large.txt").write_text("ab" * 300_000)
+    plain, asked = tiny_tokenizer(), list[int]()
+
+    class Counting:
+        def __len__(self) -> int:
+            return len(plain)
+
+        def __call__(self, text: Any, **options: Any) -> Any:
+            asked.append(len(text))
+            return plain(text, **options)
+
+    (found,) = tokenised(Counting(), [tmp_path / "large.txt"], 0, 65535)
+    assert found.dtype == np.uint32 and max(asked) < len(found) / 2
+    assert plain.decode(found[:-1]) == "ab" * 300_000 and found[-1] == 65535

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -106,3 +107,16 @@ async def test_the_models_own_penalty_and_top_k_hold_unless_the_request_has_its_
             for params in sampled
         ]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_numbers_and_arrays_of_numpy_are_taken_as_pythons() -> None:
+    given = SamplingParams(
+        max_tokens=np.int64(3),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        stop_token_ids=np.array([1, 2]),  # type: ignore[arg-type]
+        logit_bias={np.int64(4): -100.0},
+    ).validate()
+    assert (given.max_tokens, given.temperature, given.logit_bias) == (3, 0.5, {4: -100.0})
+    assert list(given.stop_token_ids) == [1, 2]
+    with pytest.raises(RequestError, match="max_tokens="):
+        SamplingParams(max_tokens=np.array([1, 2])).validate()  # type: ignore[arg-type]

@@ -36,6 +36,20 @@ def test_an_answer_begins_after_the_last_message_or_continues_it() -> None:
     assert rendered(opens_answer=False, continues=True) == "user: hi<|end|>assistant: a b"
 
 
+def test_parts_of_text_are_one_text_for_a_template_that_reads_no_parts() -> None:
+    def shown(template: str, *parts: dict[str, str]) -> str:
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = template
+        return str(tokenizer.decode(encode_text(tokenizer, [{"role": "user", "content": [*parts]}])))
+
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    reads_parts = "{% for p in messages[0].content %}[{{ p.text }}]{% endfor %}"
+    hi, there = {"type": "text", "text": "hi "}, {"type": "text", "text": "there"}
+    assert shown(plain, hi, there) == "hi there"
+    assert shown(reads_parts, hi, there) == "[hi ][there]"
+    assert "image" in shown(plain, hi, {"type": "image", "url": "x"})
+
+
 def test_text_becomes_one_user_message_unless_raw() -> None:
     assert TOKENIZER.decode(encode_text(TOKENIZER, "hi")) == "<|user|>hi<|assistant|>"
     assert TOKENIZER.decode(encode_text(TOKENIZER, "hi", raw=True)) == "hi"
