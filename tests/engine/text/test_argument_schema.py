@@ -1,4 +1,4 @@
-"""Schemas as their generators write them, in every tool format: the grammar takes what they allow and nothing else, and
+"""Schemas as their generators write them, in every way of writing arguments: the grammar takes what they allow and nothing else, and
 the reader gives back what was written.
 """
 
@@ -16,8 +16,11 @@ from engine.text.argument_schema import ArgumentSchema
 from engine.text.tool_grammar import Tool, Wanted, tool_grammar
 
 pytest.importorskip("llguidance", reason="pip install 'talon-decoding[grammar]'")
-from tests.engine.text.test_tool_formats import FORMATS, calls_of, format_of, gemma, matcher, read, takes, written
+from tests.engine.text.test_tool_formats import calls_of, format_of, gemma, matcher, read, takes, written
 
+WAYS = ("hermes", "harmony", "qwen3-coder", "glm-compact", "gemma", "gemma4", "lfm2")
+"""A format of each way of writing arguments, or two where marks of both may be tokens or not."""
+FORMATS = pytest.mark.parametrize("tools", [one for one in TOOL_FORMATS if one.name in WAYS], ids=lambda one: one.name)
 GEMMA = pytest.mark.parametrize(
     "tools", [one for one in TOOL_FORMATS if one.arguments == "gemma"], ids=lambda one: one.name
 )
