@@ -1,5 +1,5 @@
-"""Schemas as their generators write them, in every way of writing arguments: the grammar takes what they allow and nothing else, and
-the reader gives back what was written.
+"""Schemas as their generators write them, in every way of writing arguments: the grammar takes what they allow and
+nothing else, and the reader gives back what was written.
 """
 
 from __future__ import annotations
