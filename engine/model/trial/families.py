@@ -79,7 +79,7 @@ FAMILIES = (
            "MXFP4 in its own bits, from GGUF and the hub's layout"),
     Family("Phi-3, Phi-4", "Phi3Config", {}, ("phi3",), "GGUF: not with factors for long texts"),
     Family("Phi-1, Phi-2", "PhiConfig"),
-    Family("Granite 3", "GraniteConfig", {}, ("granite",)),
+    Family("Granite 3", "GraniteConfig", {}, ("granite",), "Granite 4 without Mamba too"),
     Family("Granite 4", "GraniteMoeHybridConfig", _GRANITE4, ("granitehybrid",), "Mamba-2; with experts and without"),
     Family("Bamba", "BambaConfig", _BAMBA, (), "Mamba-2"),
     Family("Nemotron-H", "NemotronHConfig", _NEMOTRON, ("nemotron_h",), "Mamba-2"),

@@ -14,7 +14,7 @@ from engine.weights.gguf.mamba import mamba_config
 
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 _SOFTMAX, _SIGMOID = 1, 2  # kinds of routers, as llama.cpp numbers them
-GRANITE = {
+_GRANITE = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
@@ -204,6 +204,35 @@ def _gpt_oss(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, An
     }
 
 
+def _granite(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
+    """Return the configuration of Granite 3, and of Granite 4 without Mamba, whose KV heads are listed by layer."""
+    value = _Keys(metadata, "granite")
+    kv_heads = value("attention.head_count_kv")
+    kinds = set(kv_heads) if isinstance(kv_heads, list) else {kv_heads}
+    if len(kinds) != 1:
+        raise ModelError("granite.attention.head_count_kv is not the same in all layers; such a model is not read")
+    if not value("rope.scaling.finetuned", True):
+        raise ModelError("granite.rope.scaling.finetuned is false: a Granite without positions is not read")
+    return (
+        value.common(tensors, "granite", "GraniteForCausalLM")
+        | _granite_factors(value)
+        | {
+            "num_key_value_heads": kinds.pop(),
+            "intermediate_size": value("feed_forward_length"),
+            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+            "rope_parameters": {"rope_type": "default", "rope_theta": value("rope.freq_base", 10_000.0)},
+        }
+    )
+
+
+def _granite_factors(value: _Keys) -> dict[str, float]:
+    """Return Granite's factors by the configuration's names. Scores have the usual one where the file names none."""
+    usual = (value("embedding_length") // value("attention.head_count")) ** -0.5
+    named = {name: value(key) for key, name in _GRANITE.items() if value(key)}
+    return {"attention_multiplier": usual} | named
+
+
 def _granitehybrid(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
     """Return the configuration of Granite 4. A layer without KV heads is Mamba-2. The MLP of a dense model is the
     shared one of a model with experts.
@@ -215,13 +244,11 @@ def _granitehybrid(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[s
         raise ModelError("granitehybrid.attention.head_count_kv does not say which layers attend; get the file again")
     if inner % hidden:
         raise ModelError(f"granitehybrid.ssm.inner_size is {inner}, no multiple of embedding_length ({hidden})")
-    factors = {name: value(key) for key, name in GRANITE.items() if value(key)}
-    factors.setdefault("attention_multiplier", (hidden // value("attention.head_count")) ** -0.5)
     theta = value("rope.freq_base", 10_000.0)
     return (
         value.common(tensors, "granitemoehybrid", "GraniteMoeHybridForCausalLM")
         | sizes
-        | factors
+        | _granite_factors(value)
         | {
             "layer_types": [_FULL if heads else _LINEAR for heads in kv_heads],
             "num_key_value_heads": max(kv_heads),
@@ -326,6 +353,7 @@ CONFIGURATIONS: dict[str, Callable[[dict[str, Any], tuple[str, ...]], dict[str, 
     "falcon-h1": _falcon_h1,
     "gemma4": _gemma4,
     "gpt-oss": _gpt_oss,
+    "granite": _granite,
     "granitehybrid": _granitehybrid,
     "kimi-linear": _kimi_linear,
     "minicpm3": _minicpm3,

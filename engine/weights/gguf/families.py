@@ -29,7 +29,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from engine.core.errors import ModelError, shown
-from engine.weights.gguf.configurations import CONFIGURATIONS, GRANITE
+from engine.weights.gguf.configurations import CONFIGURATIONS
 from engine.weights.gguf.file import GgufFile
 from engine.weights.gguf.header import GgufTensor
 from engine.weights.gguf.hybrids import HYBRIDS, check_hybrid, draft_block, layer_readers, teach_hybrids
@@ -40,14 +40,13 @@ _KEYS: dict[str, dict[str, str | None]] = {
     "qwen3": {"attention.key_length": "head_dim"},
     "qwen3_moe": {"expert_feed_forward_length": "moe_intermediate_size"},
     "phi3": {"attention.sliding_window": "sliding_window"},
-    "granite": _COMMON | GRANITE,
     "olmo": _COMMON | {"attention.clamp_kqv": "clip_qkv"},
     "olmo2": _COMMON,
     "glm4": _COMMON | {"attention.key_length": "head_dim"},
     "smollm3": _COMMON,
 }
 """Names in the configuration, by transformers' name of the family and the key of the metadata."""
-_OWN = ("granite", "olmo", "olmo2", "glm4", "smollm3")
+_OWN = ("olmo", "olmo2", "glm4", "smollm3")
 """Families that transformers reads from no GGUF file. Their names are those of the architectures too."""
 _NEIGHBOURS = ("granite", "olmo", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 """Families whose heads llama.cpp stores with neighbouring dimensions rotated, as Llama's are."""

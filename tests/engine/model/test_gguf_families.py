@@ -219,6 +219,8 @@ def test_experts_whose_projections_are_of_two_types_have_the_logits_of_their_num
         ("qwen3.5", {"block_count": 3}, "qwen35.block_count is 3, and its tensors are of 4"),
         ("qwen3.5", {"ssm.time_step_rank": 5}, "qwen35.ssm.time_step_rank is 5: value heads are no multiple of the"),
         ("qwen3.5", {"attention.recurrent_layers": [True] * 3}, "qwen35.attention.recurrent_layers is of 3 layers"),
+        ("granite", {"attention.head_count_kv": [2, 1, 2]}, "granite.attention.head_count_kv is not the same in all"),
+        ("granite", {"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned is false: a Granite without"),
         ("granite 4", {"ssm.inner_size": 100}, "granitehybrid.ssm.inner_size is 100, no multiple of 8"),
         ("granite 4", {"ssm.inner_size": 96}, "granitehybrid.ssm.inner_size is 96, no multiple of embedding_length"),
         ("granite 4", {"ssm.group_count": 3}, "granitehybrid.ssm.time_step_rank is 8, no multiple of 3"),
@@ -228,7 +230,7 @@ def test_experts_whose_projections_are_of_two_types_have_the_logits_of_their_num
         ("nemotron 3 with experts", {"nextn_predict_layers": 1}, "nemotron_h_moe.nextn_predict_layers: a draft head"),
     ],
 )
-def test_a_hybrids_file_that_contradicts_itself_is_refused_with_the_field(
+def test_a_file_that_contradicts_itself_or_is_not_read_is_refused_with_the_field(
     family: str, changes: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     write_family(tmp_path / "x.gguf", family, random_model(family), changes=changes)

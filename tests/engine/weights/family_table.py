@@ -229,6 +229,13 @@ FAMILIES = {
         "granite",
         {"attention.scale": 0.2, "residual_scale": 0.5, "logit_scale": 2.0, "embedding_scale": 3.0},
     ),
+    "granite 4 without mamba": Family(
+        "GraniteConfig",
+        {"attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2.0, "embedding_multiplier": 3.0},
+        "granite",
+        {"attention.head_count_kv": [2] * 3, "rope.scaling.finetuned": True, "residual_scale": 0.5,
+         "logit_scale": 2.0, "embedding_scale": 3.0},
+    ),
     "glm4": Family("Glm4Config", {"head_dim": 32, "rope_parameters": _HALF}, "glm4", {"rope.dimension_count": 16}),
     "smollm3": Family("SmolLM3Config", {"num_hidden_layers": 4}, "smollm3"),
     "qwen3 with experts": Family(
