@@ -83,12 +83,14 @@ _Described = Callable[[dict[str, Any], tuple[str, ...]], dict[str, Any]]
 
 
 def _with_recurrent_layers(architecture: str, described: _Described) -> _Described:
-    """Describe a file that names its recurrent layers by that list, of its draft head's too, not by an interval."""
+    """Describe a file that names its recurrent layers by that list, of its draft head's too, or by an interval; without
+    either, every fourth layer attends.
+    """
 
     def config_of(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
-        if (recurrent := metadata.get(f"{architecture}.{RECURRENT}")) is None:
-            return described(metadata, tensors)
         config = described({f"{architecture}.{_INTERVAL}": 4} | metadata, tensors)
+        if (recurrent := metadata.get(f"{architecture}.{RECURRENT}")) is None:
+            return config
         layers = config["num_hidden_layers"]
         kinds = (np.ravel(recurrent).tolist() * (layers if np.ndim(recurrent) == 0 else 1))[:layers]
         if len(kinds) < layers:  # `check_hybrid` says so
@@ -192,15 +194,24 @@ class DeltaReader(LayerReader):
             self.places[OWN + parameter] = Place((stored,), shape)
 
     def _whole(self) -> None:
-        """Read Qwen3-Next's matrices: transformers has one matrix, with q, k, v and z of each key head together."""
+        """Read Qwen3-Next's matrices: transformers has one matrix, with q, k, v and z of each key head together, and
+        so have older files.
+        """
         channels, inputs = 2 * self.keys + self.values, self.hidden
-        qkv = self.found("attn_qkv.weight", (inputs, channels))
-        z = self.found("attn_gate.weight", (inputs, self.values))
         starts = np.split(np.arange(channels + self.values), [self.keys, 2 * self.keys, channels])
         order = np.concatenate([part.reshape(self.key_heads, -1) for part in starts], axis=1).reshape(-1)
-        self.places[f"{self.prefix}in_proj_qkvz.weight"] = Place((qkv, z), (len(order), inputs), _permutation(order))
-        self.places[f"{OWN}{self.prefix}in_proj_qkv.weight"] = Place((qkv,), (channels, inputs))
-        self.places[f"{OWN}{self.prefix}in_proj_z.weight"] = Place((z,), (self.values, inputs))
+        whole, qkv, z = (f"{self.prefix}in_proj_{part}.weight" for part in ("qkvz", "qkv", "z"))
+        if self.file.tensor(f"{self.block}ssm_in.weight") is not None:
+            stored = (self.found("ssm_in.weight", (inputs, len(order))),)
+            self.places[whole] = Place(stored, (len(order), inputs))
+            for name, rows in zip((qkv, z), np.split(np.argsort(order), [channels]), strict=True):
+                self.places[OWN + name] = Place(stored, (len(rows), inputs), rows.astype(np.int64).tobytes())
+        else:
+            of_qkv = self.found("attn_qkv.weight", (inputs, channels))
+            of_z = self.found("attn_gate.weight", (inputs, self.values))
+            self.places[whole] = Place((of_qkv, of_z), (len(order), inputs), _permutation(order))
+            self.places[OWN + qkv] = Place((of_qkv,), (channels, inputs))
+            self.places[OWN + z] = Place((of_z,), (self.values, inputs))
         self._matrix("in_proj_ba", "ssm_ba", np.arange(2 * self.key_heads * self.each))
 
     def _out(self) -> None:

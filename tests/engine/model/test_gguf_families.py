@@ -253,3 +253,10 @@ def test_a_hybrids_file_may_name_its_recurrent_layers_in_place_of_an_interval(fa
     write_family(tmp_path / "x.gguf", family, random_model(family, layer_types=kinds), changes=named)
     target = Target.load(described_gguf(tmp_path / "x.gguf"), kv_memory=1 << 22)
     assert isinstance(target.forward, LeanDecoder) and [*target.forward.structure.attending] == [1, 2]
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5 with experts"])
+def test_every_fourth_layer_attends_where_a_hybrids_file_names_none(family: str, tmp_path: Path) -> None:
+    write_family(tmp_path / "x.gguf", family, random_model(family), changes={"full_attention_interval": None})
+    config = load_config(described_gguf(tmp_path / "x.gguf"))
+    assert config.layer_types == ["linear_attention"] * 3 + ["full_attention"]

@@ -117,7 +117,7 @@ def stored_tensors(family: str, model: Any) -> dict[str, NDArray[np.float32]]:
     known = "bitnet" if about.architecture.startswith("bitnet") else about.architecture
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == known)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    tied = config.tie_word_embeddings
+    tied, whole = config.tie_word_embeddings, about.metadata.get("full_attention_interval") is None
     made: dict[str, NDArray[np.float32]] = {}
     for name, tensor in model.state_dict().items():
         if tied and name == "lm_head.weight":
@@ -135,7 +135,7 @@ def stored_tensors(family: str, model: Any) -> dict[str, NDArray[np.float32]]:
         if "forget_gate." in name or name.endswith("self_attn.conv1d.weight"):
             made |= _channel_delta(name, tensor)
             continue
-        if ".linear_attn." in name and (held := _delta(name, tensor, config, about.architecture)):
+        if ".linear_attn." in name and (held := _delta(name, tensor, config, about.architecture, whole)):
             made |= {key: part.contiguous().numpy() for key, part in held.items()}
             continue
         if re.search(r"\.(mamba|shared_mlp)\.|mixer\.(in_proj|out_proj|conv1d|norm|A_log|D|dt_bias)", name):
@@ -223,9 +223,9 @@ def _stored_head(head: Mapping[str, torch.Tensor], block: int) -> dict[str, NDAr
     return made
 
 
-def _delta(name: str, tensor: torch.Tensor, config: Any, architecture: str) -> dict[str, torch.Tensor]:
+def _delta(name: str, tensor: torch.Tensor, config: Any, architecture: str, whole: bool) -> dict[str, torch.Tensor]:
     """A parameter of a gated delta net as stored: Qwen3.5's value heads in turn, one of every key head after another;
-    Qwen3-Next's one matrix in two.
+    Qwen3-Next's one matrix in two, or whole.
     """
     block, part = f"blk.{name.split('.')[2]}.", name.split(".linear_attn.")[1].removesuffix(".weight")
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
@@ -238,6 +238,8 @@ def _delta(name: str, tensor: torch.Tensor, config: Any, architecture: str) -> d
         grouped = heads.unflatten(dim, (keys, values // keys, -1))
         return grouped.transpose(dim, dim + 1).flatten(dim, dim + 2)
 
+    if part == "in_proj_qkvz" and whole:
+        return {f"{block}ssm_in.weight": tensor}
     if part == "in_proj_qkvz":
         each = values // keys * size
         of_heads = tensor.unflatten(0, (keys, -1))

@@ -256,6 +256,9 @@ FAMILIES = {
         "Qwen3_5MoeTextConfig", _DELTA | _SHARED, "qwen35moe", _OF_DELTA | _SECTIONS | _OF_SHARED
     ),
     "qwen3-next": Family("Qwen3NextConfig", _DELTA | _SHARED, "qwen3next", _OF_DELTA | _OF_SHARED),
+    "qwen3-next of before 2026": Family(  # whose matrices of delta nets are those of transformers
+        "Qwen3NextConfig", _DELTA | _SHARED, "qwen3next", _OF_DELTA | _OF_SHARED | {"full_attention_interval": None}
+    ),
     "lfm2": Family("Lfm2Config", _CONVOLUTIONS | {"block_auto_adjust_ff_dim": False}, "lfm2", _OF_CONVOLUTIONS),
     "lfm2 with experts": Family(
         "Lfm2MoeConfig",
