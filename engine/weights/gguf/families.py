@@ -266,26 +266,34 @@ def _scale_positions(file: GgufFile, config: Any, value: _Values) -> None:
         rope |= {"rope_type": "longrope", "long_factor": long.tolist(), "short_factor": short.tolist()}
         rope["original_max_position_embeddings"] = config.max_position_embeddings
     elif factors is not None and "full_attention" in rope:  # Gemma 4: what is not rotated is divided by 1e30
+        _refuse_scaling(value)
         rope["full_attention"] |= {"partial_rotary_factor": float((factors == 1).mean())}
     elif factors is not None:
+        _refuse_scaling(value)
         factor = float(factors.max())
         if not np.allclose(factors, llama3_factors(rope["rope_theta"], len(factors), factor), rtol=1e-3):
             raise ModelError("its rope_freqs are not those of Llama 3")
         rope |= {"rope_type": "llama3", "factor": factor, **_LLAMA3}
     else:
         _refuse_factors(file)
-        if _scaling(value) == "linear" and "full_attention" in rope:  # Gemma 3
-            rope["full_attention"] |= {"rope_type": "linear", "factor": value("rope.scaling.factor", 1.0)}
-        elif rope.get("rope_type", "default") == "default":
+        scaled = rope.get("full_attention", rope)  # Gemma 3 scales the positions of layers without a window
+        if _scaling(value) == "linear" and scaled.get("rope_type") == "default":
+            scaled.update(rope_type="linear", factor=_factor(value))
+        elif scaled.get("rope_type", "default") == "default":
             _refuse_scaling(value)
     if rope:
         config.rope_parameters = rope
 
 
 def _scaling(value: _Values) -> str:
-    """Return how positions are scaled, "none" for a factor of 1, which BitNet has."""
-    kind = str(value("rope.scaling.type", "none"))
-    return "none" if kind == "linear" and value("rope.scaling.factor", 1.0) == 1 else kind
+    """Return how positions are scaled: linearly where the file names no kind, and "none" for a factor of 1."""
+    kind = str(value("rope.scaling.type", "linear"))
+    return "none" if kind == "linear" and _factor(value) == 1 else kind
+
+
+def _factor(value: _Values) -> float:
+    """Return what positions are divided by. Files of 2023 have the second key; llama.cpp takes 0 for 1."""
+    return float(value("rope.scaling.factor", value("rope.scale_linear", 1.0))) or 1.0
 
 
 def _refuse_scaling(value: _Values) -> None:

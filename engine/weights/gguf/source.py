@@ -27,7 +27,7 @@ from engine.weights.gguf.file import GgufFile, parts_of, read_gguf
 
 SOURCE = "source.json"
 SEEN = "seen.msgpack"
-FORMAT = 7
+FORMAT = 8
 """Raise it when the contents of such a directory change: files are then described again."""
 _HASHED_AT_ONCE = 1 << 20  # bytes that a thread hashes at a time
 _TICK_NS = 20_000_000  # step of the clock of file systems: a file may be written to twice within it

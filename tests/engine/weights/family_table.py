@@ -203,6 +203,12 @@ _OF_GEMMA4 = _OF_GEMMA | {
 }
 FAMILIES = {
     "llama": Family("LlamaConfig", {}, "llama"),
+    "deepseek coder": Family(
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50_000.0}},
+        "llama",
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+    ),
     "mistral": Family("MistralConfig", {"head_dim": 32, "sliding_window": None}, "llama", {"rope.dimension_count": 32}),
     "qwen2": Family("Qwen2Config", {}, "qwen2"),
     "qwen3": Family("Qwen3Config", {"head_dim": 32}, "qwen3"),

@@ -149,6 +149,27 @@ def test_llama_3s_factors_become_its_scaling_of_positions(directory: Callable[..
     assert torch.allclose(turned, torch.tensor(plain / factors, dtype=torch.float32))
 
 
+@pytest.mark.parametrize(
+    "named",
+    [{"scaling.type": "linear", "scaling.factor": 4.0}, {"scaling.factor": 4.0}, {"scale_linear": 4.0}],
+    ids=["with its kind", "without a kind", "by the old key"],
+)
+def test_positions_are_divided_by_the_factor_that_a_file_names(
+    directory: Callable[..., Path], named: dict[str, Any]
+) -> None:
+    folder = str(directory(values={f"llama.rope.{key}": value for key, value in named.items()}))
+    turned = skeleton(folder, load_config(folder)).model.rotary_emb.inv_freq
+    assert torch.allclose(turned, torch.tensor(10_000.0 ** (-np.arange(8) / 8) / 4, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("named", [{"scaling.type": "none", "scaling.factor": 4.0}, {"scaling.factor": 0.0}])
+def test_positions_are_not_scaled_by_a_factor_that_does_not_count(
+    directory: Callable[..., Path], named: dict[str, Any]
+) -> None:
+    folder = directory(values={f"llama.rope.{key}": value for key, value in named.items()})
+    assert json.loads((folder / "config.json").read_text())["rope_parameters"]["rope_type"] == "default"
+
+
 def test_a_file_is_described_once_until_it_changes(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Path] = []
     monkeypatch.setattr("engine.weights.gguf.described_folder.describe", lambda file, folder, *_: runs.append(folder))
