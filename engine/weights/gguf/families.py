@@ -219,6 +219,8 @@ def completed(file: GgufFile, config: Any) -> Any:
         return config
     if (config.pad_token_id or 0) >= config.vocab_size:  # transformers' default is that of the family's largest model
         config.pad_token_id = None
+    if architecture == "llama" and hasattr(config, "sliding_window"):  # transformers' default for Mistral is a window
+        config.sliding_window = None
     if architecture == "llama" and value("expert_count", 0):
         config = _with_experts(config, value)
     if architecture in ("gemma2", "gemma3"):
@@ -247,7 +249,7 @@ def _with_experts(config: Any, value: _Values) -> MixtralConfig:
     """Return the configuration as Mixtral's, which llama.cpp takes for a Llama."""
     known = {key: what for key, what in config.to_dict().items() if key not in ("model_type", "architectures")}
     counts = {"num_local_experts": value("expert_count"), "num_experts_per_tok": value("expert_used_count")}
-    return MixtralConfig(**known, **counts, sliding_window=None)
+    return MixtralConfig(**(known | counts | {"sliding_window": None}))
 
 
 def _scale_positions(file: GgufFile, config: Any, value: _Values) -> None:

@@ -139,6 +139,18 @@ def test_the_directory_holds_a_card_and_no_weights(directory: Callable[..., Path
     assert sum(file.stat().st_size for file in folder.iterdir()) < 60_000
 
 
+@pytest.mark.parametrize(
+    ("values", "family"),
+    [({}, "mistral"), ({"llama.expert_count": 4, "llama.expert_used_count": 2}, "mixtral")],
+    ids=["dense", "with experts"],
+)
+def test_a_llama_by_the_name_of_mistral_has_no_window(
+    directory: Callable[..., Path], values: dict[str, Any], family: str
+) -> None:
+    config = json.loads((directory(values=values | {"general.name": "mistral"}) / "config.json").read_text())
+    assert (config["model_type"], config["sliding_window"]) == (family, None)
+
+
 def test_llama_3s_factors_become_its_scaling_of_positions(directory: Callable[..., Path]) -> None:
     factors = llama3_factors(10_000.0, 8, 32.0).astype(np.float32)
     folder = directory(tensors={"rope_freqs.weight": factors})
