@@ -229,6 +229,9 @@ def completed(file: GgufFile, config: Any) -> Any:
         config.query_pre_attn_scalar = head
     if architecture == "phi3":
         config.sliding_window = config.sliding_window or None
+    if architecture == "llama" and hasattr(config, "mlp_bias"):
+        config.attention_bias = file.tensor("blk.0.attn_output.bias") is not None
+        config.mlp_bias = file.tensor("blk.0.ffn_up.bias") is not None
     if architecture in _OWN and hasattr(config, "attention_bias"):
         config.attention_bias = file.tensor("blk.0.attn_q.bias") is not None
     _scale_positions(file, config, value)

@@ -209,6 +209,7 @@ FAMILIES = {
         "llama",
         {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
     ),
+    "llama with biases": Family("LlamaConfig", {"attention_bias": True, "mlp_bias": True}, "llama"),
     "mistral": Family("MistralConfig", {"head_dim": 32, "sliding_window": None}, "llama", {"rope.dimension_count": 32}),
     "qwen2": Family("Qwen2Config", {}, "qwen2"),
     "qwen3": Family("Qwen3Config", {"head_dim": 32}, "qwen3"),
