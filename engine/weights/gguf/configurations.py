@@ -213,6 +213,7 @@ def _granite(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, An
         raise ModelError("granite.attention.head_count_kv is not the same in all layers; such a model is not read")
     if not value("rope.scaling.finetuned", True):
         raise ModelError("granite.rope.scaling.finetuned is false: a Granite without positions is not read")
+    _check_rotated(value)
     return (
         value.common(tensors, "granite", "GraniteForCausalLM")
         | _granite_factors(value)
@@ -224,6 +225,13 @@ def _granite(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, An
             "rope_parameters": {"rope_type": "default", "rope_theta": value("rope.freq_base", 10_000.0)},
         }
     )
+
+
+def _check_rotated(value: _Keys) -> None:
+    """Raise ModelError for heads of which only a part is rotated, as Bamba's."""
+    head = value("embedding_length") // value("attention.head_count")
+    if (rotated := value("rope.dimension_count", head)) != head:
+        raise ModelError(f"{value.architecture}.rope.dimension_count is {rotated}, and a head has {head}; not read")
 
 
 def _granite_factors(value: _Keys) -> dict[str, float]:
@@ -244,7 +252,9 @@ def _granitehybrid(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[s
         raise ModelError("granitehybrid.attention.head_count_kv does not say which layers attend; get the file again")
     if inner % hidden:
         raise ModelError(f"granitehybrid.ssm.inner_size is {inner}, no multiple of embedding_length ({hidden})")
-    theta = value("rope.freq_base", 10_000.0)
+    has_positions, theta = value("rope.scaling.finetuned", True), value("rope.freq_base", 10_000.0)
+    if has_positions:
+        _check_rotated(value)
     return (
         value.common(tensors, "granitemoehybrid", "GraniteMoeHybridForCausalLM")
         | sizes
@@ -261,7 +271,7 @@ def _granitehybrid(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[s
             ),
             "num_local_experts": experts,
             "num_experts_per_tok": value("expert_used_count", 0),
-            "position_embedding_type": "rope" if value("rope.scaling.finetuned", True) else None,
+            "position_embedding_type": "rope" if has_positions else None,
             "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         }
     )

@@ -221,6 +221,12 @@ def test_experts_whose_projections_are_of_two_types_have_the_logits_of_their_num
         ("qwen3.5", {"attention.recurrent_layers": [True] * 3}, "qwen35.attention.recurrent_layers is of 3 layers"),
         ("granite", {"attention.head_count_kv": [2, 1, 2]}, "granite.attention.head_count_kv is not the same in all"),
         ("granite", {"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned is false: a Granite without"),
+        ("granite", {"rope.dimension_count": 8}, "granite.rope.dimension_count is 8, and a head has 16"),
+        (
+            "granite 4",
+            {"rope.scaling.finetuned": True, "rope.dimension_count": 8},
+            "granitehybrid.rope.dimension_count is 8, and a head has 16",
+        ),
         ("granite 4", {"ssm.inner_size": 100}, "granitehybrid.ssm.inner_size is 100, no multiple of 8"),
         ("granite 4", {"ssm.inner_size": 96}, "granitehybrid.ssm.inner_size is 96, no multiple of embedding_length"),
         ("granite 4", {"ssm.group_count": 3}, "granitehybrid.ssm.time_step_rank is 8, no multiple of 3"),
