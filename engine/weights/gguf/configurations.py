@@ -14,6 +14,7 @@ from engine.weights.gguf.mamba import mamba_config
 
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 _SOFTMAX, _SIGMOID = 1, 2  # kinds of routers, as llama.cpp numbers them
+_SCALED_BY_HIDDEN = (("gemma2", 46), ("gemma3", 62))
 _GRANITE = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -47,6 +48,63 @@ class _Keys:
             "tie_word_embeddings": "output.weight" not in tensors,
             "pad_token_id": self.metadata.get("tokenizer.ggml.padding_token_id"),
         }
+
+
+def _gemma2(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
+    """Return the configuration of Gemma 2. Windows, their pattern and the caps have the values of llama.cpp's code
+    where the file has none.
+    """
+    value = _Keys(metadata, "gemma2")
+    theta = value("rope.freq_base", 10_000.0)
+    if value("rope.freq_base_swa", theta) != theta:
+        raise ModelError("gemma2.rope.freq_base_swa: two bases of positions are not read in this family")
+    return _gemma_sizes(value, tensors, "gemma2", "Gemma2ForCausalLM") | {
+        "layer_types": _window_layers(value, 2),
+        "sliding_window": value("attention.sliding_window", 4096),
+        "attn_logit_softcapping": value("attn_logit_softcapping", 50.0) or None,
+        "final_logit_softcapping": value("final_logit_softcapping", 30.0) or None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+    }
+
+
+def _gemma3(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
+    """Return the configuration of Gemma 3. A file that names no window has none, in any layer."""
+    value = _Keys(metadata, "gemma3")
+    window = value("attention.sliding_window")
+    bases = {_SLIDING: value("rope.freq_base_swa", 10_000.0), _FULL: value("rope.freq_base", 10_000.0)}
+    return _gemma_sizes(value, tensors, "gemma3_text", "Gemma3ForCausalLM") | {
+        "layer_types": _window_layers(value, 6) if window else [_FULL] * value("block_count"),
+        "sliding_window": window or value("context_length"),
+        "final_logit_softcapping": value("final_logit_softcapping") or None,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
+    }
+
+
+def _gemma_sizes(value: _Keys, tensors: tuple[str, ...], model_type: str, architecture: str) -> dict[str, Any]:
+    """Return what Gemma 2 and 3 share. Models of 27 B are known by their layers, as llama.cpp knows them: their queries
+    are scaled by hidden size over heads.
+    """
+    head_dim, heads = value("attention.key_length"), value("attention.head_count")
+    by_hidden = (value.architecture, value("block_count")) in _SCALED_BY_HIDDEN
+    return value.common(tensors, model_type, architecture) | {
+        "num_key_value_heads": value("attention.head_count_kv"),
+        "head_dim": head_dim,
+        "intermediate_size": value("feed_forward_length"),
+        "query_pre_attn_scalar": value("embedding_length") // heads if by_hidden else head_dim,
+    }
+
+
+def _window_layers(value: _Keys, usual: int) -> list[str]:
+    """Return the kinds of layers from a list of those with a window, or from how many layers there are to one without
+    a window. usual: that number where the file names none.
+    """
+    layers, named = value("block_count"), value("attention.sliding_window_pattern", usual)
+    if not isinstance(named, list):
+        named = [(at + 1) % named != 0 if named else True for at in range(layers)]
+    if len(named) != layers:
+        key = f"{value.architecture}.attention.sliding_window_pattern"
+        raise ModelError(f"{key} is of {len(named)} layers, and block_count is {layers}")
+    return [_SLIDING if one else _FULL for one in named]
 
 
 def _gemma4(metadata: dict[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
@@ -361,6 +419,8 @@ CONFIGURATIONS: dict[str, Callable[[dict[str, Any], tuple[str, ...]], dict[str, 
     "bitnet-b1.58": partial(_bitnet, "bitnet-b1.58", "relu2"),
     "deepseek2": _deepseek2,
     "falcon-h1": _falcon_h1,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
     "gemma4": _gemma4,
     "gpt-oss": _gpt_oss,
     "granite": _granite,

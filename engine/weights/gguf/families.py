@@ -50,8 +50,6 @@ _OWN = ("olmo", "olmo2", "glm4", "smollm3")
 """Families that transformers reads from no GGUF file. Their names are those of the architectures too."""
 _NEIGHBOURS = ("granite", "olmo", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 """Families whose heads llama.cpp stores with neighbouring dimensions rotated, as Llama's are."""
-_SCALED_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
-"""Gemmas of 27 B, known by their layers as llama.cpp knows them: their queries are scaled by hidden size over heads."""
 _LONG_FACTORS = ("minicpm3",)
 """Architectures whose files hold factors for long texts, which begin where the context ends."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -223,10 +221,6 @@ def completed(file: GgufFile, config: Any) -> Any:
         config.sliding_window = None
     if architecture == "llama" and value("expert_count", 0):
         config = _with_experts(config, value)
-    if architecture in ("gemma2", "gemma3"):
-        by_hidden = (architecture, config.num_hidden_layers) in _SCALED_BY_HIDDEN
-        head = config.hidden_size // config.num_attention_heads if by_hidden else config.head_dim
-        config.query_pre_attn_scalar = head
     if architecture == "phi3":
         config.sliding_window = config.sliding_window or None
     if architecture == "llama" and hasattr(config, "mlp_bias"):

@@ -219,6 +219,8 @@ def test_experts_whose_projections_are_of_two_types_have_the_logits_of_their_num
         ("qwen3.5", {"block_count": 3}, "qwen35.block_count is 3, and its tensors are of 4"),
         ("qwen3.5", {"ssm.time_step_rank": 5}, "qwen35.ssm.time_step_rank is 5: value heads are no multiple of the"),
         ("qwen3.5", {"attention.recurrent_layers": [True] * 3}, "qwen35.attention.recurrent_layers is of 3 layers"),
+        ("gemma3", {"attention.sliding_window_pattern": [True] * 3}, "gemma3.attention.sliding_window_pattern is of 3"),
+        ("gemma2", {"rope.freq_base_swa": 20_000.0}, "gemma2.rope.freq_base_swa: two bases of positions"),
         ("granite", {"attention.head_count_kv": [2, 1, 2]}, "granite.attention.head_count_kv is not the same in all"),
         ("granite", {"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned is false: a Granite without"),
         ("granite", {"rope.dimension_count": 8}, "granite.rope.dimension_count is 8, and a head has 16"),
@@ -266,3 +268,7 @@ def test_every_fourth_layer_attends_where_a_hybrids_file_names_none(family: str,
     write_family(tmp_path / "x.gguf", family, random_model(family), changes={"full_attention_interval": None})
     config = load_config(described_gguf(tmp_path / "x.gguf"))
     assert config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
+
+
+def test_a_gemma_3_whose_file_names_no_window_has_none(described: Callable[..., str]) -> None:
+    assert load_config(described("gemma3 without windows")).layer_types == ["full_attention"] * 3

@@ -223,6 +223,31 @@ FAMILIES = {
         "gemma3",
         _OF_GEMMA | {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
     ),
+    "gemma2 with other windows and caps": Family(
+        "Gemma2Config",
+        _GEMMA
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "attn_logit_softcapping": 5.0,
+           "final_logit_softcapping": 3.0},
+        "gemma2",
+        _OF_GEMMA
+        | {"attention.sliding_window_pattern": 3, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3 with other windows": Family(
+        "Gemma3TextConfig",
+        _GEMMA
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "final_logit_softcapping": 3.0,
+           "rope_parameters": _SCALED | {"sliding_attention": {"rope_type": "default", "rope_theta": 20_000.0}}},
+        "gemma3",
+        _OF_GEMMA
+        | {"attention.sliding_window_pattern": [False, True, False], "final_logit_softcapping": 3.0,
+           "rope.freq_base_swa": 20_000.0, "rope.scaling.factor": 8.0},
+    ),
+    "gemma3 without windows": Family(
+        "Gemma3TextConfig",
+        _GEMMA | {"layer_types": ["full_attention"] * 3, "rope_parameters": _SCALED},
+        "gemma3",
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+    ),
     "olmo": Family(
         "OlmoConfig",
         {"clip_qkv": 0.5},
