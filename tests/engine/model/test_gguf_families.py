@@ -39,7 +39,7 @@ pytestmark = [
 LEAN = sorted(FAMILIES)
 EXPERTS = ["qwen3 with experts", "mixtral", "gpt-oss", "granite 4 with experts", "nemotron 3 with experts"]
 EXPERTS += ["deepseek v3"]  # whose heads have products of their own too
-TEXT = [random.Random(1).randrange(len(TOKENS)) for _ in range(48)]
+TEXT = random.Random(1).choices(range(len(TOKENS)), k=48)
 every_family = pytest.mark.parametrize("family", LEAN)
 OF_A_KIND = ["llama", "gemma2", "gemma4 with inputs of layers", "lfm2", "qwen3.5", "falcon-h1", "kimi linear"]
 some_families = pytest.mark.parametrize(
