@@ -13,6 +13,8 @@ _KEYS = (
     *("CODEX_API_KEY", "OPENAI_API_KEY"),
 )
 """Variables that may hold a person's key of another provider. Claude Code, for one, sends every key that it finds."""
+_CLOUDS = ("CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX", "CLAUDE_CODE_USE_FOUNDRY")
+"""Variables that make Claude Code ask a cloud provider in place of ANTHROPIC_BASE_URL."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,10 @@ class Agent:
 
     @property
     def removes(self) -> list[str]:
-        """Variables that the client must not find, so that this server gets no other provider's key."""
-        return [name for name in _KEYS if name not in self.environment] if self.command else []
+        """Variables that the client must not find, so that this server gets no other provider's key and no other
+        provider gets this server's requests.
+        """
+        return [name for name in (*_KEYS, *_CLOUDS) if name not in self.environment] if self.command else []
 
     def started_by(self, server: ServedModel) -> list[str]:
         """Return the command that starts the client."""

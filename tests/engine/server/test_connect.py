@@ -125,6 +125,19 @@ def test_a_client_does_not_get_the_keys_of_other_providers_and_a_long_name_is_sh
     assert "sk-of-another" not in environments[0].values() and environments[0]["OTHER"] == "stays"
 
 
+def test_claude_does_not_ask_the_cloud_that_the_shell_names(
+    environments: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clouds = {f"CLAUDE_CODE_USE_{name}" for name in ("BEDROCK", "VERTEX", "FOUNDRY")}
+    for variable in clouds:
+        monkeypatch.setenv(variable, "1")
+    with listening(telling("coder")) as url:
+        assert talon("connect", "claude", "--url", url).exit_code == 3
+        printed = talon("connect", "claude", "--print", "--url", url).stdout.splitlines()
+    assert not clouds & environments[0].keys()
+    assert clouds <= {name for line in printed if line.startswith("unset ") for name in line.split()}
+
+
 def test_settings_are_printed_where_nothing_is_started(tool_server: ServerProcess) -> None:
     for arguments in (["claude", "--print"], ["langgraph"]):
         done = talon("connect", *arguments, "--url", tool_server.url)
