@@ -107,15 +107,24 @@ def serve(
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:
-    """Return the keys of the file and of the environment; blank lines and lines that begin with # are ignored."""
-    lines = os.environ.get(KEYS_VARIABLE, "").split(",")
-    if file is not None:
-        try:
-            lines += file.read_text("utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--api-keys {file}: cannot be read: {error}") from None
-    keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
-    if file is not None and not keys:
+    """Return the keys of the environment and of the file. Raises ConfigError where one of them is given and holds no
+    key.
+    """
+    given = os.environ.get(KEYS_VARIABLE)
+    keys = () if given is None else tuple(key.strip() for key in given.split(",") if key.strip())
+    if given is not None and not keys:
+        raise ConfigError(f"{KEYS_VARIABLE}: is set and holds no key; write KEY,KEY, or unset it to let everybody in")
+    return keys if file is None else keys + _keys_in(file)
+
+
+def _keys_in(file: Path) -> tuple[str, ...]:
+    """Return a file's keys; blank lines and lines that begin with # are ignored."""
+    try:
+        lines = [line.strip() for line in file.read_text("utf-8-sig").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-keys {file}: cannot be read: {error}") from None
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
         raise ConfigError(f"--api-keys {file}: holds no key, and would let everybody in; write one a line")
     return keys
 

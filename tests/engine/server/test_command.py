@@ -58,6 +58,19 @@ def test_keys_come_from_the_file_and_the_environment(tmp_path: Path, monkeypatch
         read_keys(tmp_path / "keys")
 
 
+@pytest.mark.parametrize("given", ["", " , "])
+def test_a_variable_of_keys_that_holds_none_is_refused_and_only_files_have_comments(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys").write_text("one\n")
+    monkeypatch.setenv(KEYS_VARIABLE, given)
+    for file in (None, tmp_path / "keys"):
+        with pytest.raises(ConfigError, match=f"^{KEYS_VARIABLE}: is set and holds no key; "):
+            read_keys(file)
+    monkeypatch.setenv(KEYS_VARIABLE, "#s3cret")
+    assert read_keys(None) == ("#s3cret",)
+
+
 def test_a_model_is_called_by_its_name(tmp_path: Path) -> None:
     assert short_name("Qwen/Qwen2.5-0.5B-Instruct") == "Qwen/Qwen2.5-0.5B-Instruct"
     assert short_name("smollm2-135m") == "smollm2-135m"
