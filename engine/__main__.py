@@ -10,6 +10,7 @@ gets its name once it is complete, so the next start does not find a part of it.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -31,6 +32,9 @@ def main() -> None:
     from engine.cli.main import assemble
 
     app = assemble()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # an encoding such as Latin-1 lacks characters of answers
     if heeded:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

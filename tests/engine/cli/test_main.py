@@ -24,6 +24,17 @@ def restore_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+PRINT = """
+import sys, typer
+from engine import __main__
+from engine.cli import main
+app = typer.Typer()
+app.command()(lambda: [print(chr(960), file=stream) for stream in (sys.stdout, sys.stderr)])
+main.assemble = lambda: app
+sys.argv = ["talon"]
+__main__.main()
+"""
+"""The `talon` command in which a command that prints a letter stands for all."""
 WHILE = ["pydantic", "torch", "transformers.utils.generic"]
 WHILE += [pytest.param(name, marks=pytest.mark.slow) for name in ("typer", "zmq", "numpy", "engine.cli.main")]
 
@@ -81,6 +92,16 @@ def test_an_answer_that_cannot_be_printed_is_one_line(tiny: str) -> None:
         )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr == "talon: output: the disk is full: make room and run again\n"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", b"\\u03c0"), ("latin-1", b"\\u03c0"), ("utf-8", "π".encode())]
+)
+def test_a_character_that_the_output_lacks_is_shown_by_its_number(encoding: str, shown: bytes) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PRINT], cwd=ROOT, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, shown + b"\n", shown + b"\n")
 
 
 WRONG = [
