@@ -16,5 +16,5 @@ USER talon
 ENV PATH=/opt/talon/bin:$PATH TALON_HOME=/models HF_HOME=/models/hub
 VOLUME /models
 EXPOSE 8000
-HEALTHCHECK --start-period=120s --interval=10s CMD ["python3", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=3)"]
+HEALTHCHECK --start-period=120s --interval=10s CMD ["python3", "-c", "import urllib.request as u; u.build_opener(u.ProxyHandler({})).open('http://127.0.0.1:8000/health', timeout=3)"]
 ENTRYPOINT ["talon", "serve", "--host", "0.0.0.0"]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -27,6 +31,26 @@ def test_the_scripts_are_shell_and_refuse_other_devices(tmp_path: Path) -> None:
     script = ROOT / "docker" / "install.sh"
     done = subprocess.run(["sh", str(script), str(tmp_path / "env"), "tpu"], capture_output=True, text=True)
     assert done.returncode == 2 and "say cpu or cuda" in done.stderr and not (tmp_path / "env").exists()
+
+
+class Health(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+
+def test_the_health_check_asks_the_server_itself_though_there_is_a_proxy() -> None:
+    (check,) = re.findall(r"^HEALTHCHECK .*CMD (\[.*\])$", TEXT, re.MULTILINE)
+    _, *arguments = json.loads(check)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Health) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        asked = [argument.replace(":8000", f":{server.server_port}") for argument in arguments]
+        environment = {"PATH": os.environ["PATH"], "http_proxy": "http://127.0.0.1:1"}
+        done = subprocess.run([sys.executable, *asked], env=environment, capture_output=True, text=True, timeout=120)
+        server.shutdown()
+        thread.join()
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
