@@ -263,6 +263,8 @@ def _run(command: list[str], folder: str, new_session: bool, environment: dict[s
     os.environ.clear()
     os.environ.update(environment | {_ADDRESS: address})
     sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     option, program, *_ = command
     sys.argv = ["-c", *command[2:]] if option == "-c" else command[1:]
     if program != "engine.worker":
