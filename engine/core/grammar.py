@@ -6,6 +6,7 @@ errors that stay with the request. It is imported only when a grammar is used; t
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -22,6 +23,7 @@ NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dep
 """Keywords of a schema whose keys are names, and whose values are schemas."""
 SCHEMA_VALUES = ("const", "enum", "default", "examples")
 """Keywords of a schema that hold values."""
+_KEPT = 32  # texts that are known to be shallow
 _LARGEST = 1 << 20  # characters; longer ones cost seconds before the library refuses them
 
 
@@ -58,18 +60,20 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
             raise RequestError(f"grammar.{field}: has {len(value)} characters; {_LARGEST} are the most")
         elif not is_text(value):
             raise RequestError(f"grammar.{field}: {HALF_A_CHARACTER}")
-        elif field == "json_schema":
-            _check_levels(field, json.loads(value))
-        elif field == "grammar":
-            if chained_rules(value) > MOST_RULES:
-                raise RequestError(f"grammar.grammar: over {MOST_RULES} rules refer to one another in turn; join some")
-            for schema in schemas_within(value):
-                _check_levels(field, schema)
+        elif field in ("json_schema", "grammar"):
+            _check_depth(field, value)
         return Grammar(**{field: value})
 
 
-def _check_levels(field: str, schema: dict[str, Any]) -> None:
-    if schema_levels(schema) > MOST_LEVELS:
+@functools.lru_cache(maxsize=_KEPT)
+def _check_depth(field: str, text: str) -> None:
+    """Raise RequestError for a schema or a grammar that would fill the library's stack. One is validated where it is
+    made, and again with the parameters that hold it.
+    """
+    if field == "grammar" and chained_rules(text) > MOST_RULES:
+        raise RequestError(f"grammar.grammar: over {MOST_RULES} rules refer to one another in turn; join some")
+    schemas = [json.loads(text)] if field == "json_schema" else schemas_within(text)
+    if any(schema_levels(schema) > MOST_LEVELS for schema in schemas):
         raise RequestError(f"grammar.{field}: references lead over {MOST_LEVELS} levels of the schema; join some parts")
 
 

@@ -9,30 +9,39 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
+from urllib.parse import unquote
 
 MOST_LEVELS = 1200
 """Levels of a schema along its references; the library's stack holds 1,800."""
 MOST_RULES = 2000
 """Rules of a grammar that refer to one another in turn; the library's stack holds 2,200."""
-_MOST_WALKED = 200_000  # objects and lists of all parts together, a tenth of a second
+_ELSEWHERE = "elsewhere"  # which is no reference
+_MOST_WALKED = 200_000  # objects of all parts together, a tenth of a second
 _RULE = re.compile(r"^[ \t]*[?!]?([A-Za-z_]\w*)(?:\[[^\]\n]*\])?(?:\.\d+)?[ \t]*:(?!:=)", re.MULTILINE)
 _GBNF_RULE = re.compile(r"^[ \t]*([A-Za-z][\w-]*)[ \t]*::=", re.MULTILINE)
-_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*')
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\]|\\.)+/|//[^\n]*|#[^\n]*', re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 _SCHEMA = re.compile(r"%json\s*(?=\{)")
 
 
 def schema_levels(schema: Mapping[str, Any]) -> int:
     """Return how many levels of a schema lie along its longest chain of references, or more where these form circles,
-    or lead into large parts again and again.
+    lead elsewhere than to a place in the schema, or lead into large parts again and again.
     """
-    references = {reference for reference, _ in _places(schema, everything=True) if reference is not None}
-    leads, levels, walked = dict[str, set[str]](), dict[str, int](), 0
-    for name in {"#", *references}:
-        found = [*islice(_places(_target(schema, name)), _MOST_WALKED - walked)]
-        if (walked := walked + len(found)) == _MOST_WALKED:
+    whole = [*islice(_places(schema), _MOST_WALKED)]
+    references = {reference for value, _ in whole for reference in _references(value)}
+    moved = any(isinstance(value.get(key), str) for value, level in whole if level > 1 for key in ("$id", "id"))
+    parts = {} if moved else {name: part for name in references if (part := target_of(schema, name)) is not None}
+    depth, walked = max(level for _, level in whole), len(whole)
+    leads = {_ELSEWHERE: {_ELSEWHERE, *parts}}
+    levels = {_ELSEWHERE: depth * len(references - parts.keys())}
+    itself = {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
+    for name, part in (parts | {"#": itself}).items():
+        found = [*islice(_places(part), max(0, _MOST_WALKED - walked))]
+        if (walked := walked + len(found)) >= _MOST_WALKED:
             return MOST_LEVELS + 1
-        leads[name] = {reference for reference, _ in found if reference is not None}
+        named = {reference for value, _ in found for reference in _references(value)}
+        leads[name] = {reference if reference in parts else _ELSEWHERE for reference in named}
         levels[name] = max((level for _, level in found), default=1)
     return _longest(leads, levels)
 
@@ -59,27 +68,34 @@ def schemas_within(grammar: str) -> Iterator[dict[str, Any]]:
             return
 
 
-def _places(part: Any, everything: bool = False) -> Iterator[tuple[str | None, int]]:
-    """Yield each object and list within a part: the reference that it is, if it is one, and at which level it lies.
-    everything: within definitions too, which only references lead into.
-    """
+def _places(part: Any) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield each object within a part, and at which level it lies."""
     waiting = [(part, 1)]
     while waiting:
         value, level = waiting.pop()
         if isinstance(value, dict):
-            reference = value.get("$ref")
-            yield reference if isinstance(reference, str) else None, level
-            inner = [one for key, one in value.items() if everything or key not in ("$defs", "definitions")]
-        else:
-            inner = value if isinstance(value, list) else []
+            yield value, level
+        inner = value.values() if isinstance(value, dict) else value
         waiting += [(one, level + 1) for one in inner if isinstance(one, dict | list)]
 
 
-def _target(schema: Any, reference: str) -> Any:
-    """Return what a reference leads to; None if that is nothing within the schema."""
-    for key in reference.removeprefix("#").split("/")[1:]:
+def _references(value: Mapping[str, Any]) -> list[str]:
+    return [value[key] for key in ("$ref", "$dynamicRef", "$recursiveRef") if isinstance(value.get(key), str)]
+
+
+def target_of(schema: Any, reference: str) -> Any:
+    """Return what a reference leads to, None if that is nothing within the schema, or is named in another way than by
+    its place.
+    """
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    for key in unquote(reference).split("/")[1:]:
         name = key.replace("~1", "/").replace("~0", "~")
-        schema = schema.get(name) if isinstance(schema, dict) else None
+        if isinstance(schema, list):
+            at = int(name) if name.isascii() and name.isdigit() and len(name) < 10 else len(schema)
+            schema = schema[at] if at < len(schema) and str(at) == name else None
+        else:
+            schema = schema.get(name) if isinstance(schema, dict) else None
     return schema
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote
 
 from engine.core.grammar import NAMED_SCHEMAS, SCHEMA_VALUES
+from engine.core.grammar_depth import target_of
 
 ANYTHING: dict[str, Any] = {}  # a schema
 _MOST_REFERENCES = 8  # one after another
@@ -66,7 +66,7 @@ class ArgumentSchema:
         for _ in range(_MOST_REFERENCES):
             if not (isinstance(schema, dict) and isinstance(schema.get("$ref"), str)):
                 break
-            if (target := self._target(schema["$ref"])) is None:
+            if (target := target_of(self.root, schema["$ref"])) is None:
                 break
             schema = target
         if not isinstance(schema, dict):
@@ -120,7 +120,7 @@ class ArgumentSchema:
         for reference in references:  # the list grows in the loop
             if (number := str(self._numbers[reference])) not in shared:
                 if reference not in self._definitions:
-                    self._definitions[reference] = self._moved(self._target(reference))
+                    self._definitions[reference] = self._moved(target_of(self.root, reference))
                 shared[number], more = self._definitions[reference]
                 references += more
         return {**part, "$defs": shared} if shared else part
@@ -132,23 +132,12 @@ class ArgumentSchema:
         references: list[str] = []
 
         def moved(reference: str) -> str:
-            if self._target(reference) is None:
+            if target_of(self.root, reference) is None:
                 return reference
             references.append(reference)
             return f"#/$defs/{self._numbers.setdefault(reference, len(self._numbers))}"
 
         return _with_references(schema, moved), references
-
-    def _target(self, reference: str) -> Any:
-        """Return what a reference leads to, None if that is nothing within the root."""
-        if reference != "#" and not reference.startswith("#/"):
-            return None
-        found: Any = self.root
-        for key in unquote(reference).split("/")[1:]:
-            members = {str(number): item for number, item in enumerate(found)} if isinstance(found, list) else found
-            name = key.replace("~1", "/").replace("~0", "~")
-            found = members.get(name) if isinstance(members, dict) else None
-        return found
 
 
 def keywords(schema: Mapping[str, Any]) -> set[str]:

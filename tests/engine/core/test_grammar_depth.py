@@ -32,6 +32,29 @@ def test_levels_are_those_along_the_longest_chain_of_references() -> None:
     assert schema_levels(wide) == 3 + 1
 
 
+def named_otherwise(way: str, count: int) -> dict[str, Any]:
+    """Return a chain whose definitions are found by their places in a list, by escapes, by anchors or by addresses, or
+    refer from a property with the name of a keyword.
+    """
+
+    def part(number: int, reference: str) -> dict[str, Any]:
+        own = {"anchor": {"$anchor": f"a{number}"}, "address": {"$id": f"http://x/a{number}"}}.get(way, {})
+        inner = {"$ref": reference}
+        return own | ({"properties": {"definitions": inner}} if way == "property" else {"items": inner})
+
+    ways = {"list": "#/$defs/a/{}", "escape": "#/$defs/%61{}", "anchor": "#a{}", "address": "http://x/a{}"}
+    refer = ways.get(way, "#/$defs/a{}").format
+    parts = [part(number, refer(number + 1)) for number in range(count)] + [part(count, "#")]
+    return {"$ref": refer(0), "$defs": {"a": parts} if way == "list" else {f"a{i}": one for i, one in enumerate(parts)}}
+
+
+@pytest.mark.parametrize("way", ["list", "escape", "anchor", "address", "property"])
+def test_a_chain_is_as_long_however_its_parts_are_referred_to(way: str) -> None:
+    Grammar(json_schema=named_otherwise(way, 20)).validate()
+    with pytest.raises(RequestError, match="references lead over"):
+        Grammar(json_schema=named_otherwise(way, 1000)).validate()
+
+
 def test_a_schema_that_refers_to_itself_counts_once() -> None:
     assert schema_levels({"properties": {"children": {"items": {"$ref": "#"}}}}) == 4
 
@@ -50,6 +73,11 @@ def test_a_schema_that_leads_into_large_parts_again_and_again_takes_no_long_time
 def test_rules_are_counted_along_their_longest_chain(sign: str) -> None:
     assert chained_rules(rules(10, sign)) == 12
     assert chained_rules(rules(10, sign).replace('"y"', f'"a0 a1" a{10}')) == 12
+
+
+def test_a_rule_behind_an_expression_of_several_lines_is_counted() -> None:
+    hidden = "".join(f"a{i}: /x\n/ a{i + 1} /y\n/\n" for i in range(10))
+    assert chained_rules(f'start: a0\n{hidden}a10: "y"\n') == 12
 
 
 def test_schemas_within_a_grammar_are_found() -> None:
