@@ -187,40 +187,45 @@ class PythonReader(_StepReader):
     """
 
     def __init__(self) -> None:
-        self._count = 0
+        self._count, self._end = 0, _ValueEnd()
 
     def _step(self, text: str) -> tuple[int, str]:
         if text[0] == ")":
             self.done = True
             return 0, "}" if self._count else "{}"
         name, found, rest = text.lstrip(", ").partition("=")
-        if not found or (length := _literal_length(rest)) is None:
+        if not found or (length := self._end.find(rest)) is None:
             return 0, ""
-        self._count += 1
+        self._count, self._end = self._count + 1, _ValueEnd()
         read = len(text) - len(rest) + length
         return read, f"{', ' if self._count > 1 else '{'}{json.dumps(name)}: {_json_of(rest[:length])}"
 
 
-def _literal_length(text: str) -> int | None:
-    """Return where a value ends: at a comma or a parenthesis outside of quotes and brackets; None if it is not there
-    yet.
-    """
-    depth, quote, escaped = 0, "", False
-    for at, character in enumerate(text):
-        if escaped:
-            escaped = False
-        elif quote:
-            escaped = character == "\\"
-            quote = "" if character == quote else quote
-        elif character in "\"'":
-            quote = character
-        elif character in "[{(":
-            depth += 1
-        elif not depth and character in ",)":
-            return at
-        elif character in "]})":
-            depth -= 1
-    return None
+class _ValueEnd:
+    """Finds the comma or parenthesis, outside of quotes and brackets, at which a value ends."""
+
+    def __init__(self) -> None:
+        self._looked_at, self._depth, self._quote, self._escaped = 0, 0, "", False
+
+    def find(self, text: str) -> int | None:
+        """Return where the value ends, None if that is not there yet. text: what was looked at before, and more."""
+        for at in range(self._looked_at, len(text)):
+            character = text[at]
+            if self._escaped:
+                self._escaped = False
+            elif self._quote:
+                self._escaped = character == "\\"
+                self._quote = "" if character == self._quote else self._quote
+            elif character in "\"'":
+                self._quote = character
+            elif character in "[{(":
+                self._depth += 1
+            elif not self._depth and character in ",)":
+                return at
+            elif character in "]})":
+                self._depth -= 1
+        self._looked_at = len(text)
+        return None
 
 
 def _json_of(value: str) -> str:
